@@ -1,0 +1,372 @@
+"""Every setting of the project: pydantic models, the one home of each default.
+
+Importing this module costs no torch: the workflow parses the configuration on every call of Snakemake.
+Unknown keys and impossible combinations are errors that name the key and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+RecordFormat = Literal["gsm8k", "math", "aime"]
+WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
+Harness = Literal["lm-eval", "lighteval"]
+Split = Literal["train", "validation", "test"]
+
+#: Weights that share one scale, by format (NF4: bitsandbytes' block, along the flattened tensor).
+GROUP_SIZE: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+S = TypeVar("S", bound="Settings")
+
+
+class ConfigError(ValueError):
+    """A configuration that can't run; the message is one sentence for the user."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+class Generated(Settings):
+    """Arithmetic word problems made by `qerl.data.arithmetic`."""
+
+    source: Literal["generated"] = "generated"
+    seed: int = 0
+    train: PositiveInt = 4096
+    validation: PositiveInt = 256
+    test: PositiveInt = 256
+
+
+class LocalData(Settings):
+    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file a split."""
+
+    source: Literal["local"]
+    path: Path
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.2
+
+
+class HubData(Settings):
+    """A data set of the Hugging Face hub at a pinned revision."""
+
+    source: Literal["hub"]
+    repo: str
+    revision: str
+    subset: str | None = None
+    splits: dict[Split, str] = {"train": "train", "test": "test"}
+
+
+class DatasetSettings(Settings):
+    """A set of problems with verifiable answers."""
+
+    format: RecordFormat
+    origin: Annotated[Generated | LocalData | HubData, Field(discriminator="source")]
+    #: Appended to each question, on a line of its own; it tells the policy how to state the answer.
+    instruction: str = ""
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class PretrainSettings(Settings):
+    """A miniature Qwen2 trained from scratch on worked solutions (supervised), so that RL has something to improve."""
+
+    source: Literal["pretrain"]
+    datasets: list[str]
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 512
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    vocab_size: PositiveInt = 512
+    max_steps: PositiveInt = 2000
+    batch_size: PositiveInt = 64
+    learning_rate: float = 2e-3
+    #: Training stops when this share of the validation problems of the first data set is solved, checked every
+    #: `check_every` steps; a policy that ends outside `accepted` is an error.
+    target_accuracy: Fraction = 0.45
+    accepted: tuple[float, float] = (0.30, 0.60)
+    check_every: PositiveInt = 100
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _dimensions_fit_the_blocks(self) -> PretrainSettings:
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) % 64:
+                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of 64, the widest quantization block")
+        return self
+
+
+class LocalModel(Settings):
+    """A folder in the hub's layout: config.json, safetensors (sharded or not), tokenizer.json."""
+
+    source: Literal["local"]
+    path: Path
+
+
+class HubModel(Settings):
+    """A model of the Hugging Face hub at a pinned revision."""
+
+    source: Literal["hub"]
+    repo: str
+    revision: str
+
+
+ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discriminator="source")]
+
+
+# --- a training run --------------------------------------------------------------------------------------------------
+
+
+class AdapterSettings(Settings):
+    """LoRA (paper Table 4 and section 4.1; alpha is not in the paper)."""
+
+    rank: Annotated[int, Field(ge=0)] = 32
+    alpha: float = 64
+    dropout: Fraction = 0.0
+    #: The released scripts also train the two RMSNorms of each block.
+    train_norms: bool = True
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class NoiseSettings(Settings):
+    """Adaptive Quantization Noise (paper section 3.3, Eq. 7 to 12)."""
+
+    schedule: Literal["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"] = "off"
+    sigma_start: Annotated[float, Field(ge=0)] = 1e-2
+    sigma_end: Annotated[float, Field(ge=0)] = 5e-4
+    #: K of Eq. 8; the first stage carries no noise.
+    stages: PositiveInt = 10
+    #: `sampler`: noise in the behaviour policy only (Algorithm 1); `consistent`: the same z in the training forward.
+    mode: Literal["sampler", "consistent"] = "sampler"
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> NoiseSettings:
+        if self.schedule in ("off", "constant"):
+            return self
+        if self.stages < 3:
+            raise ValueError(f"noise.stages={self.stages} leaves no schedule between start and end; use at least 3")
+        if not 0 < self.sigma_end <= self.sigma_start:
+            raise ValueError("noise.sigma_end must be above 0 and not above noise.sigma_start for a decaying schedule")
+        return self
+
+
+class SamplingSettings(Settings):
+    """How completions are drawn. Defaults: the paper's rollout (Table 4)."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_tokens: PositiveInt = 4096
+
+
+class RolloutSettings(Settings):
+    """One rollout a step: `prompts` problems, `group_size` completions of each (G of Eq. 3)."""
+
+    engine: Literal["native"] = "native"
+    prompts: PositiveInt = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    sampling: SamplingSettings = SamplingSettings()
+
+
+class RewardSettings(Settings):
+    """Weights of the reward's parts; each part lies in [0, 1]."""
+
+    correct: float = 1.0
+    format: float = 0.1
+
+
+class LossSettings(Settings):
+    """GRPO (paper Eq. 3 and 4, without the KL term as in Appendix E)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    updates_per_rollout: PositiveInt = 1
+    #: Cap of the truncated importance weight between trainer and sampler; none: no correction, as in the paper.
+    importance_cap: float | None = None
+
+
+class OptimizerSettings(Settings):
+    """Optimizer and schedule (paper Table 4; warm-up, decay and clipping from the released scripts)."""
+
+    name: Literal["adamw", "adamw8bit"] = "adamw8bit"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    warmup_ratio: Fraction = 0.1
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
+
+
+class RunSettings(Settings):
+    """All that determines a training run."""
+
+    model: str
+    dataset: str
+    weights: WeightFormat = "nvfp4"
+    method: Literal["full", "lora"] = "lora"
+    adapter: AdapterSettings = AdapterSettings()
+    noise: NoiseSettings = NoiseSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    steps: PositiveInt = 200
+    #: Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed.
+    micro_batch_tokens: PositiveInt = 16384
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    checkpoint_every: PositiveInt = 10
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _combination_is_possible(self) -> RunSettings:
+        if self.method == "full" and self.weights != "bf16":
+            raise ValueError(
+                f"method=full can't train weights={self.weights}: packed weights are frozen; use weights=bf16 or method=lora"
+            )
+        if self.method == "lora" and self.adapter.rank == 0:
+            raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
+        if self.rollout.group_size * self.rollout.prompts % self.loss.updates_per_rollout:
+            raise ValueError("loss.updates_per_rollout must divide rollout.prompts x rollout.group_size")
+        return self
+
+
+# --- evaluation and profiling ----------------------------------------------------------------------------------------
+
+
+class TaskSettings(Settings):
+    """One evaluation task: the test split of a data set, scored by a harness."""
+
+    dataset: str
+    harness: Harness
+
+
+class EvaluationSettings(Settings):
+    """Paper section 4.1: temperature 0.6, top-p 0.95, several repeats; noise-free."""
+
+    tasks: list[TaskSettings]
+    sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)
+    repeats: PositiveInt = 4
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: int = 0
+
+
+class RolloutBench(Settings):
+    """Rollout throughput by weight format and LoRA rank (paper Table 9); all points interleaved in one process."""
+
+    kind: Literal["rollout"]
+    model: str
+    weights: list[WeightFormat] = ["bf16", "nf4", "mxfp4", "nvfp4"]
+    ranks: list[Annotated[int, Field(ge=0)]] = [16, 32, 64]
+    sequences: PositiveInt = 32
+    prompt_tokens: PositiveInt = 256
+    completion_tokens: PositiveInt = 2048
+    repeats: PositiveInt = 3
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: int = 0
+
+
+class StepBench(Settings):
+    """Seconds and peak memory of one GRPO step for each arm of an experiment (paper Table 3)."""
+
+    kind: Literal["step"]
+    experiment: str
+    repeats: PositiveInt = 3
+
+
+BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
+
+
+# --- experiments -----------------------------------------------------------------------------------------------------
+
+
+class Experiment(Settings):
+    """Base settings, named arms that override them, and a grid over any keys (dotted: `adapter.rank`)."""
+
+    base: dict[str, Any]
+    arms: dict[str, dict[str, Any]] = {"run": {}}
+    grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+
+
+class Config(Settings):
+    """A whole configuration file."""
+
+    name: str
+    models: dict[str, ModelSettings]
+    datasets: dict[str, DatasetSettings]
+    experiments: dict[str, Experiment]
+    evaluation: EvaluationSettings
+    benches: dict[str, BenchSettings] = {}
+    #: Short cuts of the command line: another checkpoint folder, another file of problems, for every run.
+    model: Path | None = None
+    problems: Path | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, name: str) -> str:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"name={name!r} names a folder of results: use letters, digits, - and _ only")
+        return name
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Config:
+        for harness_task in self.evaluation.tasks:
+            _require(harness_task.dataset, self.datasets, "evaluation.tasks", "datasets")
+        for name, model in self.models.items():
+            if isinstance(model, PretrainSettings):
+                for dataset in model.datasets:
+                    _require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+        for name, bench in self.benches.items():
+            if isinstance(bench, RolloutBench):
+                _require(bench.model, self.models, f"benches.{name}.model", "models")
+            else:
+                _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        return self
+
+
+def _require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:
+    if name not in known:
+        raise ValueError(f"{key} names {name!r}, which is not in `{section}` ({', '.join(known) or 'empty'})")
+
+
+def _one_sentence(error: ValidationError, where: str) -> str:
+    """The first problem of a validation error, as a sentence with the dotted key."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key `{key}`; check its spelling (config/README.md lists every key)"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: `{key}`: {message}" if key else f"{where}: {message}"
+
+
+def parse(settings: type[S], values: Mapping[str, Any], where: str) -> S:
+    """Validate `values`; a `ConfigError` of one sentence names `where` and the offending key."""
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_one_sentence(error, where)) from None
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a configuration file; `overrides` replace its top-level keys."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} doesn't exist") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    return parse(Config, {**values, **(overrides or {})}, str(path))

@@ -1,0 +1,42 @@
+"""What every sampler offers: completions with the log-probabilities of the policy that sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How `count` completions of each prompt are drawn.
+
+    The completion c of prompt p depends on (seed, p's index, c) and the policy alone. `temperature=0` is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    count: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion: tokens (a stop token included), log-probability of each, and whether a stop token ended it.
+
+    Log-probabilities are those of the untruncated distribution at the sampling temperature (at 1 for greedy).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Sampler(Protocol):
+    """Draws completions from a policy."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""
+        ...
