@@ -196,6 +196,7 @@ class LossSettings(Settings):
     name: Literal["grpo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    #: Passes over one rollout, each with an optimizer step (mu of Algorithm 1).
     updates_per_rollout: PositiveInt = 1
     #: Cap of the truncated importance weight between trainer and sampler; none: no correction, as in the paper.
     importance_cap: float | None = None
@@ -240,8 +241,6 @@ class RunSettings(Settings):
             )
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
-        if self.rollout.group_size * self.rollout.prompts % self.loss.updates_per_rollout:
-            raise ValueError("loss.updates_per_rollout must divide rollout.prompts x rollout.group_size")
         return self
 
 

@@ -1,0 +1,120 @@
+"""A policy: a frozen base (dense or packed) with what is trained on it, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl.config import AdapterSettings
+from qerl.models.loading import load_model
+from qerl.quant.linear import register_lora
+from qerl.rl.aqn import ROLES, make_noisy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Policy:
+    """`lm` is the Hugging Face causal LM, adapters injected in place; `peft` wraps it when there are adapters."""
+
+    lm: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    peft: PeftModel | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm.device
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a completion: those of the generation config, or the tokenizer's end of text."""
+        declared = self.lm.generation_config.eos_token_id if self.lm.generation_config else None
+        stops = declared if declared is not None else self.tokenizer.eos_token_id
+        return list(stops) if isinstance(stops, (list, tuple)) else [stops]
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Named parameters that the optimizer updates."""
+        return ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
+
+    def autocast(self) -> AbstractContextManager:
+        """Products in the base's 16-bit dtype while what is trained stays float32; nothing to do in float32."""
+        dtype = self.lm.dtype
+        return torch.autocast(self.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's."""
+        if self.peft is not None:
+            self.peft.save_pretrained(folder)
+        else:
+            self.lm.to(torch.bfloat16).save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+
+def choose_device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    lm = load_model(checkpoint, DTYPES[dtype], device or choose_device())
+    make_noisy(lm)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return lm.requires_grad_(False), tokenizer
+
+
+def lora_config(adapter: AdapterSettings) -> LoraConfig:
+    """PEFT's configuration of the adapter, with the norms of each block where they are trained."""
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.targets,
+        modules_to_save=list(ROLES) if adapter.train_norms else None,
+    )
+    register_lora(config)
+    return config
+
+
+def with_adapter(
+    checkpoint: Path, adapter: AdapterSettings, dtype: str, seed: int, device: torch.device | None = None
+) -> Policy:
+    """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32."""
+    lm, tokenizer = _base(checkpoint, dtype, device)
+    torch.manual_seed(seed)
+    peft = get_peft_model(lm, lora_config(adapter))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return Policy(lm, tokenizer, peft)
+
+
+def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Policy:
+    """A policy with every weight trainable, in float32."""
+    lm, tokenizer = _base(checkpoint, "float32", device)
+    return Policy(lm.requires_grad_(True), tokenizer)
+
+
+def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torch.device | None = None) -> Policy:
+    """A policy to sample from: the base as it is, or with the outcome of a run (adapter or full weights)."""
+    if trained is None or not (trained / "adapter_config.json").is_file():
+        return Policy(*_base(trained or checkpoint, dtype, device))
+    lm, tokenizer = _base(checkpoint, dtype, device)
+    config = LoraConfig.from_pretrained(trained)
+    register_lora(config)
+    peft = PeftModel.from_pretrained(lm, trained, config=config)
+    return Policy(lm, tokenizer, peft)
+
+
+def weight_bytes(policy: Policy) -> int:
+    """Bytes of all weights as they are held, adapters and packed buffers included."""
+    held = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers())}
+    return sum(t.numel() * t.element_size() for t in held.values())

@@ -1,0 +1,214 @@
+"""From a configuration to the sheets of the DAG: which checkpoints, runs, evaluations and measurements there are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.config import (
+    GROUP_SIZE,
+    Config,
+    ConfigError,
+    DatasetSettings,
+    Experiment,
+    LocalModel,
+    PretrainSettings,
+    RolloutBench,
+    RunSettings,
+    TaskSettings,
+    parse,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A base model in one weight format."""
+
+    model: str
+    weights: str
+
+    @property
+    def id(self) -> str:
+        """The name of its folder."""
+        return f"{self.model}-{self.weights}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: a row of the sheet."""
+
+    id: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: RunSettings
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The base that the run starts from."""
+        return Checkpoint(self.settings.model, self.settings.weights)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy to evaluate: a base in one format, or the outcome of a run."""
+
+    id: str
+    checkpoint: Checkpoint
+    run: Run | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows of all sheets of one configuration."""
+
+    config: Config
+    runs: dict[str, Run]
+    checkpoints: dict[str, Checkpoint]
+    evaluations: dict[str, Evaluation]
+
+    def step_bench_runs(self, bench: str) -> list[Run]:
+        """The runs that a step measurement times: the first of each arm of its experiment."""
+        experiment = self.config.benches[bench].experiment  # type: ignore[union-attr]
+        first: dict[str, Run] = {}
+        for run in self.runs.values():
+            if run.experiment == experiment:
+                first.setdefault(run.arm, run)
+        return list(first.values())
+
+
+def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """{"adapter.rank": 8} as {"adapter": {"rank": 8}}."""
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        *parents, last = key.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = _nested(value) if isinstance(value, Mapping) else value
+    return tree
+
+
+def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _expand(name: str, experiment: Experiment) -> Iterator[Run]:
+    """One run for each arm and point of the grid."""
+    keys = list(experiment.grid)
+    for arm, changes in experiment.arms.items():
+        for values in itertools.product(*experiment.grid.values()):
+            varied = dict(zip(keys, values, strict=True))
+            suffix = "".join(f"-{key.split('.')[-1]}{value}" for key, value in varied.items())
+            run_id = f"{name}-{arm}{suffix}"
+            tree = _merged(_merged(_nested(experiment.base), _nested(changes)), _nested(varied))
+            yield Run(run_id, name, arm, varied, parse(RunSettings, tree, f"experiment {name}, arm {arm}"))
+
+
+def _shortened(config: Config) -> Config:
+    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems."""
+    from qerl.data.sources import check_problem_file
+
+    changes: dict[str, Any] = {}
+    names = [config.name]
+    if config.model is not None:
+        names.append(config.model.name)
+        changes["models"] = {config.model.name: LocalModel(source="local", path=config.model)}
+        changes["benches"] = {
+            key: bench.model_copy(update={"model": config.model.name}) if isinstance(bench, RolloutBench) else bench
+            for key, bench in config.benches.items()
+        }
+    if config.problems is not None:
+        names.append(config.problems.stem)
+        record_format = check_problem_file(config.problems)
+        origin = {"source": "local", "path": config.problems}
+        dataset = parse(DatasetSettings, {"format": record_format, "origin": origin}, "problems")
+        changes["datasets"] = {**config.datasets, config.problems.stem: dataset}
+        harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
+        task = TaskSettings(dataset=config.problems.stem, harness=harness)  # type: ignore[arg-type]
+        changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
+    replaced = {"model": config.model and config.model.name, "dataset": config.problems and config.problems.stem}
+    base_change = {key: value for key, value in replaced.items() if value}
+    changes["experiments"] = {
+        key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
+        for key, experiment in config.experiments.items()
+    }
+    changes["name"] = "-".join(names).replace(".", "_")
+    return config.model_copy(update=changes)
+
+
+def plan(config: Config) -> Plan:
+    """Expand a configuration and check that its parts fit; a `ConfigError` says what doesn't."""
+    config = _shortened(config) if config.model or config.problems else config
+    runs: dict[str, Run] = {}
+    for name, experiment in config.experiments.items():
+        for run in _expand(name, experiment):
+            if run.id in runs:
+                raise ConfigError(f"two runs are named {run.id}; rename an arm or a grid key")
+            _check_run(run, config)
+            runs[run.id] = run
+    checkpoints = {c.id: c for c in _checkpoints(config, runs)}
+    bases = {f"base-{id}": Evaluation(f"base-{id}", c, None) for id, c in checkpoints.items()}
+    trained = {run.id: Evaluation(run.id, run.checkpoint, run) for run in runs.values()}
+    return Plan(config, runs, checkpoints, {**bases, **trained})
+
+
+def _checkpoints(config: Config, runs: Mapping[str, Run]) -> Iterator[Checkpoint]:
+    """Every base in bf16 (the reference of each table) and in each format that a run or a measurement uses."""
+    for run in runs.values():
+        yield Checkpoint(run.settings.model, "bf16")
+        yield run.checkpoint
+    for bench in config.benches.values():
+        if isinstance(bench, RolloutBench):
+            yield from (Checkpoint(bench.model, weights) for weights in ("bf16", *bench.weights))
+
+
+def _check_run(run: Run, config: Config) -> None:
+    """What can be known before any job starts."""
+    settings, where = run.settings, f"experiment {run.experiment}, arm {run.arm}"
+    for name, section, known in (("model", "models", config.models), ("dataset", "datasets", config.datasets)):
+        if getattr(settings, name) not in known:
+            raise ConfigError(f"{where}: {name}={getattr(settings, name)!r} is not in `{section}` of the configuration")
+    if settings.weights in GROUP_SIZE:
+        _check_groups(config.models[settings.model], settings.weights, where)
+
+
+def _check_groups(model: Any, weights: str, where: str) -> None:
+    group = GROUP_SIZE[weights]
+    for key, width in _widths(model).items():
+        if width % group:
+            raise ConfigError(f"{where}: {key}={width} is not a multiple of {group}, the group size of weights={weights}")
+
+
+def _widths(model: Any) -> dict[str, int]:
+    """Input widths of the linear layers, where they are known before a download."""
+    if isinstance(model, PretrainSettings):
+        return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
+    if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
+        architecture = json.loads((model.path / "config.json").read_text())
+        return {key: architecture[key] for key in ("hidden_size", "intermediate_size") if key in architecture}
+    return {}
+
+
+def check_inputs(config: Config) -> None:
+    """Local checkpoints and problem files are there, whole and readable; a sentence names what isn't."""
+    from qerl.config import LocalData
+    from qerl.data.sources import check_problem_file
+    from qerl.models.files import check_checkpoint
+
+    for model in config.models.values():
+        if isinstance(model, LocalModel):
+            check_checkpoint(model.path)
+    for dataset in config.datasets.values():
+        if isinstance(dataset.origin, LocalData) and dataset.origin.path.is_file():
+            found = check_problem_file(dataset.origin.path)
+            if found != dataset.format:
+                raise ConfigError(f"{dataset.origin.path} holds {found} records, but the configuration says {dataset.format}")
+

@@ -1,0 +1,155 @@
+"""The stamp on every result, and the version of the code that made it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parent
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "llmcompressor",
+    "compressed-tensors",
+    "bitsandbytes",
+    "triton",
+    "vllm",
+    "lm-eval",
+    "lighteval",
+)
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise RuntimeError(
+            "results need the commit of the code that made them: run from a git clone, "
+            f"or set QERL_COMMIT to the commit (git said: {answer.stderr.strip()})"
+        )
+    return answer.stdout.strip()
+
+
+def code_state() -> dict[str, Any]:
+    """Commit and whether tracked files of the package differ from it."""
+    if commit := os.environ.get("QERL_COMMIT"):
+        return {"commit": commit, "dirty": None}
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain", "--", str(PACKAGE)))}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores this process may use, GPUs, memory in GiB, and a short label for captions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = _gpus()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    label = f"{len(gpus)}x {gpus[0]}" if gpus else f"{_cpu_name()}, {cores} cores"
+    return {"cpu": _cpu_name(), "cores": cores, "memory_gib": round(memory, 1), "gpu": gpus or None, "label": label}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide results."""
+    installed = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def stamp(seed: int | None = None) -> dict[str, Any]:
+    """Where a result comes from: code, machine, versions, seed and time (UTC)."""
+    return {
+        **code_state(),
+        "machine": machine(),
+        "versions": versions(),
+        "seed": seed,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a result whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1, default=str) + "\n")
+    partial.replace(path)
+
+
+# --- the version of code: what a rule depends on ---------------------------------------------------------------------
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                node.body = node.body[1:]
+    return tree
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module of this package; None for what is no module (a name imported from one)."""
+    base = PACKAGE.parent / Path(*name.split("."))
+    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] == PACKAGE.name and _module_file(name)}
+
+
+@cache
+def _parsed(name: str) -> tuple[str, frozenset[str]]:
+    file = _module_file(name)
+    if file is None:
+        raise ModuleNotFoundError(f"{name} is not a module of {PACKAGE.name}")
+    tree = _without_docstrings(ast.parse(file.read_text()))
+    return ast.dump(tree), frozenset(_imports(tree))
+
+
+@cache
+def code_version(*modules: str) -> str:
+    """A hash of modules of this package and of all they import from it, blind to comments, docstrings and layout.
+
+    Rules carry it as a parameter: editing a comment reruns nothing, editing the loss reruns what was trained with it.
+    """
+    seen: dict[str, str] = {}
+    queue = list(modules)
+    while queue:
+        name = queue.pop()
+        if name not in seen:
+            seen[name], imports = _parsed(name)
+            queue.extend(imports)
+    digest = hashlib.sha256("".join(f"{name}{seen[name]}" for name in sorted(seen)).encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,105 @@
+"""From completions to padded micro-batches, and the log-probabilities of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import log_softmax
+from torch.utils.checkpoint import checkpoint
+
+from qerl.models.policy import Policy
+from qerl.rollout.sampler import Completion
+
+#: Rows of logits that exist at once; with a vocabulary of 152k in float32 they take 0.6 GB.
+LOGIT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with what the loss needs."""
+
+    prompt: list[int]
+    completion: Completion
+    advantage: float
+    reward: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + len(self.completion.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Right-padded sequences: under causal attention padding behind them needs no mask."""
+
+    index: list[int]  # place of each row in the batch
+    ids: torch.Tensor  # [N, L] prompt, completion, padding
+    positions_NT: torch.Tensor  # [N, T] where the hidden state that predicts a completion token stands
+    targets_NT: torch.Tensor  # [N, T] completion tokens
+    mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
+    sampler_logprobs_NT: torch.Tensor  # [N, T]
+    advantages_N: torch.Tensor  # [N]
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype, device=device)
+
+
+def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.device) -> MicroBatch:
+    """Pad the samples `index` of a batch together."""
+    chosen = [samples[i] for i in index]
+    completions = [s.completion for s in chosen]
+    spans = [range(len(s.prompt) - 1, s.length - 1) for s in chosen]
+    return MicroBatch(
+        index=index,
+        ids=_padded([s.prompt + s.completion.token_ids for s in chosen], torch.long, device),
+        positions_NT=_padded(spans, torch.long, device),
+        targets_NT=_padded([c.token_ids for c in completions], torch.long, device),
+        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], torch.float32, device),
+        sampler_logprobs_NT=_padded([c.logprobs for c in completions], torch.float32, device),
+        advantages_N=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
+    )
+
+
+def micro_batches(samples: Sequence[Sample], max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Split a batch so that none exceeds `max_tokens` with padding; sorted by length, so that little is padding."""
+    order = sorted(range(len(samples)), key=lambda i: samples[i].length)
+    rows: list[int] = []
+    for i in order:
+        if rows and samples[i].length * (len(rows) + 1) > max_tokens:
+            yield micro_batch(samples, rows, device)
+            rows = []
+        rows.append(i)
+    yield micro_batch(samples, rows, device)
+
+
+def _row_logprobs(
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = log_softmax((hidden @ head.to(hidden.dtype).T).float() / temperature, dim=-1)
+    entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def logprobs_and_entropy(policy: Policy, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the completion tokens and entropy of the distributions that they come from.
+
+    Both [N, T] float32 at the sampling temperature, zero on padding; the entropy, H = -sum pi log pi, carries no
+    gradient. Logits exist for `LOGIT_ROWS` tokens at a time and are computed again in the backward pass.
+    """
+    with policy.autocast():
+        hidden = policy.lm.model(input_ids=batch.ids, use_cache=False).last_hidden_state
+        where = batch.mask_NT.bool()
+        rows = hidden.gather(1, batch.positions_NT[..., None].expand(-1, -1, hidden.shape[-1]))[where]
+        targets, head = batch.targets_NT[where], policy.lm.get_output_embeddings().weight
+        parts = [
+            checkpoint(_row_logprobs, rows[i : i + LOGIT_ROWS], head, targets[i : i + LOGIT_ROWS], temperature, use_reentrant=False)
+            for i in range(0, len(rows), LOGIT_ROWS)
+        ]
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    empty = torch.zeros_like(batch.mask_NT)
+    return empty.masked_scatter(where, logprobs), empty.masked_scatter(where, entropies)
