@@ -1,0 +1,88 @@
+"""95 % intervals of accuracies and of their differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Scores = npt.NDArray[np.floating[Any]]
+
+LEVEL = 0.95
+METHOD = (
+    "95 % intervals: percentile bootstrap over problems (repeats averaged per problem); with two or more seeds, "
+    "Student's t for the variation between seeds; differences are paired over problems"
+)
+
+_DRAWS = 10_000
+_CHUNK = 1_000
+_SEED = 20251013
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its 95 % interval, in the unit of the scores."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def accuracy_interval(scores: Scores) -> Interval:
+    """Accuracy of an arm and its interval, within [0, 1].
+
+    scores: float [seeds, problems], each the share of a problem's repeats that were right; one row for one evaluation.
+    Where every answer is right, or every answer wrong, resampling can't see the uncertainty: Wilson's interval.
+    """
+    _check(scores)
+    mean = float(scores.mean())
+    if mean in (0.0, 1.0):
+        problems = scores.shape[1]
+        wilson = stats.binomtest(round(mean * problems), problems).proportion_ci(LEVEL, method="wilson")
+        return Interval(mean, float(wilson.low), float(wilson.high))
+    interval = _interval(scores)
+    return Interval(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
+
+
+def difference_interval(scores: Scores, base: Scores) -> Interval:
+    """Accuracy of an arm less that of an untrained base, paired over problems.
+
+    scores: float [seeds, problems]; base: float [problems], the same problems in the same order.
+    """
+    if base.shape != scores.shape[1:]:
+        raise ValueError(f"scores of shape {scores.shape} can't be paired with a base of shape {base.shape}")
+    return _interval(scores - base)
+
+
+def _interval(scores: Scores) -> Interval:
+    """Hierarchical bootstrap of the mean of [seeds, problems].
+
+    Problems are resampled with replacement, the same ones for every seed. To each draw comes a seed effect: Student's
+    t with seeds - 1 degrees of freedom, times the standard error between the seeds' means. Resampling the seeds
+    instead would be too narrow for a handful of them (84 % coverage for three seeds that differ by 7 points, against
+    95 %: tests/unit/test_intervals.py). With one seed the variation between seeds stays out.
+    """
+    _check(scores)
+    generator = np.random.default_rng(_SEED)
+    per_problem, per_seed = scores.mean(axis=0), scores.mean(axis=1)
+    draws = np.concatenate([_resampled_means(per_problem, generator) for _ in range(_DRAWS // _CHUNK)])
+    seeds = len(per_seed)
+    if seeds > 1:
+        error = per_seed.std(ddof=1) / np.sqrt(seeds)
+        draws = draws + error * generator.standard_t(seeds - 1, size=_DRAWS)
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(scores.mean()), float(low), float(high))
+
+
+def _resampled_means(values: Scores, generator: np.random.Generator) -> Scores:
+    return values[generator.integers(len(values), size=(_CHUNK, len(values)))].mean(axis=1)
+
+
+def _check(scores: Scores) -> None:
+    if scores.ndim != 2 or 0 in scores.shape:
+        raise ValueError(f"scores must be [seeds, problems] with at least one of each, not of shape {scores.shape}")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores hold a value that is not finite: a problem without an answer of every seed")

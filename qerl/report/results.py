@@ -1,0 +1,183 @@
+"""Stored results as tidy data frames: one row a run, a step, an evaluation of a data set, a sample, a model, a point.
+
+Every loader takes the paths of the result files; a file of another shape is a `ResultError` that names it.
+`weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (what the grid varies besides the seed, such as
+"adapter.rank=16") identify a row; what doesn't apply is "".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pandas as pd
+from pydantic import ValidationError
+
+from qerl.config import RunSettings
+from qerl.report.shapes import Evaluation, Quantization, RolloutBenchResult, Run, StepBenchResult, Stored, Task
+
+#: What identifies an arm, apart from its seeds.
+KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
+
+_METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
+_SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished")
+
+
+class ResultError(ValueError):
+    """A result file that is missing or of another shape; the message is one sentence for the user."""
+
+
+T = TypeVar("T", bound=Stored)
+
+
+def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second)."""
+    rows = [_run_row(_read(Run, path)) for path in paths]
+    return pd.DataFrame(rows, columns=None if rows else ["run", *KEY, "seed", "machine", "commit"])
+
+
+def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a step of the metrics.jsonl beside each run.json, with the columns that identify the run."""
+    frames = []
+    for path in paths:
+        run = _run_row(_read(Run, path))
+        rows = list(_lines(path.parent / "metrics.jsonl", _METRICS))
+        frames.append(
+            pd.DataFrame(rows).assign(**{key: run[key] for key in ("run", *KEY, "seed", "machine", "commit")})
+        )
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["run", *KEY, *_METRICS])
+
+
+def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
+    """One row an (evaluation, data set) of evaluate/<eval>/result.json; `runs` tells how each run was trained."""
+    training = dict(zip(runs["run"], runs["training"], strict=True))
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        result = _read(Evaluation, path)
+        if result.run is not None and result.run not in training:
+            raise ResultError(f"{path} evaluates run {result.run!r}, whose run.json is not among the results given")
+        identity = {
+            "eval": result.eval,
+            "run": result.run or "",
+            "model": result.model,
+            "experiment": result.experiment or "",
+            "arm": result.arm or "",
+            "variant": variant(result.varied),
+            "weights": result.weights,
+            "training": training[result.run] if result.run else "none",
+            "seed": result.varied.get("seed"),
+            **result.provenance.columns,
+        }
+        rows += [identity | {"dataset": dataset, **task.model_dump()} for dataset, task in result.tasks.items()]
+    return pd.DataFrame(rows)
+
+
+def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a sample (eval, dataset, problem, repeat, correct, tokens, finished) beside each result.json.
+
+    The accuracy of the samples must be that of result.json, to less than one sample.
+    """
+    frames = []
+    for path in paths:
+        result = _read(Evaluation, path)
+        file = path.parent / "samples.jsonl"
+        rows = [{key: row[key] for key in _SAMPLE} for row in _lines(file, _SAMPLE)]
+        frame = pd.DataFrame(rows, columns=list(_SAMPLE)).assign(eval=result.eval)
+        frame = frame.astype({"problem": str, "correct": float})
+        _agrees(file, frame, result.tasks)
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a quantized model of quantize/<model>-<weights>/report.json; `relative_error/<layer type>` columns."""
+    rows = []
+    for path in paths:
+        report = _read(Quantization, path)
+        errors = {f"relative_error/{layer}": value for layer, value in report.relative_error.items()}
+        rows.append(report.model_dump(exclude={"relative_error", "provenance"}) | errors | report.provenance.columns)
+    return pd.DataFrame(rows)
+
+
+def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.DataFrame:
+    """One row a point of profile/<bench>.json; `samples`: a list, in tokens a second (rollout) or seconds (step)."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        bench = _read(RolloutBenchResult, path) if kind == "rollout" else _read(StepBenchResult, path)
+        identity = {"bench": bench.bench, "model": bench.model, **bench.provenance.columns}
+        rows += [identity | point.model_dump() for point in bench.points]
+    return pd.DataFrame(rows)
+
+
+def variant(varied: dict[str, Any]) -> str:
+    """What the grid varies besides the seed: "adapter.rank=16"."""
+    return ", ".join(f"{key}={value}" for key, value in varied.items() if key != "seed")
+
+
+def training(settings: RunSettings) -> str:
+    """How a run was trained, in the words of the paper's Table 1: full, lora or lora+aqn (full+aqn likewise)."""
+    return settings.method + ("" if settings.noise.schedule == "off" else "+aqn")
+
+
+def _run_row(run: Run) -> dict[str, Any]:
+    summary = run.summary.model_dump(exclude={"step_seconds"})
+    seconds = run.summary.step_seconds
+    return {
+        "run": run.run,
+        "model": run.settings.model,
+        "experiment": run.experiment,
+        "arm": run.arm,
+        "variant": variant(run.varied),
+        "weights": run.settings.weights,
+        "training": training(run.settings),
+        "seed": run.settings.seed,
+        **summary,
+        "step_seconds": seconds.median,
+        "step_seconds_p25": seconds.p25,
+        "step_seconds_p75": seconds.p75,
+        **run.provenance.columns,
+    }
+
+
+def _read(shape: type[T], path: Path) -> T:
+    try:
+        return shape.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultError(f"{path} doesn't exist; let the workflow make it") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ResultError(f"{path} is not a {shape.__name__} result: {f'`{key}`: ' if key else ''}{message}") from None
+
+
+def _lines(path: Path, required: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON lines file, each with the `required` keys."""
+    if not path.exists():
+        raise ResultError(f"{path} doesn't exist; let the workflow make it")
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ResultError(f"{path}, line {number} is not JSON: {error}") from None
+            missing = [key for key in required if key not in row]
+            if missing:
+                raise ResultError(f"{path}, line {number} lacks the key `{missing[0]}`")
+            yield row
+
+
+def _agrees(path: Path, samples: pd.DataFrame, tasks: dict[str, Task]) -> None:
+    for dataset, task in tasks.items():
+        correct = samples.loc[samples["dataset"] == dataset, "correct"]
+        if len(correct) != task.problems * task.repeats:
+            raise ResultError(
+                f"{path} holds {len(correct)} samples of {dataset}, but its result.json tells of "
+                f"{task.problems} problems x {task.repeats} repeats"
+            )
+        if abs(correct.mean() - task.accuracy) * len(correct) > 0.5:
+            raise ResultError(
+                f"{path} gives {dataset} an accuracy of {correct.mean():.4f}, but its result.json {task.accuracy:.4f}"
+            )

@@ -1,0 +1,170 @@
+"""The shapes of the stored results, one class a kind of file; keys that tables don't need are ignored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qerl.config import Harness, RunSettings, WeightFormat
+
+#: The status of a point that was measured; any other text is its error.
+OK = "ok"
+
+
+class Stored(BaseModel):
+    """Base of all results."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Machine(Stored):
+    """Where a result was measured."""
+
+    cpu: str
+    cores: int
+    gpu: str | None
+
+    @property
+    def label(self) -> str:
+        """One line, such as "NVIDIA H200, Xeon 8480 (16 cores)"."""
+        cpu = f"{self.cpu} ({self.cores} core{'s' if self.cores > 1 else ''})"
+        return f"{self.gpu}, {cpu}" if self.gpu else f"{cpu}, no GPU"
+
+
+class Provenance(Stored):
+    """The part of a result's stamp that tables show."""
+
+    commit: str
+    dirty: bool
+    machine: Machine
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The stamp as columns `machine` and `commit`."""
+        return {"machine": self.machine.label, "commit": self.commit[:12] + (" (modified)" if self.dirty else "")}
+
+
+class Quartiles(Stored):
+    """Median and quartiles of samples, in their unit."""
+
+    median: float
+    p25: float
+    p75: float
+
+
+class RunSummary(Stored):
+    """What one training run took."""
+
+    steps: int
+    seconds: float
+    peak_memory_bytes: float | None
+    trainable_parameters: int
+    weight_bytes: float
+    rollout_tokens_per_second: float
+    update_tokens_per_second: float
+    step_seconds: Quartiles
+
+
+class Run(Stored):
+    """train/<run>/run.json."""
+
+    run: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: RunSettings
+    summary: RunSummary
+    provenance: Provenance
+
+
+class Task(Stored):
+    """The score of one data set."""
+
+    harness: Harness
+    problems: int
+    repeats: int
+    accuracy: float
+    completion_tokens: float
+    truncated: float
+
+
+class Evaluation(Stored):
+    """evaluate/<eval>/result.json; `run` is none for an untrained base."""
+
+    eval: str
+    run: str | None
+    model: str
+    weights: WeightFormat
+    arm: str | None
+    experiment: str | None
+    varied: dict[str, Any]
+    tasks: dict[str, Task]
+    provenance: Provenance
+
+
+class Quantization(Stored):
+    """quantize/<model>-<weights>/report.json; `relative_error` by layer type."""
+
+    model: str
+    weights: WeightFormat
+    method: str
+    size_bytes: float
+    bits_per_weight: float
+    bits_per_weight_model: float
+    relative_error: dict[str, float]
+    provenance: Provenance
+
+
+class Point(Stored):
+    """What the points of both kinds of bench share; a failed one has its error as `status` and no samples."""
+
+    weights: WeightFormat
+    rank: int
+    samples: list[float] = []
+    peak_memory_bytes: float | None = None
+    weight_bytes: float | None = None
+    status: str
+
+    @model_validator(mode="after")
+    def _ok_has_samples(self) -> Point:
+        if self.status == OK and not self.samples:
+            raise ValueError("a point with status ok needs samples")
+        return self
+
+
+class RolloutPoint(Point):
+    """Rollout throughput, samples in tokens a second."""
+
+    sequences: int
+    completion_tokens: int
+
+
+class StepPoint(Point):
+    """One GRPO step of an arm, samples in seconds."""
+
+    arm: str
+    method: Literal["full", "lora"]
+    rollout_seconds: list[float] = []
+    update_seconds: list[float] = []
+
+
+class _Bench(Stored):
+    bench: str
+    #: Empty for a bench over an experiment of several models.
+    model: str = ""
+    provenance: Provenance
+
+
+class RolloutBenchResult(_Bench):
+    """profile/<bench>.json of kind rollout."""
+
+    kind: Literal["rollout"]
+    points: list[RolloutPoint] = Field(min_length=1)
+
+
+class StepBenchResult(_Bench):
+    """profile/<bench>.json of kind step."""
+
+    kind: Literal["step"]
+    points: list[StepPoint] = Field(min_length=1)
