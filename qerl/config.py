@@ -362,12 +362,14 @@ def parse(settings: type[S], values: Mapping[str, Any], where: str) -> S:
         raise ConfigError(_one_sentence(error, where)) from None
 
 
-def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a configuration file; `overrides` replace its top-level keys."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} doesn't exist") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    return parse(Config, {**values, **(overrides or {})}, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no configuration: keys and values are expected")
+    return values

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qerl.config import (
@@ -18,8 +19,10 @@ from qerl.config import (
     PretrainSettings,
     RolloutBench,
     RunSettings,
+    StepBench,
     TaskSettings,
     parse,
+    read_yaml,
 )
 
 
@@ -70,12 +73,19 @@ class Plan:
     checkpoints: dict[str, Checkpoint]
     evaluations: dict[str, Evaluation]
 
+    def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
+        """The bases that a rollout measurement reads."""
+        settings = self.config.benches[bench]
+        assert isinstance(settings, RolloutBench)
+        return [Checkpoint(settings.model, weights) for weights in settings.weights]
+
     def step_bench_runs(self, bench: str) -> list[Run]:
         """The runs that a step measurement times: the first of each arm of its experiment."""
-        experiment = self.config.benches[bench].experiment  # type: ignore[union-attr]
+        settings = self.config.benches[bench]
+        assert isinstance(settings, StepBench)
         first: dict[str, Run] = {}
         for run in self.runs.values():
-            if run.experiment == experiment:
+            if run.experiment == settings.experiment:
                 first.setdefault(run.arm, run)
         return list(first.values())
 
@@ -212,3 +222,11 @@ def check_inputs(config: Config) -> None:
             if found != dataset.format:
                 raise ConfigError(f"{dataset.origin.path} holds {found} records, but the configuration says {dataset.format}")
 
+
+
+def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
+    """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`."""
+    values = given if "name" in given else {**read_yaml(default), **given}
+    plan_ = plan(parse(Config, values, "configuration" if "name" in given else str(default)))
+    check_inputs(plan_.config)
+    return plan_

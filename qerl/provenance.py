@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent
+#: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
+TELLING = ("qerl.config", "qerl.plan", "qerl.progress", "qerl.provenance")
 LIBRARIES = (
     "torch",
     "transformers",
@@ -148,7 +150,7 @@ def code_version(*modules: str) -> str:
     queue = list(modules)
     while queue:
         name = queue.pop()
-        if name not in seen:
+        if name not in seen and name not in TELLING:
             seen[name], imports = _parsed(name)
             queue.extend(imports)
     digest = hashlib.sha256("".join(f"{name}{seen[name]}" for name in sorted(seen)).encode())

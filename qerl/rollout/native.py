@@ -90,6 +90,7 @@ class NativeSampler:
     def __init__(self, policy: Policy, max_sequences: int = 512) -> None:
         self.policy = policy
         self.max_sequences = max_sequences
+        self.stops = frozenset(policy.stop_token_ids)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -124,14 +125,13 @@ class NativeSampler:
         self, records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor
     ) -> torch.Tensor:
         """Append a token to each unfinished sequence; return which rows go on, [B] bool."""
-        stops = set(self.policy.stop_token_ids)
         alive = []
         for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
             record = records[row]
             if not record.finished:
                 record.token_ids.append(token)
                 record.logprobs.append(logprob)
-                record.finished = token in stops
+                record.finished = token in self.stops
             alive.append(not record.finished)
         return torch.tensor(alive, device=rows.device)
 

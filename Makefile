@@ -1,0 +1,44 @@
+# The two commands of the README are `make reproduce` and `make test`; both set themselves up.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= config/mini.yaml
+CORES ?= all
+# Further options for Snakemake, e.g. ARGS="--config model=PATH problems=PATH" or ARGS="--profile profiles/gpu"
+ARGS ?=
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONNOUSERSITE := 1
+
+.PHONY: reproduce test lint format clean
+
+reproduce: $(VENV)/installed
+	snakemake --cores $(CORES) --configfile $(CONFIG) $(ARGS)
+	qerl finish --config $(CONFIG) --snakemake "$(ARGS)"
+
+test: $(VENV)/installed
+	python -m pytest $(ARGS)
+
+lint: $(VENV)/installed
+	ruff check .
+	ruff format --check .
+	mypy
+	snakefmt --check Snakefile workflow
+	snakemake --lint
+
+format: $(VENV)/installed
+	ruff check --fix .
+	ruff format .
+	snakefmt Snakefile workflow
+
+# Pinned by requirements.lock; pip adds only what the machine's build of torch asks for.
+$(VENV)/installed: pyproject.toml requirements.lock
+	@for python in "$$PYTHON" python3.11 python3.12 python3; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "qerl needs Python 3.11 or 3.12: install one, or name it with PYTHON=..." >&2; exit 1; fi; \
+	$$found -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) results/mini* work .snakemake

@@ -1,0 +1,5 @@
+"""`python -m qerl`."""
+
+from qerl.cli import main
+
+main()

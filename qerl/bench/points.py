@@ -1,0 +1,67 @@
+"""A measurement: points timed in turn in one process, so that their ratios hold whatever else the machine does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.progress import track
+
+#: Linux resets the peak of the resident set when 5 is written here (proc(5)).
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass
+class Point:
+    """One thing to time. `measure` runs it once and returns its figures; `label` is what the table shows of it."""
+
+    label: dict[str, Any]
+    make: Callable[[], Callable[[int], dict[str, float]]]
+    samples: list[dict[str, float]] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+    status: str = "ok"
+
+
+def _reset_peak() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        CLEAR_REFS.write_text("5")
+
+
+def _peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+
+def run_points(points: Sequence[Point], repeats: int) -> list[Point]:
+    """Time every point `repeats` times, round by round, after a round that warms up and isn't kept.
+
+    A point that runs out of memory stays in the list with that status.
+    """
+    measures = {id(point): point.make() for point in points}
+    rounds = [(round_, point) for round_ in range(repeats + 1) for point in points]
+    for round_, point in track(rounds, len(rounds), "measurements"):
+        if point.status == "ok":
+            _measure(point, measures[id(point)], round_)
+    return list(points)
+
+
+def _measure(point: Point, measure: Callable[[int], dict[str, float]], round_: int) -> None:
+    _reset_peak()
+    try:
+        figures = measure(round_)
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        point.status = "out of memory"
+        return
+    point.peak_memory_bytes = max(point.peak_memory_bytes, _peak())
+    if round_ > 0:
+        point.samples.append(figures)

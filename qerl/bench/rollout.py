@@ -1,0 +1,76 @@
+"""Rollout throughput by weight format and LoRA rank (paper Table 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from qerl.bench.points import Point, run_points
+from qerl.config import AdapterSettings, RolloutBench
+from qerl.measure import seconds
+from qerl.models.policy import Policy, load_policy, weight_bytes, with_adapter
+from qerl.provenance import stamp, write_json
+from qerl.rollout.native import NativeSampler
+from qerl.rollout.sampler import SamplingParams
+
+
+class _Endless(NativeSampler):
+    """Decodes to the last token: throughput must not depend on where a policy stops."""
+
+    def __init__(self, policy: Policy, max_sequences: int) -> None:
+        super().__init__(policy, max_sequences)
+        self.stops = frozenset()
+
+
+def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
+    if rank == 0:
+        return load_policy(checkpoint, None, settings.dtype)
+    policy = with_adapter(checkpoint, AdapterSettings(rank=rank), settings.dtype, settings.seed)
+    for name, parameter in policy.trainable():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-3)
+    return policy
+
+
+def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, float]]:
+    policy = _policy(checkpoint, rank, settings)
+    sampler = _Endless(policy, settings.sequences)
+    held = weight_bytes(policy)
+
+    def once(round_: int) -> dict[str, float]:
+        numbers = np.random.default_rng([settings.seed, round_])
+        shape = (settings.sequences, settings.prompt_tokens)
+        prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
+        with seconds() as elapsed:
+            sampler.generate(prompts, SamplingParams(max_tokens=settings.completion_tokens, seed=round_))
+        return {"rate": settings.sequences * settings.completion_tokens / elapsed.value, "weight_bytes": held}
+
+    return once
+
+
+def bench_rollout(name: str, settings: RolloutBench, checkpoints: dict[str, Path], out: Path) -> None:
+    """Time `settings.weights` x `settings.ranks`; `checkpoints` maps a weight format to its folder."""
+    points = [
+        Point({"weights": w, "rank": r}, lambda w=w, r=r: _measure(checkpoints[w], r, settings))  # type: ignore[misc]
+        for r in settings.ranks
+        for w in settings.weights
+    ]
+    rows = [_row(point, settings) for point in run_points(points, settings.repeats)]
+    write_json(out, {"bench": name, "kind": "rollout", "points": rows, "provenance": stamp(settings.seed)})
+
+
+def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:
+    return {
+        **point.label,
+        "sequences": settings.sequences,
+        "prompt_tokens": settings.prompt_tokens,
+        "completion_tokens": settings.completion_tokens,
+        "samples": [sample["rate"] for sample in point.samples],
+        "weight_bytes": point.samples[0]["weight_bytes"] if point.samples else None,
+        "peak_memory_bytes": point.peak_memory_bytes or None,
+        "status": point.status,
+    }

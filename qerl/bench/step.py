@@ -1,0 +1,51 @@
+"""Seconds and memory of a GRPO step by arm (paper Table 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from qerl.bench.points import Point, run_points
+from qerl.config import RunSettings, StepBench, parse
+from qerl.models.policy import weight_bytes
+from qerl.provenance import stamp, write_json
+from qerl.rl.train import make_trainer
+
+
+def _measure(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Callable[[int], dict[str, float]]:
+    trainer = make_trainer(settings, checkpoint, data, work)
+    held = weight_bytes(trainer.policy)
+
+    def once(round_: int) -> dict[str, float]:
+        metrics = trainer.step(round_ + 1)
+        return {**{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")}, "weight_bytes": held}
+
+    return once
+
+
+def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: Path) -> None:
+    """Time one step of each run in `rows` (arm, settings, checkpoint and data folders), in turn."""
+    with TemporaryDirectory() as work:
+        points = []
+        for row in rows:
+            run = parse(RunSettings, row["settings"], f"arm {row['arm']}")
+            label = {"arm": row["arm"], "weights": run.weights, "method": run.method, "rank": run.adapter.rank}
+            folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["arm"]
+            points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
+        measured = [_row(point) for point in run_points(points, settings.repeats)]
+    write_json(out, {"bench": name, "kind": "step", "points": measured, "provenance": stamp()})
+
+
+def _row(point: Point) -> dict[str, Any]:
+    parts = {part: [sample[part] for sample in point.samples] for part in ("step", "rollout", "update")}
+    return {
+        **point.label,
+        "samples": parts["step"],
+        "rollout_seconds": parts["rollout"],
+        "update_seconds": parts["update"],
+        "weight_bytes": point.samples[0]["weight_bytes"] if point.samples else None,
+        "peak_memory_bytes": point.peak_memory_bytes or None,
+        "status": point.status,
+    }

@@ -1,0 +1,56 @@
+"""Base checkpoints from files to files: trained from scratch, downloaded, quantized."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from qerl.config import ConfigError, PretrainSettings
+from qerl.provenance import stamp, write_json
+
+
+def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target: Path) -> None:
+    """Train the miniature policy and write checkpoint and `pretrain.json` to `target`."""
+    from qerl.models.miniature import pretrain
+    from qerl.models.policy import Policy
+    from qerl.rollout.native import NativeSampler
+
+    outcome = pretrain(settings, datasets, target, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer)))
+    write_json(target / "pretrain.json", {**outcome, "provenance": stamp(settings.seed)})
+
+
+def fetch_model(repo: str, revision: str, target: Path) -> None:
+    """Download a model of the hub; offline, the error names the command that would have fetched it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
+    try:
+        snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=patterns)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        command = f"hf download {repo} --revision {revision} --local-dir FOLDER"
+        raise ConfigError(
+            f"can't download {repo} ({type(error).__name__}): on a machine with network run `{command}`, "
+            "then name the folder as a model with source: local"
+        ) from error
+
+
+def make_checkpoint(model: str, weights: str, source: Path, target: Path) -> None:
+    """`target/checkpoint` in one weight format, `target/report.json` about it; bf16 is the source, linked."""
+    from qerl.quant.quantize import quantization_report, quantize_checkpoint
+
+    checkpoint = target / "checkpoint"
+    if weights == "bf16":
+        _link(source, checkpoint)
+    else:
+        quantize_checkpoint(source, checkpoint, weights)
+    report = quantization_report(source, checkpoint, weights)
+    write_json(target / "report.json", {"model": model, "weights": weights, **report, "provenance": stamp()})
+
+
+def _link(source: Path, target: Path) -> None:
+    """A folder of symbolic links: a second copy of the unquantized weights would only take room."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.resolve().iterdir():
+        if file.is_file() and not (target / file.name).exists():
+            os.symlink(file, target / file.name)

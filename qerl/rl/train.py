@@ -1,0 +1,86 @@
+"""A training run from files to files."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from qerl.config import RunSettings, parse
+from qerl.data.sources import read_meta, read_split
+from qerl.measure import peak_memory_bytes, seconds
+from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
+from qerl.progress import log
+from qerl.provenance import code_version, stamp, write_json
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.trainer import Task, Trainer
+from qerl.rollout.native import NativeSampler
+
+METRICS = "metrics.jsonl"
+
+
+def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
+    """The policy that a run starts from."""
+    if settings.method == "full":
+        return trained_in_full(checkpoint)
+    return with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+
+
+def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Trainer:
+    """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
+    policy = make_policy(settings, checkpoint)
+    meta = read_meta(data)
+    task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
+    checkpoints = Checkpoints(work, _fingerprint(settings))
+    return Trainer(settings, policy, NativeSampler(policy), task, checkpoints, work / METRICS)
+
+
+def _fingerprint(settings: RunSettings) -> str:
+    text = settings.model_dump_json() + code_version("qerl.rl.train")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
+    """Train the run `row` (id, experiment, arm, varied, settings) and write what came of it to `out`.
+
+    `work` survives a killed run: the next one goes on from there. Results appear in `out` only when all is done.
+    """
+    settings = parse(RunSettings, row["settings"], f"run {row['id']}")
+    folder = work / _fingerprint(settings)
+    trainer = make_trainer(settings, checkpoint, data, folder)
+    with seconds() as elapsed:
+        rows = trainer.run()
+    trained = sum(p.numel() for _, p in trainer.policy.trainable())
+    out.mkdir(parents=True, exist_ok=True)
+    held = weight_bytes(trainer.policy)
+    trainer.policy.save(out / "policy")
+    shutil.copyfile(folder / METRICS, out / METRICS)
+    summary = {
+        "steps": len(rows),
+        "seconds": elapsed.value,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "trainable_parameters": trained,
+        "weight_bytes": held,
+        **_speeds(rows),
+    }
+    write_json(out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)})
+    shutil.rmtree(work)
+    log.info("reward %.3f -> %.3f in %d steps", rows[0]["reward"], rows[-1]["reward"], len(rows))
+
+
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("experiment", "arm", "varied", "settings")}
+
+
+def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over the steps; the first, which warms up, is left out where there are others."""
+    warm = rows[1:] or rows
+    step = [row["seconds/step"] for row in warm]
+    quartiles = statistics.quantiles(step, n=4, method="inclusive") if len(step) > 1 else step * 3
+    return {
+        "rollout_tokens_per_second": statistics.median(row["tokens_per_second/rollout"] for row in warm),
+        "update_tokens_per_second": statistics.median(row["tokens_per_second/update"] for row in warm),
+        "step_seconds": dict(zip(("p25", "median", "p75"), quartiles, strict=True)),
+    }

@@ -1,0 +1,185 @@
+# The configuration as sheets, and the functions that rules look their rows up with.
+import json
+import re
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from qerl.config import ConfigError, HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.plan import Plan, plan_from
+from qerl.provenance import code_version
+
+
+def read_plan(given: dict) -> Plan:
+    """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
+    try:
+        return plan_from(given, default=Path("config/mini.yaml"))
+    except ConfigError as error:
+        raise WorkflowError(str(error)) from None
+
+
+PLAN = read_plan(config)
+RESULTS = f"results/{PLAN.config.name}"
+
+
+def one_of(names) -> str:
+    """A regular expression for exactly these names; one that matches nothing if there are none."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def models_of(kind) -> str:
+    """The models that come from one kind of source."""
+    return one_of(name for name, model in PLAN.config.models.items() if isinstance(model, kind))
+
+
+def data_files(dataset: str) -> list[str]:
+    """The files of a prepared data set."""
+    folder = f"{RESULTS}/data/{dataset}"
+    return [f"{folder}/{name}" for name in ("dataset.json", "train.jsonl", "validation.jsonl", "test.jsonl")]
+
+
+def named_folders(datasets) -> str:
+    """`--data NAME=FOLDER` for each data set."""
+    return " ".join(f"--data {name}={RESULTS}/data/{name}" for name in datasets)
+
+
+def checkpoint_folder(checkpoint) -> str:
+    """Where a base in one format lies."""
+    return f"{RESULTS}/quantize/{checkpoint.id}/checkpoint"
+
+
+# --- prepare, quantize
+
+
+def dataset_settings(wildcards) -> str:
+    return PLAN.config.datasets[wildcards.dataset].model_dump_json()
+
+
+def dataset_source(wildcards) -> list[str]:
+    """The user's own file or folder, so that a change there is seen."""
+    origin = PLAN.config.datasets[wildcards.dataset].origin
+    return [str(origin.path)] if origin.source == "local" else []
+
+
+def pretrain_data(wildcards) -> list[str]:
+    return [file for name in PLAN.config.models[wildcards.model].datasets for file in data_files(name)]
+
+
+def pretrain_folders(wildcards) -> str:
+    return named_folders(PLAN.config.models[wildcards.model].datasets)
+
+
+def hub_model(wildcards) -> str:
+    model = PLAN.config.models[wildcards.model]
+    return f"{model.repo} {model.revision}"
+
+
+def checkpoint_names(wildcards) -> str:
+    checkpoint = PLAN.checkpoints[wildcards.checkpoint]
+    return f"{checkpoint.model} {checkpoint.weights}"
+
+
+def model_settings(wildcards) -> str:
+    return PLAN.config.models[wildcards.model].model_dump_json()
+
+
+def base_folder(wildcards) -> str:
+    """The unquantized model: the user's folder, or what was trained or downloaded."""
+    name = PLAN.checkpoints[wildcards.checkpoint].model
+    model = PLAN.config.models[name]
+    return str(model.path) if isinstance(model, LocalModel) else f"{RESULTS}/models/{name}"
+
+
+# --- train
+
+
+def run_json(run) -> str:
+    """A row of the sheet of runs, with every setting resolved."""
+    settings = run.settings.model_dump(mode="json")
+    row = {"id": run.id, "experiment": run.experiment, "arm": run.arm, "varied": run.varied, "settings": settings}
+    return json.dumps(row)
+
+
+def run_row(wildcards) -> str:
+    return run_json(PLAN.runs[wildcards.run])
+
+
+def run_checkpoint(wildcards) -> str:
+    return checkpoint_folder(PLAN.runs[wildcards.run].checkpoint)
+
+
+def run_data(wildcards) -> list[str]:
+    return data_files(PLAN.runs[wildcards.run].settings.dataset)
+
+
+# --- evaluate
+
+
+def task_names() -> list[str]:
+    return sorted({task.dataset for task in PLAN.config.evaluation.tasks})
+
+
+def evaluation_row(wildcards) -> str:
+    """What the result says of the policy that was scored."""
+    evaluation = PLAN.evaluations[wildcards.evaluation]
+    row = {"eval": evaluation.id, "model": evaluation.checkpoint.model, "weights": evaluation.checkpoint.weights}
+    run = evaluation.run
+    trained = {"run": run.id, "arm": run.arm, "experiment": run.experiment, "varied": run.varied} if run else {}
+    return json.dumps({**row, "run": None, "arm": None, "experiment": None, "varied": {}, **trained})
+
+
+def evaluation_checkpoint(wildcards) -> str:
+    return checkpoint_folder(PLAN.evaluations[wildcards.evaluation].checkpoint)
+
+
+def evaluation_policy(wildcards) -> list[str]:
+    run = PLAN.evaluations[wildcards.evaluation].run
+    return [f"{RESULTS}/train/{run.id}/policy"] if run else []
+
+
+def trained_option(wildcards) -> str:
+    return " ".join(f"--trained {folder}" for folder in evaluation_policy(wildcards))
+
+
+def evaluation_data(wildcards) -> list[str]:
+    return [file for name in task_names() for file in data_files(name)]
+
+
+# --- profile
+
+
+def bench_checkpoints(bench) -> dict[str, str]:
+    settings = PLAN.config.benches[bench]
+    if isinstance(settings, RolloutBench):
+        return {c.weights: checkpoint_folder(c) for c in PLAN.bench_checkpoints(bench)}
+    return {run.arm: checkpoint_folder(run.checkpoint) for run in PLAN.step_bench_runs(bench)}
+
+
+def bench_inputs(wildcards) -> list[str]:
+    settings = PLAN.config.benches[wildcards.bench]
+    folders = sorted(set(bench_checkpoints(wildcards.bench).values()))
+    if isinstance(settings, RolloutBench):
+        return folders
+    datasets = sorted({run.settings.dataset for run in PLAN.step_bench_runs(wildcards.bench)})
+    return folders + [file for name in datasets for file in data_files(name)]
+
+
+def bench_points(wildcards) -> str:
+    settings = PLAN.config.benches[wildcards.bench]
+    folders = bench_checkpoints(wildcards.bench)
+    if isinstance(settings, RolloutBench):
+        return json.dumps(folders)
+    rows = [
+        {
+            "arm": run.arm,
+            "settings": run.settings.model_dump(mode="json"),
+            "checkpoint": folders[run.arm],
+            "data": f"{RESULTS}/data/{run.settings.dataset}",
+        }
+        for run in PLAN.step_bench_runs(wildcards.bench)
+    ]
+    return json.dumps(rows)
+
+
+def bench_settings(wildcards) -> str:
+    return PLAN.config.benches[wildcards.bench].model_dump_json()

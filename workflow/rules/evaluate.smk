@@ -1,0 +1,29 @@
+# lm-eval and lighteval over the project's own sampler; bases and trained policies alike.
+
+
+rule evaluate:
+    input:
+        evaluation_data,
+        checkpoint=evaluation_checkpoint,
+        policy=evaluation_policy,
+    output:
+        result="<results>/evaluate/{evaluation}/result.json",
+        samples="<results>/evaluate/{evaluation}/samples.jsonl",
+    log:
+        "<logs>/evaluate/{evaluation}.log",
+    benchmark:
+        "<benchmarks>/evaluate/{evaluation}.tsv"
+    params:
+        settings=PLAN.config.evaluation.model_dump_json(),
+        row=evaluation_row,
+        trained=trained_option,
+        data=named_folders(task_names()),
+        out=subpath(output.result, parent=True),
+        code=code_version("qerl.evals.job"),
+    resources:
+        mem_mb=2000,
+        runtime=720,
+        gpu=1,
+    shell:
+        "python -m qerl evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
+        " {params.trained} {params.data} --out {params.out:q} > {log:q} 2>&1"

@@ -1,0 +1,60 @@
+# Data sets and unquantized models.
+
+
+rule prepare_data:
+    input:
+        dataset_source,
+    output:
+        meta="<results>/data/{dataset}/dataset.json",
+        train="<results>/data/{dataset}/train.jsonl",
+        validation="<results>/data/{dataset}/validation.jsonl",
+        test="<results>/data/{dataset}/test.jsonl",
+    log:
+        "<logs>/prepare_data/{dataset}.log",
+    params:
+        settings=dataset_settings,
+        out=subpath(output.meta, parent=True),
+        code=code_version("qerl.data.sources"),
+    resources:
+        mem_mb=1000,
+        runtime=30,
+    shell:
+        "python -m qerl data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
+
+
+rule pretrain:
+    input:
+        pretrain_data,
+    output:
+        directory("<results>/models/{model}"),
+    log:
+        "<logs>/pretrain/{model}.log",
+    benchmark:
+        "<benchmarks>/pretrain/{model}.tsv"
+    params:
+        settings=model_settings,
+        data=pretrain_folders,
+        code=code_version("qerl.models.miniature", "qerl.rollout.native"),
+    wildcard_constraints:
+        model=models_of(PretrainSettings),
+    threads: 2
+    resources:
+        mem_mb=2000,
+        runtime=30,
+        gpu=1,
+    shell:
+        "python -m qerl pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
+
+
+rule fetch_model:
+    output:
+        directory("<results>/models/{model}"),
+    log:
+        "<logs>/fetch_model/{model}.log",
+    params:
+        model=hub_model,
+    wildcard_constraints:
+        model=models_of(HubModel),
+    localrule: True
+    shell:
+        "python -m qerl fetch {params.model} {output:q} > {log:q} 2>&1"

@@ -1,0 +1,24 @@
+# Measurements take the whole machine, so that nothing else runs beside them.
+
+
+rule profile:
+    input:
+        bench_inputs,
+    output:
+        "<results>/profile/{bench}.json",
+    log:
+        "<logs>/profile/{bench}.log",
+    benchmark:
+        "<benchmarks>/profile/{bench}.tsv"
+    params:
+        settings=bench_settings,
+        points=bench_points,
+        code=code_version("qerl.bench.rollout", "qerl.bench.step"),
+    threads: workflow.cores
+    resources:
+        mem_mb=4000,
+        runtime=240,
+        gpu=1,
+    shell:
+        "python -m qerl profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
+        " --out {output:q} > {log:q} 2>&1"

@@ -1,0 +1,23 @@
+# A base in each weight format, with a report on its size and error. bf16 is the source itself, linked.
+
+
+rule quantize:
+    input:
+        base_folder,
+    output:
+        checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
+        report="<results>/quantize/{checkpoint}/report.json",
+    log:
+        "<logs>/quantize/{checkpoint}.log",
+    benchmark:
+        "<benchmarks>/quantize/{checkpoint}.tsv"
+    params:
+        which=checkpoint_names,
+        out=subpath(output.report, parent=True),
+        code=code_version("qerl.quant.quantize"),
+    resources:
+        mem_mb=2000,
+        runtime=120,
+        gpu=1,
+    shell:
+        "python -m qerl quantize {params.which} {input:q} --out {params.out:q} > {log:q} 2>&1"

@@ -1,0 +1,29 @@
+# Reinforcement learning, one job a run. Checkpoints lie in work/, outside of the outputs: a killed job goes on from them.
+
+
+rule train:
+    input:
+        data=run_data,
+        checkpoint=run_checkpoint,
+    output:
+        policy=directory("<results>/train/{run}/policy"),
+        metrics="<results>/train/{run}/metrics.jsonl",
+        run="<results>/train/{run}/run.json",
+    log:
+        "<logs>/train/{run}.log",
+    benchmark:
+        "<benchmarks>/train/{run}.tsv"
+    params:
+        settings=run_row,
+        data=subpath(input.data[0], parent=True),
+        work="work/<results>/{run}",
+        out=subpath(output.run, parent=True),
+        code=code_version("qerl.rl.train"),
+    retries: 1
+    resources:
+        mem_mb=2000,
+        runtime=2880,
+        gpu=1,
+    shell:
+        "python -m qerl train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
+        " {params.out:q} >> {log:q} 2>&1"
