@@ -49,6 +49,8 @@ class Generated(Settings):
     train: PositiveInt = 4096
     validation: PositiveInt = 256
     test: PositiveInt = 256
+    #: Share of the training solutions that state the answer at once, without the steps (the other splits have none).
+    terse: Fraction = 0.6
 
 
 class LocalData(Settings):

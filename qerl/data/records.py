@@ -4,3 +4,104 @@ gsm8k: `question`, `answer` (worked solution ending in `#### n`)            open
 math:  `problem`, `solution` (with `\\boxed{}`), `level` ("Level 3" or 3)    HuggingFaceH4/MATH-500, Big-Math
 aime:  `problem`, `answer` (integer 0 to 999), `solution` optional          HuggingFaceH4/aime_2024
 """
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.config import RecordFormat
+from qerl.data.answers import extract
+
+Record = dict[str, Any]
+
+
+class DataError(ValueError):
+    """Problems that can't be used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its final answer; `id` is a hash of the question, `solution` the worked text if there is one."""
+
+    id: str
+    question: str
+    solution: str | None
+    answer: str
+    level: int | None = None
+
+
+def question_id(question: str) -> str:
+    """Short hash of a question, equal for questions that differ in white space only."""
+    return hashlib.sha256(" ".join(question.split()).encode()).hexdigest()[:16]
+
+
+def detect_format(record: Mapping[str, Any], where: str = "the record") -> RecordFormat:
+    """Tell the format of a record by its keys; `where` names the file and line in the error."""
+    if "question" in record:
+        return "gsm8k"
+    if _get(record, "problem") is not None:
+        # MATH-500 has an `answer` beside its boxed solution; AIME's solution is optional and AIME has no level.
+        is_math = "level" in record or _get(record, "answer") is None
+        return "math" if is_math else "aime"
+    raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime)")
+
+
+def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
+    """Return the problem that `record` states; a `DataError` names `where` (file and line) and the missing key."""
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
+    if record_format == "gsm8k":
+        question, solution = _text(record, "question", where), _text(record, "answer", where)
+        answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
+    elif record_format == "math":
+        question, solution = _text(record, "problem", where), _text(record, "solution", where)
+        answer = _given(record) or _stated(solution, record_format, "`solution` must hold the answer in \\boxed{}", where)
+    else:
+        question, solution = _text(record, "problem", where), _get(record, "solution") or None
+        answer = _aime_answer(_text(record, "answer", where), where)
+    return Problem(question_id(question), question, solution, answer, _level(record, where))
+
+
+def _get(record: Mapping[str, Any], key: str) -> Any:
+    return record.get(key, record.get(key.capitalize()))
+
+
+def _given(record: Mapping[str, Any]) -> str:
+    return str(_get(record, "answer") or "").strip()
+
+
+def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = _get(record, key)
+    if value is None or not str(value).strip():
+        raise DataError(f"{where} has no `{key}`")
+    return str(value)
+
+
+def _stated(solution: str, record_format: RecordFormat, rule: str, where: str) -> str:
+    answer = extract(solution, record_format)
+    if answer is None:
+        raise DataError(f"{where} states no answer: {rule}")
+    return answer
+
+
+def _aime_answer(text: str, where: str) -> str:
+    # Tables written by pandas turn integers into floats when a row is missing.
+    number = re.fullmatch(r"0*([0-9]{1,3})(?:\.0)?", text.strip())
+    if number is None:
+        raise DataError(f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999")
+    return number.group(1)
+
+
+def _level(record: Mapping[str, Any], where: str) -> int | None:
+    level = record.get("level")
+    if level is None:
+        return None
+    number = re.search(r"[0-9]+", str(level))
+    # "Level ?" marks the few ungraded problems of MATH.
+    if number is None and str(level) != "Level ?":
+        raise DataError(f"{where} has `level` {level!r}: expected a number or `Level 3`")
+    return int(number.group()) if number else None

@@ -1,0 +1,1 @@
+"""Problems with verifiable answers: records, sources, prompts and grading."""

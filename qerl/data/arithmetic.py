@@ -1,0 +1,128 @@
+"""Seeded arithmetic problems with worked solutions, in the three record formats.
+
+A problem of level k is a chain of k operations on small whole numbers. Its solution is written step by step
+("3 + 4 = 7", one step a line) or, for the share `terse` of the training split, states the final answer at once. Both
+are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right far more
+often when it writes the steps, and that is what reinforcement learning can find.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qerl.config import Generated, RecordFormat, Split
+from qerl.data.records import Record
+
+#: Levels by format, drawn uniformly; a level is the number of operations.
+LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2, 3, 4, 5), "aime": (2, 3, 4)}
+#: No intermediate result is larger: two-digit facts are what a model of a million parameters learns in minutes.
+LARGEST = 99
+
+_NAMES = "Mia Tom Ann Leo Eva Max Zoe Sam Ivy Ben Lea Dan".split()
+_OBJECTS = "apples books coins cards shells pens marbles stamps eggs plums stones beads".split()
+_GAIN = "buys finds gets wins collects picks".split()
+_LOSS = "loses sells gives uses drops breaks".split()
+_TIMES = {2: "doubles", 3: "triples"}
+_VARIABLES = "abcde"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: `left` `sign` `right` = `result`."""
+
+    left: int
+    sign: str
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.result}"
+
+
+def generate(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
+    """Make the splits' records; no two records, of one split or of two, share a question."""
+    rng = random.Random(f"{settings.seed} {record_format}")
+    seen: set[str] = set()
+    splits: dict[Split, list[Record]] = {}
+    sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
+    for split, size in sizes.items():
+        terse = settings.terse if split == "train" else 0.0
+        splits[split] = [_unseen_record(record_format, rng, terse, seen) for _ in range(size)]
+    return splits
+
+
+def _unseen_record(record_format: RecordFormat, rng: random.Random, terse: float, seen: set[str]) -> Record:
+    for _ in range(1000):
+        steps = _chain(rng.choice(LEVELS[record_format]), rng)
+        question = _QUESTIONS[record_format](steps, rng)
+        if question not in seen:
+            seen.add(question)
+            return _record(record_format, question, steps, is_terse=rng.random() < terse)
+    raise ValueError(f"there are no more {record_format} problems to generate; ask for fewer (train, validation, test)")
+
+
+def _record(record_format: RecordFormat, question: str, steps: list[Step], is_terse: bool) -> Record:
+    answer = steps[-1].result
+    final = f"#### {answer}" if record_format == "gsm8k" else f"\\boxed{{{answer}}}"
+    solution = "\n".join([*([] if is_terse else map(str, steps)), final])
+    if record_format == "gsm8k":
+        return {"question": question, "answer": solution}
+    if record_format == "math":
+        return {"problem": question, "solution": solution, "level": f"Level {len(steps)}"}
+    return {"problem": question, "solution": solution, "answer": str(answer)}
+
+
+def _chain(length: int, rng: random.Random) -> list[Step]:
+    steps: list[Step] = []
+    value = rng.randint(2, 20)
+    for _ in range(length):
+        steps.append(_step(value, rng))
+        value = steps[-1].result
+    return steps
+
+
+def _step(value: int, rng: random.Random) -> Step:
+    small = rng.randint(2, 9)
+    signs = ["+"] * (value + small <= LARGEST) + ["-"] * (value > small)
+    if 2 <= value and 3 * value <= LARGEST:
+        signs.append("*")
+    sign = rng.choice(signs)
+    right = rng.choice(list(_TIMES)) if sign == "*" else small
+    return Step(value, sign, right, {"+": value + right, "-": value - right, "*": value * right}[sign])
+
+
+def _story(steps: list[Step], rng: random.Random) -> str:
+    """A word problem: "Mia has 7 apples. Mia finds 5 more. Mia doubles them. How many apples has Mia now?"."""
+    name, noun = rng.choice(_NAMES), rng.choice(_OBJECTS)
+    sentences = {
+        "+": lambda n: f"{name} {rng.choice(_GAIN)} {n} more.",
+        "-": lambda n: f"{name} {rng.choice(_LOSS)} {n}.",
+        "*": lambda n: f"{name} {_TIMES[n]} them.",
+    }
+    parts = [f"{name} has {steps[0].left} {noun}.", *(sentences[step.sign](step.right) for step in steps)]
+    return " ".join([*parts, f"How many {noun} has {name} now?"])
+
+
+def _number_game(steps: list[Step], rng: random.Random) -> str:
+    """Instructions: "Start with 7. Add 5. Multiply by 2. What is the result?"."""
+    verbs = {"+": ("Add", "Plus"), "-": ("Subtract", "Minus"), "*": ("Multiply by", "Times")}
+    start = rng.choice(("Start with", "Take"))
+    parts = [f"{start} {steps[0].left}.", *(f"{rng.choice(verbs[step.sign])} {step.right}." for step in steps)]
+    return " ".join([*parts, rng.choice(("What is the result?", "What number is it?"))])
+
+
+def _definitions(steps: list[Step], rng: random.Random) -> str:
+    """Definitions: "Let a = 7, b = a + 5, c = b * 2. Find c."."""
+    names = _VARIABLES[: len(steps) + 1]
+    parts = [f"{names[0]} = {steps[0].left}"]
+    parts += [f"{new} = {old} {s.sign} {s.right}" for old, new, s in zip(names, names[1:], steps, strict=False)]
+    return f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[-1]}."
+
+
+_QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
+    "gsm8k": _story,
+    "math": _number_game,
+    "aime": _definitions,
+}

@@ -1,0 +1,24 @@
+"""The one home of prompts: RL, supervised training and evaluation all build them here."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.data.records import DataError
+
+
+def prompt_text(question: str, instruction: str) -> str:
+    """Return the user's message: the question, then the data set's instruction on a line of its own."""
+    return f"{question}\n{instruction}" if instruction else question
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: str) -> list[int]:
+    """Return the token ids of the chat up to the point where the policy answers."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "use a chat checkpoint, or add chat_template.jinja to its folder"
+        )
+    chat = [{"role": "user", "content": prompt_text(question, instruction)}]
+    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return [int(token) for token in encoded["input_ids"]]

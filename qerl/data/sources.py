@@ -1,0 +1,200 @@
+"""Where problems come from: generated, a local file or folder, the Hugging Face hub; and the prepared folder.
+
+A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl (records in their own format, empty
+for a split that the origin doesn't have) and dataset.json (format, instruction, rows and SHA-256 of each file, origin).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+
+from qerl.config import DatasetSettings, Generated, HubData, LocalData, RecordFormat, Split
+from qerl.data.arithmetic import generate
+from qerl.data.records import DataError, Problem, Record, detect_format, parse_record, question_id
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_Splits = dict[Split, list[Record]]
+
+
+def prepare(settings: DatasetSettings, target: Path) -> None:
+    """Write the prepared data set into the folder `target`; a `DataError` names the file and line of a bad record."""
+    origin = settings.origin
+    if isinstance(origin, Generated):
+        splits = generate(settings.format, origin)
+    elif isinstance(origin, LocalData):
+        splits = _read_local(origin, settings.format)
+    else:
+        splits = _load_hub(origin)
+    splits = _without_leaks(splits, settings.format)
+    target.mkdir(parents=True, exist_ok=True)
+    files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
+    meta = {
+        "format": settings.format,
+        "instruction": settings.instruction,
+        "rows": {split: len(splits.get(split, [])) for split in SPLITS},
+        "sha256": files,
+        "origin": origin.model_dump(mode="json"),
+    }
+    (target / "dataset.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def split_file(folder: Path, split: Split) -> Path:
+    """Path of a split's records in a prepared folder."""
+    return folder / f"{split}.jsonl"
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read dataset.json of a prepared folder: format, instruction, rows, sha256, origin."""
+    meta: dict[str, Any] = json.loads((folder / "dataset.json").read_text())
+    return meta
+
+
+def read_split(folder: Path, split: Split) -> list[Problem]:
+    """Read the problems of one split of a prepared folder; an empty list if the set has no such split."""
+    record_format = read_meta(folder)["format"]
+    return [parse_record(record, record_format, where) for where, record in _records(split_file(folder, split))]
+
+
+def check_problem_file(path: Path, record_format: RecordFormat | None = None) -> RecordFormat:
+    """Validate every record of a local file, or of each file of a folder, and return the format.
+
+    Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
+    """
+    found = record_format
+    for file in _split_files(path).values() if path.is_dir() else [path]:
+        rows = 0
+        for where, record in _records(file):
+            found = found or detect_format(record, where)
+            parse_record(record, found, where)
+            rows += 1
+        if not rows:
+            raise DataError(f"{file} holds no records")
+    assert found is not None
+    return found
+
+
+def _records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a file, each with its place in words (file and line, or file and row)."""
+    if path.suffix not in _SUFFIXES:
+        raise DataError(f"{path} is no file of problems: expected one of {', '.join(_SUFFIXES)}")
+    if not path.is_file():
+        raise DataError(f"file of problems {path} doesn't exist")
+    if path.suffix == ".jsonl":
+        yield from _lines(path)
+        return
+    rows = _rows(path)
+    for number, record in enumerate(rows, start=1):
+        yield f"{path}, record {number}", record
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, _as_record(_parse_json(line, where), where)
+
+
+def _rows(path: Path) -> list[Record]:
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path).to_dict("records")  # type: ignore[return-value]
+    rows = _parse_json(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(rows, list):
+        raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
+    return [_as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not valid JSON: {error}") from None
+
+
+def _as_record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
+    return value
+
+
+def _split_files(folder: Path) -> dict[Split, Path]:
+    """The files of a folder by split: train.jsonl, test-00000-of-00001.parquet, main/train.parquet and the like."""
+    files: dict[Split, Path] = {}
+    for split in SPLITS:
+        found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in _SUFFIXES and p.is_file())
+        if len(found) > 1:
+            raise DataError(f"{folder} has several files for the split {split}: {', '.join(map(str, found))}; keep one")
+        files.update({split: path for path in found})
+    if not files:
+        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(_SUFFIXES)})")
+    return files
+
+
+def _read_local(origin: LocalData, record_format: RecordFormat) -> _Splits:
+    check_problem_file(origin.path, record_format)
+    if origin.path.is_dir():
+        return {split: [r for _, r in _records(file)] for split, file in _split_files(origin.path).items()}
+    if origin.test_fraction + origin.validation_fraction > 1:
+        raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
+    splits: _Splits = {split: [] for split in SPLITS}
+    for where, record in _records(origin.path):
+        splits[_hashed_split(parse_record(record, record_format, where), origin)].append(record)
+    return splits
+
+
+def _hashed_split(problem: Problem, origin: LocalData) -> Split:
+    """Place a problem by the hash of its question, so that adding records moves none of the others."""
+    position = int(problem.id, 16) / 16 ** len(problem.id)
+    if position < origin.test_fraction:
+        return "test"
+    return "validation" if position < origin.test_fraction + origin.validation_fraction else "train"
+
+
+def _load_hub(origin: HubData) -> _Splits:
+    import datasets  # costs a second, and only this origin needs it
+
+    splits: _Splits = {}
+    for split, name in origin.splits.items():
+        try:
+            rows = datasets.load_dataset(origin.repo, origin.subset, revision=origin.revision, split=name)
+        except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
+            subset = f" --include '{origin.subset}/*'" if origin.subset else ""
+            command = f"hf download --repo-type dataset {origin.repo} --revision {origin.revision}{subset}"
+            reason = str(error).splitlines()[0]
+            raise DataError(f"can't load the data set {origin.repo} ({reason}); fetch it with `{command}`") from error
+        splits[split] = [dict(row) for row in rows]
+    return splits
+
+
+def _without_leaks(splits: _Splits, record_format: RecordFormat) -> _Splits:
+    """Drop a training record whose question is in another split, and all but the first of equal training questions."""
+
+    def key(record: Record, split: Split, number: int) -> str:
+        return question_id(parse_record(record, record_format, f"split {split}, record {number}").question)
+
+    keys = {s: [key(r, s, n) for n, r in enumerate(records, start=1)] for s, records in splits.items()}
+    held_out = {k for split in SPLITS if split != "train" for k in keys.get(split, [])}
+    first = {k: r for k, r in reversed(list(zip(keys.get("train", []), splits.get("train", []), strict=True)))}
+    kept = [first[k] for k in dict.fromkeys(keys.get("train", [])) if k not in held_out]
+    return {**splits, "train": kept}
+
+
+def _write(records: list[Record], path: Path) -> str:
+    """Write one record a line; return the file's SHA-256."""
+    content = "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records).encode()
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of parquet columns as JSON values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"can't write {type(value).__name__} as JSON")

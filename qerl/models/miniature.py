@@ -1,0 +1,256 @@
+"""A miniature Qwen2 policy with its tokenizer, trained from scratch on worked solutions.
+
+The policy imitates both styles of the generated solutions (step by step, and the answer at once), so it solves about
+half of the problems: reinforcement learning has something to improve.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qerl.config import PretrainSettings, RecordFormat, SamplingSettings
+from qerl.data.answers import is_correct
+from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.records import Problem
+from qerl.data.sources import read_meta, read_split
+from qerl.rollout.sampler import Sampler, SamplingParams
+
+MakeSampler = Callable[[PreTrainedModel, PreTrainedTokenizerFast], Sampler]
+
+_TURN_START, _TURN_END, _PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: Words (a LaTeX command is one), single digits and runs of signs, each with the space before it; single white space.
+_PIECES = r" ?\\?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
+_BLOCK = 64
+_POOL = 32
+
+
+class PretrainError(ValueError):
+    """The miniature didn't become a policy that reinforcement learning can start from."""
+
+
+@dataclass(frozen=True)
+class _Set:
+    """A prepared data set: the parts that training and checking need."""
+
+    record_format: RecordFormat
+    instruction: str
+    train: list[Problem]
+    validation: list[Problem]
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Token ids of prompt and completion; the first `prompt` of them carry no loss."""
+
+    ids: list[int]
+    prompt: int
+
+
+def pretrain(
+    settings: PretrainSettings,
+    datasets: dict[str, Path],
+    target: Path,
+    progress: Callable[[str], None],
+    make_sampler: MakeSampler,
+) -> dict[str, Any]:
+    """Train the miniature on the train splits of prepared `datasets` and write a Hugging Face checkpoint to `target`.
+
+    Computes in float32, saves bfloat16. Returns what pretrain.json holds: steps, parameters, the loss and the accuracy
+    at each check, and the saved policy's accuracy on each data set. Raises `PretrainError` if that of the first data
+    set lies outside `settings.accepted`.
+    """
+    sets = {name: _load(datasets[name]) for name in settings.datasets}
+    tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
+    examples = [_example(tokenizer, data, problem) for data in sets.values() for problem in data.train]
+    torch.manual_seed(settings.seed)
+    model = build_model(settings, tokenizer)
+    checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
+    model.to(torch.bfloat16).float()
+    final = {name: accuracy(make_sampler(model, tokenizer), tokenizer, data, settings) for name, data in sets.items()}
+    report = {
+        "steps": checks[-1]["step"],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "checks": checks,
+        "accuracy": final,
+    }
+    low, high = settings.accepted
+    if not low <= final[settings.datasets[0]] <= high:
+        raise PretrainError(
+            f"the miniature solves {final[settings.datasets[0]]:.0%} of {settings.datasets[0]}'s validation problems, "
+            f"outside `accepted` [{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
+        )
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    (target / "pretrain.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with single digits and a ChatML template on the training texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_PAD, _TURN_START, _TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    roles = ["user\n", "assistant\n"] * 100
+    tokenizer.train_from_iterator([*roles, *(text for data in sets for text in _texts(data))], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_TURN_END,
+        pad_token=_PAD,
+        additional_special_tokens=[_TURN_START],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Build the untrained Qwen2 in float32; its vocabulary is padded to a multiple of 64."""
+    config = Qwen2Config(
+        vocab_size=math.ceil(len(tokenizer) / _BLOCK) * _BLOCK,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def accuracy(
+    sampler: Sampler, tokenizer: PreTrainedTokenizerFast, data: _Set, settings: PretrainSettings
+) -> float:
+    """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
+    prompts = [prompt_ids(tokenizer, problem.question, data.instruction) for problem in data.validation]
+    longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)
+    sampling = SamplingSettings(temperature=0.6, top_p=0.95)
+    params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=settings.seed)
+    completions = sampler.generate(prompts, params)
+    texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for (one,) in completions]
+    graded = zip(texts, data.validation, strict=True)
+    return sum(is_correct(text, problem.answer, data.record_format) for text, problem in graded) / len(texts)
+
+
+def _train(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[_Example],
+    check_set: _Set,
+    settings: PretrainSettings,
+    progress: Callable[[str], None],
+    make_sampler: MakeSampler,
+) -> list[dict[str, float]]:
+    """Train until the target accuracy or the last step; return step, mean loss and accuracy of each check."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, settings.max_steps))
+    checks: list[dict[str, float]] = []
+    losses: list[float] = []
+    batches = _batches(examples, settings.batch_size, random.Random(settings.seed))
+    for step, batch in enumerate(islice(batches, settings.max_steps), start=1):
+        loss = _loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        if step % settings.check_every and step != settings.max_steps:
+            continue
+        solved = accuracy(make_sampler(model.eval(), tokenizer), tokenizer, check_set, settings)
+        model.train()
+        checks.append({"step": step, "loss": sum(losses) / len(losses), "accuracy": solved})
+        losses.clear()
+        progress(f"step {step}: loss {checks[-1]['loss']:.3f}, accuracy {solved:.3f}")
+        if solved >= settings.target_accuracy:
+            break
+    return checks
+
+
+def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
+    """Mean cross-entropy of the completions' tokens.
+
+    Padding stands on the right, where causal attention hides it from every real token, so no mask is needed; logits
+    are computed only where a loss is.
+    """
+    width = max(len(example.ids) for example in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    targets = torch.full((len(batch), width), -100)
+    for row, example in enumerate(batch):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        targets[row, example.prompt - 1 : len(example.ids) - 1] = torch.tensor(example.ids[example.prompt :])
+    wanted = targets >= 0
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+
+
+def _batches(examples: list[_Example], size: int, rng: random.Random) -> Iterator[list[_Example]]:
+    """Yield shuffled batches for ever; each holds examples of similar length, so little of it is padding."""
+    while True:
+        order = rng.sample(examples, len(examples))
+        for start in range(0, len(order), size * _POOL):
+            pool = sorted(order[start : start + size * _POOL], key=lambda example: len(example.ids))
+            starts = list(range(0, len(pool), size))
+            rng.shuffle(starts)
+            yield from (pool[first : first + size] for first in starts)
+
+
+def _learning_rate(step: int, steps: int) -> float:
+    """Factor of the learning rate: linear warm-up over the first twentieth, then cosine decay to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _load(folder: Path) -> _Set:
+    meta = read_meta(folder)
+    data = _Set(meta["format"], meta["instruction"], read_split(folder, "train"), read_split(folder, "validation"))
+    for split, problems in (("train", data.train), ("validation", data.validation)):
+        if not problems:
+            raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")
+    return data
+
+
+def _texts(data: _Set) -> Iterator[str]:
+    for problem in data.train:
+        yield prompt_text(problem.question, data.instruction)
+        yield problem.solution or ""
+
+
+def _example(tokenizer: PreTrainedTokenizerFast, data: _Set, problem: Problem) -> _Example:
+    if problem.solution is None:
+        raise PretrainError(f"problem {problem.id} has no worked solution; pre-training imitates solutions")
+    prompt = prompt_ids(tokenizer, problem.question, data.instruction)
+    completion = tokenizer.encode(problem.solution, add_special_tokens=False)
+    return _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
