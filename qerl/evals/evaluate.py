@@ -92,7 +92,9 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         )
     problems = read_split(folder, "test")
     if not problems:
-        raise EvaluationError(f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split")
+        raise EvaluationError(
+            f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
+        )
     return EvaluationSet(task.dataset, about["format"], about["instruction"], problems)
 
 

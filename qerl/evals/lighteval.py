@@ -127,5 +127,7 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     scores = apply_metric(
         docs=[doc for doc, _ in pairs], responses=[response for _, response in pairs], metrics=[metric]
     )
-    verdicts = ((answer, score[metric.metric_name] == 1.0) for answer, score in zip(extracted, scores, strict=True))
+    verdicts = (
+        (answer, bool(score[metric.metric_name] == 1.0)) for answer, score in zip(extracted, scores, strict=True)
+    )
     return [[Verdict(drawn, *next(verdicts)) for drawn in repeats] for repeats in model.drawn]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -96,6 +97,8 @@ def _only(repeat: int) -> dict[str, Any]:
 
 def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
+    # It warns of records in memory.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model = SamplerLM(policy)
     repeats = policy.params.count
     tasks = TaskManager(include_defaults=False).load([task_config(dataset, repeats)])
@@ -109,4 +112,4 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
 
 def _verdict(drawn: Drawn, sample: dict[str, Any]) -> Verdict:
     [extracted] = sample["filtered_resps"]
-    return Verdict(drawn, None if extracted == _INVALID else extracted, sample[_METRIC] == 1.0)
+    return Verdict(drawn, None if extracted == _INVALID else extracted, bool(sample[_METRIC] == 1.0))
