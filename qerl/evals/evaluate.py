@@ -1,0 +1,129 @@
+"""The evaluation of one policy: every task's test split, `repeats` completions a problem, scored by its harness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import EvaluationSettings, Harness, RecordFormat, TaskSettings
+from qerl.data.answers import is_correct
+from qerl.data.sources import read_meta, read_split
+from qerl.evals.policy import EvaluationSet, Policy, Verdict
+from qerl.rollout.sampler import Sampler, SamplingParams
+
+Row = dict[str, Any]
+
+SAMPLES = "samples.jsonl"
+METRICS = "metrics.json"
+
+#: The record formats that each harness has a task for.
+SCORED: dict[Harness, tuple[RecordFormat, ...]] = {"lm-eval": ("gsm8k",), "lighteval": ("math", "aime")}
+
+
+class EvaluationError(ValueError):
+    """An evaluation that can't run; the message is one sentence for the user."""
+
+
+def evaluate(
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EvaluationSettings,
+    datasets: dict[str, Path],
+    out: Path,
+    progress: Callable[[str], None],
+) -> dict[str, list[Row]]:
+    """Score the policy on the test split of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
+
+    `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
+    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl) and the metrics
+    (metrics.json), which are returned: `{"tasks": [...]}`, one entry for each task, in the order of the settings.
+    """
+    tasks = [(task, _open(task, datasets)) for task in settings.tasks]
+    params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
+    policy = Policy(sampler, tokenizer, params)
+    out.mkdir(parents=True, exist_ok=True)
+    metrics = []
+    with (out / SAMPLES).open("w") as file:
+        for task, dataset in tasks:
+            rows = list(_samples(task, dataset, _harness(task.harness)(policy, dataset)))
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            metrics.append(summarize(rows))
+            progress(f"{task.dataset}: {metrics[-1]['accuracy']:.1%} of {len(rows)} completions correct")
+    result = {"tasks": metrics}
+    (out / METRICS).write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def summarize(samples: Iterable[Row]) -> Row:
+    """Return the metrics of one task from its samples (rows of samples.jsonl of one data set and harness)."""
+    rows = list(samples)
+    repeats = sorted({row["repeat"] for row in rows})
+    return {
+        "dataset": rows[0]["dataset"],
+        "harness": rows[0]["harness"],
+        "harness_version": version(rows[0]["harness"]),
+        "problems": sum(row["repeat"] == repeats[0] for row in rows),
+        "repeats": len(repeats),
+        "accuracy": fmean(row["correct"] for row in rows),
+        "accuracy_per_repeat": [fmean(row["correct"] for row in rows if row["repeat"] == r) for r in repeats],
+        "extracted_share": fmean(row["extracted"] is not None for row in rows),
+        "agreement": fmean(row["agrees"] for row in rows),
+        "completion_tokens": fmean(row["tokens"] for row in rows),
+        "truncated_share": fmean(not row["finished"] for row in rows),
+    }
+
+
+def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
+    if task.dataset not in datasets:
+        raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
+    folder = datasets[task.dataset]
+    about = read_meta(folder)
+    if about["format"] not in SCORED[task.harness]:
+        other = next(harness for harness, formats in SCORED.items() if about["format"] in formats)
+        raise EvaluationError(
+            f"evaluation.tasks: {task.harness} has no task for {task.dataset!r}, whose format is {about['format']}; "
+            f"use harness: {other}"
+        )
+    problems = read_split(folder, "test")
+    if not problems:
+        raise EvaluationError(
+            f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
+        )
+    return EvaluationSet(task.dataset, about["format"], about["instruction"], problems)
+
+
+def _harness(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
+    # Each harness costs seconds to import; only those in use are.
+    if name == "lm-eval":
+        from qerl.evals import lm_eval
+
+        return lm_eval.score
+    from qerl.evals import lighteval
+
+    return lighteval.score
+
+
+def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Verdict]]) -> Iterator[Row]:
+    for problem, repeats in zip(dataset.problems, verdicts, strict=True):
+        for repeat, verdict in enumerate(repeats):
+            drawn = verdict.drawn
+            yield {
+                "dataset": task.dataset,
+                "harness": task.harness,
+                "problem": problem.id,
+                "repeat": repeat,
+                "prompt": drawn.prompt,
+                "completion": drawn.text,
+                "extracted": verdict.extracted,
+                "gold": problem.answer,
+                "correct": int(verdict.correct),
+                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, dataset.format),
+                "tokens": drawn.tokens,
+                "finished": drawn.finished,
+            }

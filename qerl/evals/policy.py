@@ -1,0 +1,65 @@
+"""What both harnesses share: the policy under evaluation, its completions, and the data set they are scored on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import RecordFormat
+from qerl.data.records import Problem
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One completion as a harness sees it: text without special tokens, up to the first stop string."""
+
+    prompt: str
+    text: str
+    tokens: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A completion, the answer that the harness extracted from it (None if it found none), and the harness's score."""
+
+    drawn: Drawn
+    extracted: str | None
+    correct: bool
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A data set's problems, the form that their records have, and the instruction appended to each question."""
+
+    name: str
+    format: RecordFormat
+    instruction: str
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat."""
+
+    sampler: Sampler
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+
+    def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
+        """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
+        drawn = []
+        for prompt, completions in zip(prompts, self.sampler.generate(prompts, self.params), strict=True):
+            text = cast(str, self.tokenizer.decode(prompt))
+            drawn.append([self._drawn(text, completion, stop) for completion in completions])
+        return drawn
+
+    def _drawn(self, prompt: str, completion: Completion, stop: Sequence[str]) -> Drawn:
+        text = cast(str, self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        end = min((text.index(string) for string in stop if string in text), default=None)
+        finished = completion.finished or end is not None
+        return Drawn(prompt, text[:end], len(completion.token_ids), finished)

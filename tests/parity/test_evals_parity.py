@@ -1,0 +1,152 @@
+"""The harness tasks of the project against the stock tasks that come with the harnesses."""
+
+from pathlib import Path
+
+import lm_eval.tasks
+import pytest
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+
+from qerl.data.records import Problem
+from qerl.evals.lm_eval import task_config
+from qerl.evals.policy import EvaluationSet
+
+GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
+#: A completion, and whether strict match counts it, by hand from the stock regex and ignore rules.
+GSM8K = [
+    ("#### 1234", True),
+    ("#### 1,234", True),
+    ("1000 + 234 = 1234\n#### 1234\n", True),
+    ("#### 1234.", True),
+    ("#### 1234 eggs", True),
+    ("#### 1234\n#### 5", True),
+    ("#### 5\n#### 1234", False),
+    ("#### 1", False),
+    ("#### 1235", False),
+    ("#### 12345", False),
+    ("#### -1234", False),
+    ("#### 1234.0", False),
+    ("#### 1,23,4", True),
+    ("####1234", False),
+    ("####  1234", False),
+    ("#### $1234", False),
+    ("### 1234", False),
+    ("The answer is 1234", False),
+    ("\\boxed{1234}", False),
+    ("####", False),
+    ("#### .", False),
+    ("[invalid]", False),
+    ("", False),
+]
+
+
+def verdicts(task, repeat):
+    """Filter and metric of an lm-eval task on the adversarial completions, as its evaluator runs them."""
+    record = {"question": "How many?", "answer": GSM8K_GOLD}
+    instances = []
+    for number, (text, _) in enumerate(GSM8K):
+        instance = Instance("generate_until", record, ("", {}), 0, metadata=("gsm8k", number, 1))
+        instance.resps = ["#### wrong"] * repeat + [text]
+        instances.append(instance)
+    task._instances = instances
+    task.apply_filters()
+    key = "strict-match" if "strict-match" in instances[0].filtered_resps else str(repeat)
+    return [task.process_results(record, [i.filtered_resps[key]])["exact_match"] == 1.0 for i in instances]
+
+
+@pytest.fixture(scope="module")
+def stock_gsm8k():
+    """The task file that lm-eval ships, on one record instead of the hub's."""
+    from datasets import Dataset, DatasetDict
+
+    config = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
+    config.pop("tag")
+    rows = Dataset.from_list([{"question": "How many?", "answer": GSM8K_GOLD}])
+    config["custom_dataset"] = lambda **_: DatasetDict({"train": rows, "test": rows})
+    return ConfigurableTask(config=config)
+
+
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_gsm8k_verdicts_are_those_of_the_stock_task(stock_gsm8k, repeat):
+    problem = Problem("0", "How many?", GSM8K_GOLD, "1,234")
+    ours = ConfigurableTask(config=task_config(EvaluationSet("words", "gsm8k", "", [problem]), repeats=repeat + 1))
+    expected = verdicts(stock_gsm8k, 0)
+    assert expected == [right for _, right in GSM8K]
+    assert verdicts(ours, repeat) == expected
+
+
+def test_gsm8k_stop_strings_are_those_of_the_stock_task(stock_gsm8k):
+    problem = Problem("0", "How many?", GSM8K_GOLD, "1,234")
+    ours = ConfigurableTask(config=task_config(EvaluationSet("words", "gsm8k", "", [problem]), repeats=1))
+    assert ours.config.generation_kwargs["until"] == stock_gsm8k.config.generation_kwargs["until"]
+    assert (ours.config.num_fewshot, ours.config.repeats) == (0, 1)
+
+
+SOLUTION = "We add the halves: $\\frac14 + \\frac14 = \\frac12$. So it is $\\boxed{\\frac{1}{2}}$."
+MATH = [
+    ("\\boxed{\\frac12}", True),
+    ("\\boxed{0.5}", True),
+    ("\\boxed{\\frac{2}{4}}", True),
+    ("ANSWER: $\\frac{1}{2}$", True),
+    ("\\boxed{\\frac13}", False),
+    ("\\boxed{1}", False),
+    ("\\boxed{\\frac12} no, \\boxed{5}", False),
+    ("no idea", False),
+    ("", False),
+]
+AIME = [
+    ("\\boxed{204}", True),
+    ("\\boxed{0204}", True),
+    ("Therefore, the final answer is: $\\boxed{204}$. I hope it is correct", True),
+    ("204", True),
+    ("\\boxed{2}", False),
+    ("\\boxed{205}", False),
+    ("\\boxed{204} or \\boxed{7}", False),
+    ("two hundred and four", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "task", "record_format", "record", "cases"),
+    [
+        ("math_500", "math_500", "math", {"problem": "Add.", "solution": SOLUTION, "answer": "\\frac{1}{2}"}, MATH),
+        ("aime", "aime24", "aime", {"problem": "Find it.", "answer": "204"}, AIME),
+    ],
+)
+def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_format, record, cases):
+    from importlib import import_module
+
+    from lighteval.metrics import apply_metric
+    from lighteval.models.model_output import ModelResponse
+
+    from qerl.evals.lighteval import score
+    from qerl.evals.policy import Policy
+    from qerl.rollout.sampler import Completion, SamplingParams
+
+    class Script:
+        """Repeat r is case r; its only token is r + 1."""
+
+        chat_template = "on"
+        name_or_path = "script"
+
+        def generate(self, prompts, params):
+            return [[Completion([r + 1], [0.0], True) for r in range(params.count)] for _ in prompts]
+
+        def decode(self, ids, skip_special_tokens=False):
+            return cases[ids[0] - 1][0] if ids[0] else ""
+
+        def apply_chat_template(self, chat, **_):
+            return {"input_ids": [0]}
+
+    stock = getattr(import_module(f"lighteval.tasks.tasks.{module}"), task)
+    metric = stock.metrics[0]
+    doc = stock.prompt_function(record, task)
+    docs = [doc] * len(cases)
+    outputs = apply_metric(docs=docs, responses=[ModelResponse(text=[t]) for t, _ in cases], metrics=[metric])
+    expected = [output[metric.metric_name] == 1.0 for output in outputs]
+    assert expected == [right for _, right in cases]
+    problem = Problem("0", record["problem"], record.get("solution"), record["answer"])
+    policy = Policy(Script(), Script(), SamplingParams(max_tokens=9, count=len(cases)))
+    [ours] = score(policy, EvaluationSet("puzzles", record_format, "", [problem]))
+    assert [verdict.correct for verdict in ours] == expected

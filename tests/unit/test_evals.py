@@ -1,0 +1,265 @@
+"""The evaluation on samplers whose answers are known, so that every metric has an oracle."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qerl.config import DatasetSettings, EvaluationSettings, Generated, SamplingSettings, TaskSettings
+from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.sources import prepare, read_split
+from qerl.evals.evaluate import EvaluationError, evaluate
+from qerl.rollout.sampler import Completion
+
+PROBLEMS = 8
+HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}
+INSTRUCTION = {
+    "gsm8k": "State the answer as #### n.",
+    "math": "State the answer in \\boxed{} {{question}}.",
+    "aime": "",
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer():
+    """One token a byte, and the two special tokens of the chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@dataclass
+class Scripted:
+    """A sampler that answers by a script: `answer(question number, repeat)` is the text of a completion."""
+
+    tokenizer: object
+    numbers: dict[tuple[int, ...], tuple[str, int]]
+    answer: object
+    calls: list = field(default_factory=list)
+
+    def generate(self, prompts, params):
+        self.calls.append(params)
+        return [[self._complete(prompt, repeat) for repeat in range(params.count)] for prompt in prompts]
+
+    def _complete(self, prompt, repeat):
+        text = self.answer(*self.numbers[tuple(prompt)], repeat)
+        tokens = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        return Completion(tokens, [0.0] * len(tokens), finished=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for name, instruction in INSTRUCTION.items():
+        origin = Generated(train=4, validation=4, test=PROBLEMS)
+        prepare(DatasetSettings(format=name, origin=origin, instruction=instruction), root / name)
+    return {name: root / name for name in INSTRUCTION}
+
+
+@pytest.fixture
+def run(tokenizer, datasets, tmp_path):
+    """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
+
+    def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6):
+        numbers = {}
+        for name in names:
+            for number, problem in enumerate(read_split(datasets[name], "test")):
+                numbers[tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name]))] = (name, number)
+        sampler = Scripted(tokenizer, numbers, script)
+        settings = EvaluationSettings(
+            tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
+            sampling=SamplingSettings(temperature=temperature, top_p=0.9, max_tokens=77),
+            repeats=repeats,
+            seed=5,
+        )
+        result = evaluate(sampler, tokenizer, settings, datasets, tmp_path / "out", lambda message: None)
+        assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == result
+        samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+        return {task["dataset"]: task for task in result["tasks"]}, samples, sampler
+
+    return run
+
+
+@pytest.fixture
+def problems(datasets):
+    return {name: read_split(folder, "test") for name, folder in datasets.items()}
+
+
+def stated(name, answer):
+    return f"So it is\n#### {answer}" if name == "gsm8k" else f"So it is \\boxed{{{answer}}}"
+
+
+def same_first_digit(answer):
+    return answer + "7" if len(answer) == 1 else answer[0] + str((int(answer[1]) + 1) % 10)
+
+
+def test_reference_solutions_score_one(run, problems):
+    metrics, samples, _ = run(lambda name, number, repeat: problems[name][number].solution)
+    for task in metrics.values():
+        assert (task["accuracy"], task["accuracy_per_repeat"], task["extracted_share"]) == (1.0, [1.0, 1.0], 1.0)
+        assert (task["problems"], task["repeats"], task["truncated_share"]) == (PROBLEMS, 2, 0.0)
+    assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
+
+
+def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
+    def script(name, number, repeat):
+        return stated(name, same_first_digit(problems[name][number].answer))
+
+    metrics, samples, _ = run(script)
+    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0, 0.0]
+    assert all(sample["extracted"][0] == sample["gold"][0] for sample in samples)
+    assert all(sample["agrees"] for sample in samples)
+
+
+def test_each_repeat_is_scored_on_its_own(run, problems):
+    """Repeat 0 solves every second problem, repeat 1 the first one only, repeat 2 none."""
+
+    def script(name, number, repeat):
+        right = [number % 2 == 0, number == 0, False][repeat]
+        return stated(name, problems[name][number].answer if right else "98765")
+
+    metrics, samples, _ = run(script, repeats=3)
+    for task in metrics.values():
+        assert task["accuracy_per_repeat"] == [0.5, 1 / PROBLEMS, 0.0]
+        assert task["accuracy"] == pytest.approx((0.5 + 1 / PROBLEMS) / 3)
+    number = {problem.id: i for name in problems for i, problem in enumerate(problems[name])}
+    for sample in samples:
+        i = number[sample["problem"]]
+        assert sample["correct"] == [i % 2 == 0, i == 0, False][sample["repeat"]]
+
+
+def test_samples_hold_every_completion(run, problems, tokenizer):
+    def script(name, number, repeat):
+        return f"{name} {number} {repeat} {stated(name, 12)}"
+
+    metrics, samples, sampler = run(script)
+    expected = {(name, problem.id, r) for name in problems for problem in problems[name] for r in range(2)}
+    assert len(samples) == len(expected)
+    assert {(s["dataset"], s["problem"], s["repeat"]) for s in samples} == expected
+    for sample in samples:
+        name, repeat = sample["dataset"], sample["repeat"]
+        [number] = [i for i, p in enumerate(problems[name]) if p.id == sample["problem"]]
+        problem = problems[name][number]
+        assert sample["completion"] == script(name, number, repeat)
+        assert sample["prompt"] == tokenizer.decode(prompt_ids(tokenizer, problem.question, INSTRUCTION[name]))
+        assert prompt_text(problem.question, INSTRUCTION[name]) in sample["prompt"]
+        assert (sample["harness"], sample["gold"], sample["extracted"]) == (HARNESS[name], problem.answer, "12")
+        assert sample["tokens"] == len(sample["completion"]) + 1
+        assert sample["finished"] is True
+    assert metrics["gsm8k"]["completion_tokens"] == sum(s["tokens"] for s in samples[: 2 * PROBLEMS]) / PROBLEMS / 2
+    # One call a task, at the settings of the evaluation.
+    assert len(sampler.calls) == 3
+    for params in sampler.calls:
+        assert (params.count, params.seed, params.max_tokens) == (2, 5, 77)
+        assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 0)
+
+
+def test_completions_without_an_answer_and_truncated_ones_are_counted(tokenizer, run, problems):
+    metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"))
+    assert [task["extracted_share"] for task in metrics.values()] == [0.5, 0.5, 0.5]
+    assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
+
+
+def test_truncated_share(monkeypatch, run):
+    complete = Scripted._complete
+    monkeypatch.setattr(
+        Scripted, "_complete", lambda self, p, r: Completion(complete(self, p, r).token_ids[:-1], [], finished=r == 0)
+    )
+    metrics, _, _ = run(lambda name, number, repeat: "#### 5", names=("gsm8k",), repeats=4)
+    assert metrics["gsm8k"]["truncated_share"] == 0.75
+
+
+def test_stop_strings_of_the_task_end_a_completion(run, problems):
+    """The stock task stops at the next "Question:": an answer written after it doesn't count."""
+
+    def script(name, number, repeat):
+        return f"I think\nQuestion: what now?\n#### {problems[name][number].answer}"
+
+    metrics, samples, _ = run(script, names=("gsm8k",))
+    assert metrics["gsm8k"]["accuracy"] == 0.0
+    assert {sample["completion"] for sample in samples} == {"I think\n"}
+
+
+def test_agreement_shows_where_the_project_grades_differently(run, problems):
+    """lighteval takes a last number outside of a box; the project's own grader doesn't."""
+    metrics, samples, _ = run(lambda name, number, repeat: f"it is {problems[name][number].answer}", names=("math",))
+    assert metrics["math"]["accuracy"] == 1.0
+    assert metrics["math"]["agreement"] == 0.0
+    assert not any(sample["agrees"] for sample in samples)
+
+
+def test_greedy_with_one_repeat(run, problems):
+    metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
+    assert all(task["accuracy_per_repeat"] == [1.0] for task in metrics.values())
+    assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
+
+
+def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
+    from lm_eval.evaluator import evaluate as harness_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from qerl.evals.lm_eval import SamplerLM, task_config
+    from qerl.evals.policy import EvaluationSet, Policy
+    from qerl.rollout.sampler import SamplingParams
+
+    instruction = " State  it as {{question}} \\boxed{n} {% raw %} <|im_end|> é "
+    test_problems = read_split(datasets["gsm8k"], "test")
+    seen = []
+
+    class Recorder:
+        def generate(self, prompts, params):
+            seen.extend(prompts)
+            return [[Completion([1], [0.0], True)] * params.count for _ in prompts]
+
+    dataset = EvaluationSet("words", "gsm8k", instruction, test_problems)
+    policy = Policy(Recorder(), tokenizer, SamplingParams(max_tokens=5, count=2))
+    tasks = TaskManager(include_defaults=False).load([task_config(dataset, 2)])
+    harness_evaluate(SamplerLM(policy), tasks, bootstrap_iters=0, apply_chat_template=True)
+    assert seen == [prompt_ids(tokenizer, problem.question, instruction) for problem in test_problems]
+
+
+def test_harness_must_fit_the_format(tokenizer, datasets, tmp_path):
+    for name, harness, fix in (("math", "lm-eval", "lighteval"), ("gsm8k", "lighteval", "lm-eval")):
+        settings = EvaluationSettings(tasks=[TaskSettings(dataset=name, harness=harness)])
+        with pytest.raises(EvaluationError, match=f"'{name}'.*use harness: {fix}"):
+            evaluate(None, tokenizer, settings, datasets, tmp_path, print)
+
+
+def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path):
+    settings = EvaluationSettings(tasks=[TaskSettings(dataset="other", harness="lm-eval")])
+    with pytest.raises(EvaluationError, match="evaluation.tasks names 'other'"):
+        evaluate(None, tokenizer, settings, datasets, tmp_path, print)
+    (tmp_path / "test.jsonl").write_text("")
+    (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": ""}')
+    with pytest.raises(EvaluationError, match="no test problems"):
+        evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
+
+
+def test_harnesses_refuse_likelihoods(tokenizer):
+    from qerl.evals.lighteval import SamplerModel
+    from qerl.evals.lm_eval import SamplerLM
+    from qerl.evals.policy import Policy
+
+    policy = Policy(None, tokenizer, None)
+    for model in (SamplerLM(policy), SamplerModel(policy)):
+        for method in (model.loglikelihood, model.loglikelihood_rolling):
+            with pytest.raises(NotImplementedError, match="draws completions only"):
+                method([])
