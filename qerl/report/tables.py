@@ -20,7 +20,7 @@ from qerl.report.results import KEY, ResultError
 from qerl.report.shapes import OK
 
 NOT_RUN = "not run"
-QUARTILES = "Median [quartiles] of the repeats, all points interleaved in one process"
+QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
 
 _ORDER = {"weights": list(get_args(WeightFormat)), "training": ["none", "full", "full+aqn", "lora", "lora+aqn"]}
 _CELL = [
@@ -62,7 +62,7 @@ def accuracy(cells: pd.DataFrame) -> pd.DataFrame:
             cell = found.get(dataset, {"note": NOT_RUN})
             row |= {f"{dataset}/{measure}": cell.get(measure, np.nan) for measure in _CELL}
         rows.append(row)
-    return _sorted(pd.DataFrame(rows), ["model", "experiment", "variant", "training", "weights", "arm"])
+    return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
 
 
 def _scores(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
@@ -226,6 +226,10 @@ def caption_text(title: str, records: pd.DataFrame) -> str:
     parts = [title, "Machine: " + "; ".join(dict.fromkeys(records["machine"]))]
     if "run" in records:
         trained = records[records["run"] != ""]
+        sizes = records[["dataset", "problems", "repeats"]].drop_duplicates().to_dict("records")
+        parts.append(
+            "Problems x repeats: " + ", ".join(f"{s['dataset']} {s['problems']} x {s['repeats']}" for s in sizes)
+        )
         seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
         parts += [f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else ""), METHOD]
     if "samples" in records:
