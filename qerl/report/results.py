@@ -92,13 +92,13 @@ def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a quantized model of quantize/<model>-<weights>/report.json; `relative_error/<layer type>` columns."""
+    """One row a quantized model of quantize/<model>-<weights>/report.json; `<layer type>/relative_error` columns."""
     rows = []
     for path in paths:
         report = _read(Quantization, path)
-        errors = {f"relative_error/{layer}": value for layer, value in report.relative_error.items()}
+        errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
         rows.append(report.model_dump(exclude={"relative_error", "provenance"}) | errors | report.provenance.columns)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 
 
 def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.DataFrame:

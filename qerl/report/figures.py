@@ -1,0 +1,266 @@
+"""The paper's figures, each as stem.svg and stem.png, from tidy results (`qerl.report.results`, `qerl.report.tables`).
+
+An arm has one colour in all figures; arms of the same weights and training that differ in a setting are shades of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from scipy.optimize import isotonic_regression
+
+from qerl.report.formatting import MEASURES, training_label, weights_label
+from qerl.report.shapes import OK
+
+#: Width of a column of text and the height of a panel, in inches.
+_WIDTH, _HEIGHT = 3.5, 2.2
+#: Least distance of two labels, as a share of a panel's height.
+_GAP = 0.085
+_PALETTE = sns.color_palette("colorblind").as_hex()
+_COLOURS: dict[Any, str] = {
+    ("bf16", "full"): "#333333",
+    ("bf16", "lora"): _PALETTE[0],
+    ("nf4", "lora"): _PALETTE[4],
+    ("mxfp4", "lora"): _PALETTE[9],
+    ("nvfp4", "lora"): _PALETTE[2],
+    ("nvfp4", "lora+aqn"): _PALETTE[3],
+    ("bf16", "lora+aqn"): _PALETTE[1],
+    ("nf4", "lora+aqn"): _PALETTE[6],
+    ("mxfp4", "lora+aqn"): _PALETTE[5],
+    ("bf16", "full+aqn"): _PALETTE[7],
+}
+_STYLE: dict[Any, Any] = {
+    "font.size": 7,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4,
+    "lines.linewidth": 1.2,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qerl",
+}
+
+
+def reward(metrics: pd.DataFrame, stem: Path) -> None:
+    """Training reward by step, mean and range over the seeds (paper Fig. 7, 8)."""
+    _curves(metrics, {"reward": "reward"}, stem)
+
+
+def entropy(metrics: pd.DataFrame, stem: Path) -> None:
+    """Entropy of the policy's tokens in nats by step (paper Fig. 4, 5, 14)."""
+    _curves(metrics, {"entropy": "entropy (nats/token)"}, stem)
+
+
+def completion_length(metrics: pd.DataFrame, stem: Path) -> None:
+    """Mean length of completions and the share that ran into the limit, by step."""
+    _curves(metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem)
+
+
+def noise(metrics: pd.DataFrame, stem: Path) -> None:
+    """Noise schedule: sigma and the norm of the noise drawn, by step (paper Eq. 8, Fig. 9); of the arms with noise."""
+    noisy = metrics.groupby("run")["noise/sigma"].transform("max") > 0
+    shown = metrics[noisy] if noisy.any() else metrics
+    _curves(shown, {"noise/sigma": "σ", "noise/norm": "‖z‖"}, stem, window=1)
+
+
+def throughput(table: pd.DataFrame, stem: Path) -> None:
+    """Rollout tokens a second by LoRA rank and weights with quartiles, of `tables.throughput` (paper Fig. 11)."""
+    groups = list(table.groupby(["bench", "model", "sequences"], sort=False))
+    with _figure(len(groups), stem) as axes:
+        for axis, ((bench, _, sequences), group) in zip(axes, groups, strict=True):
+            _bars(axis, group)
+            axis.set_title(f"{bench}: {sequences} sequences", loc="left")
+
+
+def accuracy(cells: pd.DataFrame, stem: Path) -> None:
+    """Accuracy of each arm with its 95 % interval beside the untrained bases, of `tables.accuracy_cells`."""
+    groups = list(cells.groupby(["model", "dataset"], sort=False))
+    trained: dict[Any, pd.DataFrame] = {
+        model: group[group["training"] != "none"] for model, group in cells.groupby("model", sort=False)
+    }
+    arms = max(len(_identities(group)) for group in trained.values())
+    with _figure(len(groups), stem, height=0.19 * arms + 0.8) as axes:
+        for axis, ((model, dataset), group) in zip(axes, groups, strict=True):
+            _dots(axis, group, _names(trained[model]), _colours(trained[model]))
+            axis.set_title(f"{model}, {dataset}", loc="left")
+
+
+# --- names and colours -----------------------------------------------------------------------------------------------
+
+
+def _identities(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[["experiment", "arm", "variant", "weights", "training"]].drop_duplicates()
+
+
+def _names(frame: pd.DataFrame) -> dict[Any, str]:
+    """What (experiment, arm, variant) is called: weights and training, or the arm's name where arms share these."""
+    rows = _identities(frame).to_dict("records")
+    plain = {
+        (row["experiment"], row["arm"]): (
+            row["experiment"],
+            weights_label(row["weights"]),
+            training_label(row["training"]),
+        )
+        for row in rows
+    }
+    several = len({row["experiment"] for row in rows}) > 1
+    names = {}
+    for row in rows:
+        label = plain[row["experiment"], row["arm"]]
+        name = row["arm"] if list(plain.values()).count(label) > 1 else " ".join(label[1:])
+        parts = [f"{row['experiment']}: {name}" if several else name, row["variant"]]
+        names[row["experiment"], row["arm"], row["variant"]] = ", ".join(filter(None, parts))
+    return names
+
+
+def _colours(frame: pd.DataFrame) -> dict[Any, str]:
+    """Colour of (experiment, arm, variant)."""
+    colours = {}
+    for (_, weights, training), group in _identities(frame).groupby(["experiment", "weights", "training"], sort=False):
+        colour = _COLOURS[weights, training]
+        shades = sns.blend_palette(["#222222", colour, "#eeeeee"], len(group) + 2)[1:-1] if len(group) > 1 else [colour]
+        for row, shade in zip(group.to_dict("records"), shades, strict=True):
+            colours[row["experiment"], row["arm"], row["variant"]] = to_hex(shade)
+    return colours
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: int | None = None) -> None:
+    """A panel an (experiment, column): mean over the seeds, band from the lowest to the highest seed."""
+    panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
+    width = window or max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
+    with _figure(len(panels), stem) as axes:
+        for axis, (experiment, group, column) in zip(axes, panels, strict=True):
+            _curve_panel(axis, group, column, width)
+            axis.set_ylabel(columns[column] + (f", mean of {width} steps" if width > 1 else ""))
+            axis.set_title(_panel_title(str(experiment), group), loc="left")
+
+
+def _panel_title(experiment: str, group: pd.DataFrame) -> str:
+    seeds = group.groupby(["arm", "variant"])["seed"].nunique()
+    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    return f"{experiment}: mean and range of {count} seeds" if seeds.max() > 1 else f"{experiment}: one seed"
+
+
+def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) -> None:
+    names, colours = _names(metrics), _colours(metrics)
+    ends: list[tuple[float, str, str]] = []
+    for key, arm in metrics.groupby(["experiment", "arm", "variant"], sort=False):
+        seeds = arm.pivot_table(index="step", columns="run", values=column, dropna=False).astype(float)
+        seeds = seeds.rolling(window, center=True, min_periods=1).mean()
+        mean = seeds.mean(axis=1)
+        low, high = seeds.min(axis=1), seeds.max(axis=1)
+        if window == 1:
+            axis.step(mean.index, mean, color=colours[key], where="post")
+        else:
+            axis.plot(mean.index, mean, color=colours[key])
+        axis.fill_between(
+            mean.index, low, high, color=colours[key], alpha=0.18, linewidth=0, step="post" if window == 1 else None
+        )
+        ends.append((float(mean.iloc[-1]), names[key], colours[key]))
+    axis.set_xlabel("step")
+    axis.set_xlim(metrics["step"].min(), metrics["step"].max())
+    _label_ends(axis, ends)
+
+
+def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Names at the right of the curves' ends, moved apart where they would overlap."""
+    low, high = axis.get_ylim()
+    ordered = sorted(ends)
+    shift = _GAP * np.arange(len(ordered))
+    wanted = np.array([(value - low) / (high - low) for value, _, _ in ordered])
+    places = np.clip(isotonic_regression(wanted - shift).x, 0, max(0.0, 1 - shift[-1])) + shift
+    for start, place, (_, name, colour) in zip(wanted, places, ordered, strict=True):
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+        axis.annotate(name, (1, start), (1.06, place), xycoords="axes fraction", color=colour, va="center",
+                      fontsize=6.5, arrowprops=line, annotation_clip=False)  # fmt: skip
+
+
+# --- bars and dots ---------------------------------------------------------------------------------------------------
+
+
+def _bars(axis: Axes, table: pd.DataFrame) -> None:
+    formats, ranks = list(dict.fromkeys(table["weights"])), list(dict.fromkeys(table["rank"]))
+    width = 0.84 / len(formats)
+    for row in table.to_dict("records"):
+        offset = (formats.index(row["weights"]) - (len(formats) - 1) / 2) * width
+        place = ranks.index(row["rank"]) + offset
+        colour = _COLOURS[row["weights"], "lora"]
+        if row["status"] != OK:
+            axis.annotate(row["status"], (place, 0), (0, 2), textcoords="offset points", rotation=90, ha="center",
+                          va="bottom", fontsize=5.5, color=colour)  # fmt: skip
+            continue
+        median, low, high = (row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
+        label = weights_label(row["weights"])
+        axis.bar(place, median, 0.92 * width, color=colour, label=label, linewidth=0)
+        axis.errorbar(place, median, [[median - low], [high - median]], color="black", linewidth=0.7, capsize=1.5)
+        if row["weights"] != "bf16" and np.isfinite(row["ratio_bf16"]):
+            text = MEASURES["ratio_bf16"][1](row["ratio_bf16"])
+            axis.annotate(text, (place, high), (0, 2), textcoords="offset points", ha="center", fontsize=5)
+    axis.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "no LoRA" for rank in ranks])
+    axis.set_ylabel("tokens/s (ratio to BF16 on top)")
+    axis.grid(visible=False, axis="x")
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(
+        handles.values(), handles.keys(), ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.12),
+        frameon=False, handlelength=1, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[Any, str]) -> None:
+    bases = cells[cells["training"] == "none"].set_index("weights")["accuracy"]
+    found = {(row["experiment"], row["arm"], row["variant"]): row for row in cells.to_dict("records")}
+    for place, key in enumerate(names):
+        if key not in found:
+            axis.annotate("not run", (0.5, place), xycoords=("axes fraction", "data"), va="center", fontsize=6)
+            continue
+        row = found[key]
+        mean, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
+        axis.errorbar(
+            mean, place, xerr=[[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2, color=colours[key]
+        )
+        if row["weights"] in bases:
+            axis.plot(
+                100 * bases[row["weights"]], place, "D", markersize=3.5, markerfacecolor="white", color=colours[key]
+            )
+    if "bf16" in bases:
+        axis.axvline(100 * bases["bf16"], color="#555555", linewidth=0.8, linestyle="--", zorder=0)
+    axis.set_yticks(range(len(names)), list(names.values()))
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xlabel("accuracy (%), 95 % interval\n(◇ same weights untrained, dashed: BF16 untrained)")
+
+
+@contextmanager
+def _figure(panels: int, stem: Path, height: float = _HEIGHT) -> Iterator[list[Axes]]:
+    """Axes for a number of panels, up to two side by side; writes stem.svg and stem.png at the end."""
+    columns = min(panels, 2)
+    rows = -(-panels // columns)
+    with mpl.rc_context(), sns.axes_style("whitegrid", {"axes.edgecolor": "#888888"}):
+        mpl.rcParams.update(_STYLE)
+        figure = Figure(figsize=(_WIDTH * columns, height * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        axes = list(grid.flat)
+        for unused in axes[panels:]:
+            unused.set_visible(False)
+        yield axes[:panels]
+        for axis in axes[:panels]:
+            sns.despine(ax=axis)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(f"{stem}.png", dpi=300)

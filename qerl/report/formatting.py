@@ -1,0 +1,122 @@
+"""How numbers and names are shown to people: the one home of units, digits and headings.
+
+A measure is named by its column, `<measure>` or `<group>/<measure>`; `<measure>_low` and `_high` (interval) or `_p25`
+and `_p75` (quartiles) beside it are folded into one cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+_ENDS = (("_low", "_high"), ("_p25", "_p75"))
+_LATEX = str.maketrans(
+    {character: "\\" + character for character in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"Δ": r"$\Delta$", "×": r"$\times$", "−": "$-$", "–": "--"}
+)
+_TRAINING = {"none": "–", "full": "Full", "lora": "LoRA"}
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _points(value: float) -> str:
+    text = f"{100 * value:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, never in powers of ten: 1,234 or 12.3 or 0.0123."""
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value else "–"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def weights_label(weights: str) -> str:
+    """BF16, NF4, MXFP4, NVFP4."""
+    return weights.upper()
+
+
+def training_label(training: str) -> str:
+    """The words of the paper's tables: –, Full, LoRA, LoRA + AQN."""
+    method, plus, _ = training.partition("+")
+    return _TRAINING[method] + (" + AQN" if plus else "")
+
+
+def latex(text: str) -> str:
+    """Text with the characters that LaTeX reserves escaped."""
+    return text.translate(_LATEX)
+
+
+#: Heading and text of a value, by measure; other columns are shown as they are.
+MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "weights": ("weights", weights_label),
+    "training": ("training", training_label),
+    "method": ("method", str),
+    "accuracy": ("accuracy (%)", _percent),
+    "delta_bf16": ("Δ to BF16 base (points)", _points),
+    "delta_format": ("Δ to same format's base (points)", _points),
+    "seeds": ("seeds", _count),
+    "problems": ("problems", _count),
+    "rank": ("LoRA rank", lambda rank: f"{rank:.0f}" if rank else "no LoRA"),
+    "sequences": ("sequences", _count),
+    "completion_tokens": ("tokens", _count),
+    "repeats": ("repeats", _count),
+    "tokens_per_second": ("tokens/s", _three_digits),
+    "ratio_bf16": ("ratio to BF16", _ratio),
+    "weight_bytes": ("weights' size", _bytes),
+    "size_bytes": ("size", _bytes),
+    "peak_memory_bytes": ("peak memory", _bytes),
+    "bits_per_weight": ("bits/weight", lambda bits: f"{bits:.2f}"),
+    "bits_per_weight_model": ("bits/weight, whole model", lambda bits: f"{bits:.2f}"),
+    "relative_error": ("relative error (%)", lambda error: f"{100 * error:.2f}"),
+    "step_seconds": ("s/step", _three_digits),
+    "rollout_seconds": ("s/rollout", _three_digits),
+    "update_seconds": ("s/update", _three_digits),
+    "speedup": ("speed-up", _ratio),
+    "speedup_base": ("against", str),
+}
+
+
+def present(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame as text for people: headings, units, intervals folded into their cell; empty columns are left out."""
+    shown: dict[str, list[str]] = {}
+    for column in frame.columns:
+        if any(column.endswith(end) and column.removesuffix(end) in frame for ends in _ENDS for end in ends):
+            continue
+        group, _, measure = column.rpartition("/")
+        heading, text = MEASURES.get(measure, (measure, str))
+        cells = [_cell(row, column, text) for row in frame.to_dict("records")]
+        if any(cells):
+            shown[f"{group} {heading}".strip()] = cells
+    return pd.DataFrame(shown)
+
+
+def _cell(row: dict[Any, Any], column: str, text: Callable[[Any], str]) -> str:
+    if pd.isna(row[column]) or row[column] == "":
+        return ""
+    for low, high in _ENDS:
+        if column + low in row and not pd.isna(row[column + low]):
+            return f"{text(row[column])} [{text(row[column + low])}, {text(row[column + high])}]"
+    return text(row[column])

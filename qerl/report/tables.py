@@ -1,0 +1,249 @@
+"""The paper's tables: pure functions from tidy results (`qerl.report.results`) to one row an arm, a point or a model.
+
+Accuracies and differences are fractions, times seconds, sizes bytes; `qerl.report.formatting` turns them into text.
+What wasn't measured is empty, with the reason in `note` or `status`.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+
+from qerl.config import WeightFormat
+from qerl.report.formatting import latex, present
+from qerl.report.intervals import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.report.results import KEY, ResultError
+from qerl.report.shapes import OK
+
+NOT_RUN = "not run"
+QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
+
+_ORDER = {"weights": list(get_args(WeightFormat)), "training": ["none", "full", "full+aqn", "lora", "lora+aqn"]}
+_CELL = [
+    *(f"{measure}{end}" for measure in ("accuracy", "delta_bf16", "delta_format") for end in ("", "_low", "_high")),
+    "seeds",
+    "note",
+]
+_SETTING = ["bench", "model", "sequences", "completion_tokens"]
+
+
+# --- accuracy (paper Table 1 and 2) ----------------------------------------------------------------------------------
+
+
+def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """One row an (arm, data set): accuracy over the seeds, its difference to the untrained bases, 95 % intervals.
+
+    `delta_bf16` is to the untrained BF16 base, `delta_format` to the untrained base of the same weight format, both
+    paired over problems. Raises ResultError where evaluations to be paired saw different problems.
+    """
+    scores = _scores(evaluations, samples)
+    bases: dict[tuple[str, str, str], list[pd.DataFrame]] = {}
+    for (model, *_, weights, training, dataset), matrix in scores.items():
+        if training == "none":
+            bases.setdefault((model, weights, dataset), []).append(matrix)
+    means = {key: pd.concat(matrices).mean(axis=0) for key, matrices in bases.items()}
+    return pd.DataFrame(
+        [_cell(dict(zip([*KEY, "dataset"], key, strict=True)), matrix, means) for key, matrix in scores.items()]
+    )
+
+
+def accuracy(cells: pd.DataFrame) -> pd.DataFrame:
+    """The shape of the paper's Table 1: one row an arm, `<data set>/<measure>` columns from `accuracy_cells`."""
+    datasets = list(dict.fromkeys(cells["dataset"]))
+    rows = []
+    for key, arm in cells.groupby(KEY, sort=False):
+        found = {cell["dataset"]: cell for cell in arm.to_dict("records")}
+        row = dict(zip(KEY, key, strict=True))
+        for dataset in datasets:
+            cell = found.get(dataset, {"note": NOT_RUN})
+            row |= {f"{dataset}/{measure}": cell.get(measure, np.nan) for measure in _CELL}
+        rows.append(row)
+    return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
+
+
+def _scores(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
+    """Share of right repeats, [evaluations, problems], by (*KEY, dataset)."""
+    identities = evaluations[["eval", "dataset", "run", *KEY]]
+    merged = samples.merge(identities, on=["eval", "dataset"], how="inner", validate="many_to_one")
+    scores = {}
+    for key, group in merged.groupby([*KEY, "dataset"], sort=False):
+        matrix = group.pivot_table(index="eval", columns="problem", values="correct", aggfunc="mean")
+        if matrix.isna().to_numpy().any():
+            raise ResultError(
+                f"the evaluations {', '.join(map(str, matrix.index))} saw different problems of {key[-1]}"
+            )
+        runs = group.groupby("eval")["run"].first()
+        twice = runs[runs.ne("") & runs.duplicated()]
+        if len(twice):
+            raise ResultError(
+                f"run {twice.iloc[0]!r} is evaluated twice on {key[-1]}: {', '.join(map(str, runs.index))}"
+            )
+        scores[tuple(map(str, key))] = matrix
+    return scores
+
+
+def _cell(
+    identity: dict[str, str], scores: pd.DataFrame, bases: dict[tuple[str, str, str], pd.Series]
+) -> dict[str, Any]:
+    trained = identity["training"] != "none"
+    cell: dict[str, Any] = {
+        **identity,
+        "seeds": len(scores) if trained else 0,
+        "problems": scores.shape[1],
+        **_columns("accuracy", accuracy_interval(scores.to_numpy())),
+    }
+    notes = []
+    for measure, weights in (("delta_bf16", "bf16"), ("delta_format", identity["weights"])):
+        base = bases.get((identity["model"], weights, identity["dataset"]))
+        if base is None:
+            notes.append(f"untrained {weights} base not run")
+        elif trained or weights != identity["weights"]:
+            cell |= _columns(measure, _paired(identity, scores, base))
+    return cell | {"note": "; ".join(dict.fromkeys(notes))}
+
+
+def _paired(identity: dict[str, str], scores: pd.DataFrame, base: pd.Series) -> Interval:
+    if set(scores.columns) != set(base.index):
+        arm = identity["arm"] or identity["weights"]
+        raise ResultError(f"{arm} and its untrained base saw different problems of {identity['dataset']}")
+    return difference_interval(scores.to_numpy(), base[scores.columns].to_numpy())
+
+
+def _columns(measure: str, interval: Interval) -> dict[str, float]:
+    return {measure: interval.mean, f"{measure}_low": interval.low, f"{measure}_high": interval.high}
+
+
+# --- speed and memory (paper Table 3 and 9) --------------------------------------------------------------------------
+
+
+def throughput(points: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 9: rollout tokens a second by weights and rank, and the ratio to BF16 at the same rank.
+
+    Failed points stay with their status; combinations of weights and ranks that have no point are `not run`.
+    """
+    rows = []
+    for setting, group in points.groupby(_SETTING, sort=False):
+        found = {(point["weights"], point["rank"]): point for point in group.to_dict("records")}
+        for weights, rank in product(dict.fromkeys(group["weights"]), dict.fromkeys(group["rank"])):
+            point = found.get((weights, rank), {"samples": [], "status": NOT_RUN})
+            rows.append(
+                {
+                    **dict(zip(_SETTING, setting, strict=True)),
+                    "weights": weights,
+                    "rank": rank,
+                    **_quartiles("tokens_per_second", point["samples"]),
+                    "ratio_bf16": _ratio(point, found.get(("bf16", rank))),
+                    "repeats": len(point["samples"]),
+                    **{column: point.get(column, np.nan) for column in ("weight_bytes", "peak_memory_bytes")},
+                    "status": point["status"],
+                }
+            )
+    return _sorted(pd.DataFrame(rows), [*_SETTING, "weights", "rank"])
+
+
+def memory_speed(points: pd.DataFrame, reports: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 3: size, error, seconds a GRPO step, speed-up over BF16 LoRA of the same bench, peak memory.
+
+    reports: from `load_quantization`; `relative_error` is the mean over the types of layers. The BF16 LoRA to compare
+    with is the bench's first such point, of the same rank where there is one; `speedup_base` names it.
+    """
+    return pd.DataFrame(
+        [
+            _step_row(point, group.to_dict("records"), reports)
+            for _, group in points.groupby(["bench", "model"], sort=False)
+            for point in group.to_dict("records")
+        ]
+    )
+
+
+def quantization(reports: pd.DataFrame) -> pd.DataFrame:
+    """Bits a weight, size and relative error by type of layer of each quantized model."""
+    first = ["model", "weights", "method", "bits_per_weight", "bits_per_weight_model", "size_bytes"]
+    errors = [column for column in reports if str(column).endswith("/relative_error")]
+    return _sorted(reports[[*first, *errors]], ["model", "weights"])
+
+
+def _step_row(point: dict[Any, Any], bench: list[dict[Any, Any]], reports: pd.DataFrame) -> dict[str, Any]:
+    bases = [other for other in bench if (other["weights"], other["method"], other["status"]) == ("bf16", "lora", OK)]
+    base = next((other for other in bases if other["rank"] == point["rank"]), bases[0] if bases else None)
+    speedup = _ratio(base, point) if base else np.nan
+    medians = {part: _quartiles(part, point[part])[part] for part in ("rollout_seconds", "update_seconds")}
+    quantized = _quantized(point, reports)
+    note = quantized.pop("note")
+    return {
+        **{column: point[column] for column in ("bench", "model", "arm", "method", "weights", "rank", "weight_bytes")},
+        **quantized,
+        **_quartiles("step_seconds", point["samples"]),
+        **medians,
+        "speedup": speedup,
+        "speedup_base": base["arm"] if base else "no BF16 LoRA",
+        "repeats": len(point["samples"]),
+        "peak_memory_bytes": point["peak_memory_bytes"],
+        "status": point["status"],
+        "note": note,
+    }
+
+
+def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
+    """Bits and error of a point's weights; a bench that names no model takes the only quantized one."""
+    model = point["model"] or (reports["model"].iloc[0] if reports["model"].nunique() == 1 else "")
+    found = reports[(reports["model"] == model) & (reports["weights"] == point["weights"])]
+    if found.empty:
+        reason = "" if point["weights"] == "bf16" else f"no quantization report of {model or 'the model'}"
+        return {"bits_per_weight": np.nan, "relative_error": np.nan, "note": reason}
+    error = found.filter(like="/relative_error").iloc[0].mean()
+    return {"bits_per_weight": found["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}
+
+
+def _quartiles(measure: str, samples: list[float]) -> dict[str, float]:
+    median, p25, p75 = np.quantile(samples, [0.5, 0.25, 0.75]) if samples else (np.nan,) * 3
+    return {measure: float(median), f"{measure}_p25": float(p25), f"{measure}_p75": float(p75)}
+
+
+def _ratio(above: dict[Any, Any] | None, below: dict[Any, Any] | None) -> float:
+    """Ratio of the medians of two points; not a number where one has no samples."""
+    if not (above and below and above["samples"] and below["samples"]):
+        return np.nan
+    return float(np.median(above["samples"]) / np.median(below["samples"]))
+
+
+def _sorted(frame: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    def rank(column: pd.Series) -> pd.Series:
+        return column.map(_ORDER[str(column.name)].index) if column.name in _ORDER else column
+
+    return frame.sort_values(by, key=rank, kind="stable", ignore_index=True)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def caption_text(title: str, records: pd.DataFrame) -> str:
+    """Title, machine, seeds, method and commit of numbers that come from `records` (evaluations, points or reports)."""
+    parts = [title, "Machine: " + "; ".join(dict.fromkeys(records["machine"]))]
+    if "run" in records:
+        trained = records[records["run"] != ""]
+        sizes = records[["dataset", "problems", "repeats"]].drop_duplicates().to_dict("records")
+        parts.append(
+            "Problems x repeats: " + ", ".join(f"{s['dataset']} {s['problems']} x {s['repeats']}" for s in sizes)
+        )
+        seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
+        parts += [f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else ""), METHOD]
+    if "samples" in records:
+        parts.append(QUARTILES)
+    return ". ".join([*parts, "Commit: " + ", ".join(dict.fromkeys(records["commit"]))]) + "."
+
+
+def write_table(frame: pd.DataFrame, stem: Path, caption: str) -> None:
+    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs)."""
+    shown = present(frame)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(f"{stem}.csv", index=False)
+    body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
+    Path(f"{stem}.md").write_text(f"{body}\n\n{caption}\n")
+    escaped = shown.map(latex).rename(columns=latex)
+    table = escaped.to_latex(index=False, caption=latex(caption), label=f"tab:{stem.name}", position="tbp")
+    Path(f"{stem}.tex").write_text(table)

@@ -1,0 +1,219 @@
+"""Writes result trees with known numbers, in the layout of the workflow."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None}
+PROVENANCE = {
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "machine": MACHINE,
+    "versions": {"torch": "2.13.0"},
+    "seed": 0,
+    "time": "2026-01-01T00:00:00Z",
+}
+ARMS = {
+    "bf16-full": ("bf16", "full", "off"),
+    "bf16-lora": ("bf16", "lora", "off"),
+    "nf4-lora": ("nf4", "lora", "off"),
+    "mxfp4-lora": ("mxfp4", "lora", "off"),
+    "nvfp4-lora": ("nvfp4", "lora", "off"),
+    "nvfp4-lora-aqn": ("nvfp4", "lora", "exponential"),
+}
+
+
+def write_json(path: Path, value: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+    return path
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(root: Path, arm: str, seed: int, metrics: list[dict] | None = None, **varied) -> Path:
+    """One run of an arm; `varied` adds settings to the grid, such as `steps=5`."""
+    weights, method, schedule = ARMS[arm]
+    run = "-".join(["main", arm, *(f"{key}{value}" for key, value in varied.items()), f"seed{seed}"])
+    settings = {"model": "mini", "dataset": "arithmetic", "weights": weights, "method": method, "seed": seed}
+    summary = {
+        "steps": 40,
+        "seconds": 80.0,
+        "peak_memory_bytes": 5e8,
+        "trainable_parameters": 1000,
+        "weight_bytes": 4e6,
+        "rollout_tokens_per_second": 900.0,
+        "update_tokens_per_second": 1800.0,
+        "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2},
+    }
+    path = write_json(
+        root / "train" / run / "run.json",
+        {
+            "run": run,
+            "experiment": "main",
+            "arm": arm,
+            "varied": {"seed": seed, **varied},
+            "settings": {**settings, "noise": {"schedule": schedule}, **varied},
+            "summary": summary,
+            "provenance": PROVENANCE,
+        },
+    )
+    write_lines(path.parent / "metrics.jsonl", curve(seed, arm) if metrics is None else metrics)
+    return path
+
+
+def curve(seed: int, arm: str, steps: int = 40) -> list[dict]:
+    """Metrics of a run whose reward saturates, sooner in later arms."""
+    generator = np.random.default_rng([seed, list(ARMS).index(arm)])
+    speed = 0.04 + 0.012 * list(ARMS).index(arm)
+    rows = []
+    for step in range(steps):
+        progress = 1 - np.exp(-speed * step)
+        sigma = 0.0 if ARMS[arm][2] == "off" or step < 4 else 1e-2 * (5e-2) ** (((step - 4) // 4) / 8)
+        row = {
+            "step": step,
+            "reward": 0.4 + 0.5 * progress + generator.normal(0, 0.03),
+            "reward/correct": 0.35 + 0.5 * progress,
+            "reward/format": 0.9,
+            "entropy": 0.6 - 0.4 * progress + generator.normal(0, 0.02) + 2 * sigma,
+            "completion_length": 60 + 20 * progress + generator.normal(0, 3),
+            "truncated": max(0.0, 0.1 - 0.08 * progress + generator.normal(0, 0.01)),
+            "noise/sigma": sigma,
+            "noise/norm": sigma * np.sqrt(8 * 128) * (1 + generator.normal(0, 0.03)),
+            "learning_rate": 1e-5,
+        }
+        rows.append(row)
+    return rows
+
+
+def write_evaluation(
+    root: Path, name: str, correct: dict[str, np.ndarray], weights: str, run: Path | None = None
+) -> Path:
+    """One evaluation; `correct` holds 0 or 1 as [problems, repeats] by data set; without a run: an untrained base."""
+    trained = json.loads(run.read_text()) if run else {"run": None, "arm": None, "experiment": None, "varied": {}}
+    tasks, rows = {}, []
+    for dataset, answers in correct.items():
+        tasks[dataset] = {
+            "harness": "lm-eval",
+            "problems": answers.shape[0],
+            "repeats": answers.shape[1],
+            "accuracy": float(answers.mean()),
+            "accuracies": answers.mean(axis=0).tolist(),
+            "completion_tokens": 50.0,
+            "truncated": 0.0,
+        }
+        rows += [
+            {
+                "dataset": dataset,
+                "harness": "lm-eval",
+                "problem": problem,
+                "repeat": repeat,
+                "prompt": "q",
+                "completion": "a",
+                "extracted": "1",
+                "gold": "1",
+                "correct": bool(answers[problem, repeat]),
+                "tokens": 50,
+                "finished": True,
+            }
+            for problem in range(answers.shape[0])
+            for repeat in range(answers.shape[1])
+        ]
+    result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
+    result |= {"eval": name, "model": "mini", "weights": weights, "tasks": tasks, "provenance": PROVENANCE}
+    path = write_json(root / "evaluate" / name / "result.json", result)
+    write_lines(path.parent / "samples.jsonl", rows)
+    return path
+
+
+def write_quantization(root: Path, weights: str, bits: float, errors: dict[str, float], model: str = "mini") -> Path:
+    report = {
+        "model": model,
+        "weights": weights,
+        "size_bytes": 1e6,
+        "bits_per_weight": bits,
+        "bits_per_weight_model": bits + 1,
+        "relative_error": errors,
+        "method": "rtn",
+        "provenance": PROVENANCE,
+    }
+    return write_json(root / "quantize" / f"{model}-{weights}" / "report.json", report)
+
+
+def rollout_point(weights: str, rank: int, samples: list[float], status: str = "ok") -> dict:
+    return {
+        "weights": weights,
+        "rank": rank,
+        "sequences": 8,
+        "completion_tokens": 64,
+        "samples": samples,
+        "peak_memory_bytes": 2e9,
+        "weight_bytes": 1e6,
+        "status": status,
+    }
+
+
+def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 32) -> dict:
+    weights, method, _ = ARMS[arm]
+    return {
+        "arm": arm,
+        "weights": weights,
+        "method": method,
+        "rank": rank,
+        "samples": samples,
+        "rollout_seconds": [0.75 * value for value in samples],
+        "update_seconds": [0.25 * value for value in samples],
+        "peak_memory_bytes": 3e9 if samples else None,
+        "weight_bytes": 4e6 if samples else None,
+        "status": status,
+    }
+
+
+def write_bench(root: Path, name: str, kind: str, points: list[dict]) -> Path:
+    return write_json(
+        root / "profile" / f"{name}.json", {"bench": name, "kind": kind, "points": points, "provenance": PROVENANCE}
+    )
+
+
+def answers(accuracy: float, seed: int, problems: int = 100, repeats: int = 2) -> np.ndarray:
+    """0 or 1 [problems, repeats], the easier problems first."""
+    easiness = np.linspace(0.3, -0.3, problems)[:, None]
+    return (np.random.default_rng(seed).random((problems, repeats)) < accuracy + easiness).astype(int)
+
+
+def write_tree(root: Path, seeds: int = 3) -> dict[str, list[Path]]:
+    """A whole tree: every arm with its seeds, the four untrained bases, reports and benches."""
+    runs = [write_run(root, arm, seed) for arm in ARMS for seed in range(seeds)]
+    evaluations = [
+        write_evaluation(root, f"base-{weights}", {"arithmetic": answers(0.45 - 0.02 * index, index)}, weights)
+        for index, weights in enumerate(("bf16", "nvfp4", "mxfp4", "nf4"))
+    ]
+    for index, run in enumerate(runs):
+        arm = json.loads(run.read_text())["arm"]
+        score = 0.6 + 0.03 * list(ARMS).index(arm)
+        name = run.parent.name
+        evaluations.append(write_evaluation(root, name, {"arithmetic": answers(score, 10 + index)}, ARMS[arm][0], run))
+    quantized = {"nf4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
+    reports = [
+        write_quantization(root, weights, bits, {"q_proj": 0.1, "down_proj": 0.12})
+        for weights, bits in quantized.items()
+    ]
+    speeds = {"bf16": 1000, "nf4": 700, "mxfp4": 1180, "nvfp4": 1270}
+    points = [
+        rollout_point(weights, rank, [speed * factor - 2 * rank for factor in (0.95, 1.0, 1.04)])
+        for weights, speed in speeds.items()
+        for rank in (16, 32, 64)
+        if (weights, rank) != ("nf4", 64)
+    ]
+    points.append(rollout_point("nf4", 64, [], "out of memory"))
+    steps = [step_point(arm, [2.0 - 0.1 * index, 2.1 - 0.1 * index, 2.3]) for index, arm in enumerate(ARMS)]
+    return {
+        "runs": runs,
+        "evaluations": evaluations,
+        "quantization": reports,
+        "rollout": [write_bench(root, "rollout", "rollout", points)],
+        "step": [write_bench(root, "step", "step", steps)],
+    }

@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from qerl.report.intervals import accuracy_interval, difference_interval
+
+
+def test_one_evaluation_matches_the_binomial():
+    scores = np.zeros((1, 1000))
+    scores[0, :300] = 1
+    interval = accuracy_interval(scores)
+    low, high = stats.binomtest(300, 1000).proportion_ci(method="wilson")
+    assert interval.mean == pytest.approx(0.3)
+    assert interval.low == pytest.approx(low, abs=0.003)
+    assert interval.high == pytest.approx(high, abs=0.003)
+
+
+def test_one_evaluation_with_repeats_matches_scipys_bootstrap():
+    scores = np.random.default_rng(1).binomial(4, 0.7, size=(1, 150)) / 4
+    interval = accuracy_interval(scores)
+    oracle = stats.bootstrap((scores[0],), np.mean, method="percentile", rng=np.random.default_rng(2))
+    assert interval.low == pytest.approx(oracle.confidence_interval.low, abs=0.004)
+    assert interval.high == pytest.approx(oracle.confidence_interval.high, abs=0.004)
+
+
+def test_repeats_of_a_problem_are_not_independent_problems():
+    """Four equal repeats tell no more than one."""
+    once = np.random.default_rng(3).integers(0, 2, size=(1, 200)).astype(float)
+    assert accuracy_interval(np.stack([once, once]).mean(axis=0)) == accuracy_interval(once)
+
+
+def test_seeds_that_differ_only_give_the_t_interval():
+    """All problems alike: nothing is left but the variation between seeds."""
+    means = np.array([0.5, 0.56, 0.59])
+    interval = accuracy_interval(np.repeat(means[:, None], 50, axis=1))
+    low, high = stats.t.interval(0.95, 2, loc=means.mean(), scale=stats.sem(means))
+    assert interval.low == pytest.approx(low, abs=0.01)
+    assert interval.high == pytest.approx(high, abs=0.01)
+
+
+def test_pairing_removes_the_difficulty_of_problems():
+    generator = np.random.default_rng(4)
+    base = generator.random(400)
+    scores = np.clip(base + 0.1, 0, 1)[None]
+    interval = difference_interval(scores, base)
+    unpaired = accuracy_interval(scores)
+    assert interval.mean == pytest.approx((scores[0] - base).mean())
+    assert interval.high - interval.low < 0.2 * (unpaired.high - unpaired.low)
+
+
+def test_paired_difference_matches_scipys_bootstrap():
+    generator = np.random.default_rng(5)
+    base, arm = generator.integers(0, 2, 300).astype(float), generator.integers(0, 2, 300).astype(float)
+    interval = difference_interval(arm[None], base)
+    oracle = stats.bootstrap(
+        (arm, base), lambda a, b, axis: np.mean(a - b, axis=axis), paired=True, method="percentile", rng=generator
+    ).confidence_interval
+    assert (interval.low, interval.high) == pytest.approx((oracle.low, oracle.high), abs=0.006)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_perfect_scores_keep_their_uncertainty(value):
+    interval = accuracy_interval(np.full((3, 30), value))
+    low, high = stats.binomtest(int(30 * value), 30).proportion_ci(method="wilson")
+    assert (interval.low, interval.high) == pytest.approx((low, high))
+
+
+def test_accuracy_stays_within_bounds():
+    interval = accuracy_interval(np.array([[1.0] * 9 + [0.0], [1.0] * 2 + [0.0] * 8]))
+    assert (interval.low, interval.high) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("seed_effect", [0.0, 0.3])
+def test_coverage_of_three_seeds(seed_effect):
+    """Accuracy of 3 seeds on 100 problems, logistic effects of problem and seed; 0.3 is 7 points between seeds."""
+    generator = np.random.default_rng(6)
+    difficulty = generator.normal(0.3, 1.2, 20_000)
+    population = difficulty[:4000, None] + generator.normal(0, seed_effect, 300)
+    truth = (1 / (1 + np.exp(-population))).mean()
+    experiments, hits = 150, 0
+    for _ in range(experiments):
+        logits = generator.choice(difficulty, 100) + generator.normal(0, seed_effect, (3, 1))
+        interval = accuracy_interval(generator.binomial(4, 1 / (1 + np.exp(-logits))) / 4)
+        hits += interval.low <= truth <= interval.high
+    # 0.90 lies 2.8 standard errors below 0.95; resampling the seeds covers 0.84 at 0.3.
+    assert hits / experiments > 0.90
+
+
+def test_shapes_that_cannot_be_paired_are_errors():
+    with pytest.raises(ValueError, match="paired"):
+        difference_interval(np.zeros((2, 5)), np.zeros(4))
+    with pytest.raises(ValueError, match="seeds, problems"):
+        accuracy_interval(np.zeros(5))
