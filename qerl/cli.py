@@ -105,6 +105,33 @@ def profile(bench: str, settings: SettingsJson, points: Annotated[str, typer.Opt
         bench_step(bench, parsed, inputs, out)
 
 
+Results = Annotated[list[Path], typer.Argument(help="Result files of the workflow.")]
+
+
+@app.command()
+def table(name: str, results: Results, out: Out) -> None:
+    """Make one table from stored results."""
+    from qerl.report.job import make_table
+
+    make_table(name, results, out)
+
+
+@app.command()
+def figure(name: str, results: Results, out: Out) -> None:
+    """Make one figure from stored results."""
+    from qerl.report.job import make_figure
+
+    make_figure(name, results, out)
+
+
+@app.command()
+def summary(root: Path) -> None:
+    """Print the main table of a folder of results, and where everything lies."""
+    from qerl.report.summary import print_summary
+
+    print_summary(root)
+
+
 def main() -> None:
     """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
     configure_logging()

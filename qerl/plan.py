@@ -73,6 +73,18 @@ class Plan:
     checkpoints: dict[str, Checkpoint]
     evaluations: dict[str, Evaluation]
 
+    @property
+    def tables(self) -> list[str]:
+        """The tables that this configuration fills."""
+        return ["accuracy", "quantization", *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"})]
+
+    @property
+    def figures(self) -> list[str]:
+        """The figures that this configuration fills."""
+        noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
+        curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
+        return [*curves, *_for_benches(self.config, {"rollout": "throughput"})]
+
     def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
         """The bases that a rollout measurement reads."""
         settings = self.config.benches[bench]
@@ -88,6 +100,11 @@ class Plan:
             if run.experiment == settings.experiment:
                 first.setdefault(run.arm, run)
         return list(first.values())
+
+
+def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
+    kinds = {bench.kind for bench in config.benches.values()}
+    return [name for kind, name in names.items() if kind in kinds]
 
 
 def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:

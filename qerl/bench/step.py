@@ -35,7 +35,9 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
             folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["arm"]
             points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
         measured = [_row(point) for point in run_points(points, settings.repeats)]
-    write_json(out, {"bench": name, "kind": "step", "points": measured, "provenance": stamp()})
+    models = {row["settings"]["model"] for row in rows}
+    model = models.pop() if len(models) == 1 else ""
+    write_json(out, {"bench": name, "model": model, "kind": "step", "points": measured, "provenance": stamp()})
 
 
 def _row(point: Point) -> dict[str, Any]:

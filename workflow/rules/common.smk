@@ -75,8 +75,8 @@ def hub_model(wildcards) -> str:
 
 
 def checkpoint_names(wildcards) -> str:
-    checkpoint = PLAN.checkpoints[wildcards.checkpoint]
-    return f"{checkpoint.model} {checkpoint.weights}"
+    base = PLAN.checkpoints[wildcards.checkpoint]
+    return f"{base.model} {base.weights}"
 
 
 def model_settings(wildcards) -> str:
@@ -110,6 +110,10 @@ def run_checkpoint(wildcards) -> str:
 
 def run_data(wildcards) -> list[str]:
     return data_files(PLAN.runs[wildcards.run].settings.dataset)
+
+
+def run_data_folder(wildcards) -> str:
+    return f"{RESULTS}/data/{PLAN.runs[wildcards.run].settings.dataset}"
 
 
 # --- evaluate
@@ -183,3 +187,24 @@ def bench_points(wildcards) -> str:
 
 def bench_settings(wildcards) -> str:
     return PLAN.config.benches[wildcards.bench].model_dump_json()
+
+
+# --- report
+
+
+def stored_results() -> list[str]:
+    """Every result that tables and figures are made of."""
+    return [
+        *(f"{RESULTS}/quantize/{name}/report.json" for name in PLAN.checkpoints),
+        *(f"{RESULTS}/train/{name}/run.json" for name in PLAN.runs),
+        *(f"{RESULTS}/evaluate/{name}/result.json" for name in PLAN.evaluations),
+        *(f"{RESULTS}/profile/{name}.json" for name in PLAN.config.benches),
+    ]
+
+
+def tables() -> list[str]:
+    return [f"{RESULTS}/tables/{name}.md" for name in PLAN.tables]
+
+
+def figures() -> list[str]:
+    return [f"{RESULTS}/figures/{name}.png" for name in PLAN.figures]

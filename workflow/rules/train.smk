@@ -15,7 +15,7 @@ rule train:
         "<benchmarks>/train/{run}.tsv"
     params:
         settings=run_row,
-        data=subpath(input.data[0], parent=True),
+        data=run_data_folder,
         work="work/<results>/{run}",
         out=subpath(output.run, parent=True),
         code=code_version("qerl.rl.train"),

@@ -1,0 +1,98 @@
+"""Adaptive Quantization Noise: schedule, draws, and how it acts inside the norm."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from qerl.config import NoiseSettings
+from qerl.rl.aqn import NoisyRMSNorm, sigma, standard_normal
+
+
+def settings(schedule: str, **changes) -> NoiseSettings:
+    return NoiseSettings(schedule=schedule, **changes)
+
+
+def test_exponential_is_equation_8_and_stops_short_of_sigma_end():
+    noise = settings("exponential")
+    by_stage = [sigma(noise, step, 100) for step in range(1, 101, 10)]
+    assert by_stage[0] == 0
+    assert by_stage[1] == pytest.approx(1e-2)
+    assert by_stage[-1] == pytest.approx(6.98e-4, rel=1e-3)  # computed by hand from Eq. 8 for K = 10
+
+
+def test_reaching_exponential_matches_the_released_list():
+    noise = settings("exponential-reaching", sigma_end=1e-4)
+    values = [sigma(noise, step, 100) for step in range(11, 101, 10)]
+    expected = [1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e-4]
+    np.testing.assert_allclose(values, expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["exponential-reaching", "linear", "cosine", "logarithmic"])
+def test_decays_run_from_start_to_end_and_never_rise(schedule):
+    noise = settings(schedule)
+    values = [sigma(noise, step, 100) for step in range(11, 101)]
+    assert values[0] == pytest.approx(noise.sigma_start)
+    assert values[-1] == pytest.approx(noise.sigma_end)
+    assert all(a >= b for a, b in zip(values, values[1:], strict=False))
+
+
+def test_schedule_does_not_repeat_or_overrun_with_more_steps_than_stages_divide():
+    """Upstream's counter restarts each epoch; here the stage only rises and is clamped to K - 1."""
+    values = [sigma(settings("linear"), step, 24) for step in range(1, 25)]
+    assert values[-1] == values[20]
+    assert values[0] == values[1] == 0
+
+
+def test_few_stages_are_an_error_not_a_division_by_zero():
+    with pytest.raises(ValueError, match="noise.stages=2"):
+        settings("exponential", stages=2)
+
+
+def test_draws_depend_on_the_key_alone_and_differ_between_keys():
+    draw = standard_normal(3, 7, 1, 0, 4096)
+    torch.manual_seed(123)
+    assert torch.equal(draw, standard_normal(3, 7, 1, 0, 4096))
+    for other in [(4, 7, 1, 0), (3, 8, 1, 0), (3, 7, 2, 0), (3, 7, 1, 1)]:
+        assert abs(np.corrcoef(draw.numpy(), standard_normal(*other, 4096).numpy())[0, 1]) < 0.08
+    assert abs(draw.mean().item()) < 0.06
+    assert draw.std().item() == pytest.approx(1, abs=0.05)
+
+
+def reference_norm(features: int = 64) -> Qwen2RMSNorm:
+    norm = Qwen2RMSNorm(features)
+    norm.weight.data = torch.rand(features) + 0.5
+    return norm
+
+
+def test_without_noise_the_norm_equals_transformers():
+    norm = reference_norm()
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(NoisyRMSNorm(norm)(x), norm(x), rtol=1e-6, atol=1e-6)
+
+
+def test_noise_is_the_multiplicative_perturbation_of_the_next_weight():
+    """Paper Eq. 12: RMSNorm_noise(x) W' = RMSNorm(x) ((Z / w + 1)' * W'), in float64 up to rounding."""
+    norm = reference_norm()
+    noisy = NoisyRMSNorm(norm)
+    z = 0.05 * torch.randn(64)
+    weight = torch.randn(32, 64)
+    x = torch.randn(7, 64)
+    clean = noisy(x)
+    noisy.noise.copy_(z)
+    perturbed = weight * (z / norm.weight + 1)
+    torch.testing.assert_close(noisy(x) @ weight.T, clean @ perturbed.T, rtol=1e-4, atol=1e-4)
+
+
+def test_small_sigma_is_not_lost_to_bfloat16_rounding():
+    """Upstream adds bf16 noise to bf16 weights, where 1e-4 vanishes beside a weight of 1."""
+    norm = reference_norm().to(torch.bfloat16)
+    noisy = NoisyRMSNorm(norm)
+    noisy.noise.fill_(1e-4)
+    x = torch.randn(4, 64)
+    clean = Qwen2RMSNorm(64)
+    clean.weight.data = norm.weight.float() + 1e-4
+    torch.testing.assert_close(noisy(x), clean(x), rtol=1e-6, atol=1e-6)
+    assert math.isclose((norm.weight + torch.tensor(1e-4, dtype=torch.bfloat16) - norm.weight).abs().max().item(), 0)

@@ -1,0 +1,76 @@
+"""The stamp and the code version."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl import provenance
+
+SCRIPT = "import sys; from qerl.provenance import code_version; print(code_version(sys.argv[1]))"
+
+
+def version_in(folder: Path, module: str = "qerl.rl.losses") -> str:
+    command = [sys.executable, "-c", SCRIPT, module]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture()
+def copy(tmp_path):
+    shutil.copytree(provenance.PACKAGE, tmp_path / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def edit(folder: Path, name: str, old: str, new: str) -> None:
+    file = folder / "qerl" / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_a_comment_or_docstring_changes_nothing(copy):
+    before = version_in(copy)
+    edit(copy, "rl/losses.py", '"""Policy losses', '# a remark\n"""Other words: policy losses')
+    assert version_in(copy) == before
+
+
+def test_a_changed_formula_changes_the_version(copy):
+    before = version_in(copy)
+    edit(copy, "rl/losses.py", "return -per_sequence.sum() / total_sequences", "return -per_sequence.sum()")
+    assert version_in(copy) != before
+
+
+def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
+    before = version_in(copy, "qerl.rl.train")
+    edit(copy, "progress.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
+    assert version_in(copy, "qerl.rl.train") == before
+    edit(copy, "rl/advantages.py", "eps: float = 1e-4", "eps: float = 1e-6")
+    assert version_in(copy, "qerl.rl.train") != before
+
+
+def test_unknown_commit_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.delenv("QERL_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
+    with pytest.raises(RuntimeError, match="QERL_COMMIT"):
+        provenance.code_state()
+
+
+def test_stamp_names_code_machine_and_versions(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "abc")
+    stamp = json.loads(json.dumps(provenance.stamp(seed=3)))
+    assert stamp["commit"] == "abc"
+    assert stamp["seed"] == 3
+    assert stamp["machine"]["cores"] >= 1
+    assert {"python", "torch", "transformers"} <= stamp["versions"].keys()
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "result.json"
+    provenance.write_json(target, {"a": 1})
+    with pytest.raises(TypeError):
+        provenance.write_json(target, {("not", "a key"): 1})
+    assert json.loads(target.read_text()) == {"a": 1}

@@ -1,0 +1,46 @@
+"""A copy of the working tree in which Snakemake may write."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Tree:
+    """A copied tree; `snakemake` runs in it with the copied package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
+        command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
+        run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        assert not check or run.returncode == 0, run.stdout + run.stderr
+        return run
+
+    def planned(self, *arguments: str) -> dict[str, int]:
+        """Jobs of a dry run by rule."""
+        run = self.snakemake("--dry-run", "--quiet", "rules", *arguments)
+        lines = [line.split() for line in (run.stdout + run.stderr).splitlines()]
+        table = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
+        table.pop("total", None)
+        return table
+
+
+def copy_tree(folder: Path) -> Tree:
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "results", "work", "*.egg-info")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return Tree(folder)
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory) -> Tree:
+    """Shared: for runs that write nothing."""
+    return copy_tree(tmp_path_factory.mktemp("tree") / "qerl")

@@ -1,0 +1,35 @@
+"""One set of pins for pip, conda and the package."""
+
+from pathlib import Path
+
+import tomllib
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_every_declared_dependency_is_pinned_within_its_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    locked = pins()
+    for requirement in map(Requirement, declared):
+        version = locked[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} against {version} in requirements.lock"
+
+
+def test_conda_installs_from_the_same_pins():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert pip == ["--constraint requirements.lock", "--editable .[dev]"]
+
+
+def test_make_installs_from_the_same_pins():
+    assert '--constraint requirements.lock --editable ".[dev]"' in (ROOT / "Makefile").read_text()

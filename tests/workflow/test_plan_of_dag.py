@@ -1,0 +1,85 @@
+"""What Snakemake plans, and how it refuses a configuration that can't run."""
+
+import json
+
+import pytest
+import yaml
+
+MINI = {"prepare_data": 3, "pretrain": 1, "quantize": 4, "train": 18, "evaluate": 22, "profile": 2}
+
+
+def test_both_entry_points_plan_the_whole_default_configuration(tree):
+    root = tree.planned()
+    assert MINI.items() <= root.items()
+    inner = tree.planned("--snakefile", "workflow/Snakefile")
+    assert MINI.items() <= inner.items()
+
+
+def test_the_default_plan_needs_every_kind_of_result(tree):
+    planned = tree.planned()
+    assert planned["tables"] == 4
+    assert planned["figures"] == 6
+
+
+def refused(tree, tmp_path, change) -> str:
+    """What Snakemake says of the default configuration after `change`; it must exit with an error before any job."""
+    values = yaml.safe_load((tree.folder / "config/mini.yaml").read_text())
+    change(values)
+    file = tmp_path / "changed.yaml"
+    file.write_text(yaml.safe_dump(values))
+    run = tree.snakemake("--configfile", str(file), check=False)
+    assert run.returncode != 0
+    assert not (tree.folder / "results").exists()
+    return run.stdout + run.stderr
+
+
+def set_key(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(values):
+        for key in path:
+            values = values[key]
+        values[last] = value
+
+    return change
+
+
+MAIN = ("experiments", "main")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (set_key("evaluaton", {}), "unknown key `evaluaton`"),
+        (set_key(*MAIN, "base", "adapter", {"rnk": 8}), "unknown key `adapter.rnk`"),
+        (set_key(*MAIN, "arms", "bad", {"weights": "nf4", "method": "full"}), "method=full can't train weights=nf4"),
+        (set_key(*MAIN, "arms", "bad", {"adapter.rank": 0}), "adapter.rank=0 leaves method=lora nothing to train"),
+        (set_key(*MAIN, "base", "model", "minature"), "model='minature' is not in `models`"),
+        (set_key("models", "miniature", "hidden_size", 100), "hidden_size=100 must be a multiple of 64"),
+        (set_key("models", "miniature", {"source": "local", "path": "no/such/folder"}), "no/such/folder"),
+        (set_key("datasets", "arithmetic", "origin", {"source": "local", "path": "no/such.jsonl"}), "no/such.jsonl"),
+    ],
+)
+def test_a_configuration_that_cant_run_is_one_sentence_before_any_job(tree, tmp_path, change, sentence):
+    said = refused(tree, tmp_path, change)
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_a_record_without_answer_is_named_before_any_job(tree, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "four"}]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tree.snakemake("--config", f"problems={problems}", check=False)
+    assert run.returncode != 0
+    said = run.stdout + run.stderr
+    assert "problems.jsonl" in said
+    assert "line 2" in said
+
+
+def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 72, "intermediate_size": 128}))
+    said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
+    assert "72" in said

@@ -1,0 +1,45 @@
+# Tables and figures are pure functions of the stored results.
+
+
+rule tables:
+    input:
+        stored_results(),
+    output:
+        report(
+            multiext("<results>/tables/{table}", ".csv", ".md", ".tex"),
+            caption="../report/{table}.rst",
+            category="Tables",
+            labels={"table": "{table}"},
+        ),
+    log:
+        "<logs>/tables/{table}.log",
+    params:
+        code=code_version("qerl.report.job"),
+        out=subpath(output[0], parent=True),
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    shell:
+        "python -m qerl table {wildcards.table} --out {params.out:q} {input:q} > {log:q} 2>&1"
+
+
+rule figures:
+    input:
+        stored_results(),
+    output:
+        report(
+            multiext("<results>/figures/{figure}", ".svg", ".png"),
+            caption="../report/{figure}.rst",
+            category="Figures",
+            labels={"figure": "{figure}"},
+        ),
+    log:
+        "<logs>/figures/{figure}.log",
+    params:
+        code=code_version("qerl.report.job"),
+        out=subpath(output[0], parent=True),
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    shell:
+        "python -m qerl figure {wildcards.figure} --out {params.out:q} {input:q} > {log:q} 2>&1"
