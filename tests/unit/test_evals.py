@@ -73,6 +73,15 @@ class Scripted:
         return Completion(tokens, [0.0] * len(tokens), finished=True)
 
 
+def number_prompts(tokenizer, datasets):
+    """Data set and number of the problem that each prompt asks."""
+    return {
+        tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name])): (name, number)
+        for name, folder in datasets.items()
+        for number, problem in enumerate(read_split(folder, "test"))
+    }
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
@@ -92,11 +101,7 @@ def run(tokenizer, datasets, tmp_path):
     """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
 
     def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6):
-        numbers = {}
-        for name in names:
-            for number, problem in enumerate(read_split(datasets[name], "test")):
-                numbers[tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name]))] = (name, number)
-        sampler = Scripted(tokenizer, numbers, script)
+        sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), script)
         settings = EvaluationSettings(
             tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
             sampling=SamplingSettings(temperature=temperature, top_p=0.9, max_tokens=77),
@@ -211,6 +216,17 @@ def test_stop_strings_of_the_task_end_a_completion(run, problems):
     assert {sample["completion"] for sample in samples} == {"I think\n"}
 
 
+def test_lighteval_does_not_score_the_thinking(run, problems):
+    def script(name, number, repeat):
+        return f"<think>{stated(name, problems[name][number].answer)}</think>" + (
+            "Done." if repeat else "\\boxed{99999}"
+        )
+
+    metrics, samples, _ = run(script, names=("math", "aime"))
+    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0]
+    assert all("<think>" in sample["completion"] for sample in samples)
+
+
 def test_agreement_shows_where_the_project_grades_differently(run, problems):
     """lighteval takes a last number outside of a box; the project's own grader doesn't."""
     metrics, samples, _ = run(lambda name, number, repeat: f"it is {problems[name][number].answer}", names=("math",))
@@ -291,20 +307,13 @@ def refuse(*args, **kwargs):
     raise AssertionError(f"network access: {args}")
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-from test_evals import HARNESS, Scripted, make_tokenizer
-from qerl.config import EvaluationSettings, TaskSettings
-from qerl.data.prompts import prompt_ids
-from qerl.data.sources import read_meta, read_split
-from qerl.evals.evaluate import evaluate
+from test_evals import *
 
-root, tokenizer, numbers = Path("."), make_tokenizer(), {}
-for name in HARNESS:
-    for problem in read_split(root / name, "test"):
-        ids = prompt_ids(tokenizer, problem.question, read_meta(root / name)["instruction"])
-        numbers[tuple(ids)] = (problem.solution, 0)
+tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
+solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
+sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), lambda name, number, repeat: solutions[name][number])
 tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
-sampler = Scripted(tokenizer, numbers, lambda solution, number, repeat: solution)
-evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), {n: root / n for n in HARNESS}, root / "offline", print)
+evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), print)
 """
 
 
