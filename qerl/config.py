@@ -265,6 +265,14 @@ class EvaluationSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: int = 0
 
+    @model_validator(mode="after")
+    def _repeats_differ(self) -> EvaluationSettings:
+        if self.sampling.temperature == 0 and self.repeats > 1:
+            raise ValueError(
+                f"repeats={self.repeats} at sampling.temperature=0 draws the same completions again; use repeats=1"
+            )
+        return self
+
 
 class RolloutBench(Settings):
     """Rollout throughput by weight format and LoRA rank (paper Table 9); all points interleaved in one process."""

@@ -119,15 +119,10 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     metric = _recording(Metrics.pass_at_k_math(sample_params={"k": 1, "n": 1}), extracted)
     docs = _documents(LightevalTask(task_config(dataset, metric)), dataset)
     model = SamplerModel(policy)
-    pairs = [
-        (doc, ModelResponse(text=[text]))
-        for doc, response in zip(docs, model.greedy_until(docs), strict=True)
-        for text in response.final_text
-    ]
-    scores = apply_metric(
-        docs=[doc for doc, _ in pairs], responses=[response for _, response in pairs], metrics=[metric]
-    )
-    verdicts = (
-        (answer, bool(score[metric.metric_name] == 1.0)) for answer, score in zip(extracted, scores, strict=True)
-    )
+    responses = model.greedy_until(docs)
+    # lighteval's own metric over samples would average the repeats: each is a response of its own.
+    pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]
+    outputs = apply_metric(docs=[doc for doc, _ in pairs], responses=[r for _, r in pairs], metrics=[metric])
+    correct = [bool(output[metric.metric_name] == 1.0) for output in outputs]
+    verdicts = zip(extracted, correct, strict=True)
     return [[Verdict(drawn, *next(verdicts)) for drawn in repeats] for repeats in model.drawn]

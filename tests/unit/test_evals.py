@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from qerl.config import DatasetSettings, EvaluationSettings, Generated, SamplingSettings, TaskSettings
+from qerl.config import (
+    ConfigError,
+    DatasetSettings,
+    EvaluationSettings,
+    Generated,
+    SamplingSettings,
+    TaskSettings,
+    parse,
+)
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
@@ -31,13 +39,18 @@ TEMPLATE = (
 
 
 def make_tokenizer():
-    """One token a byte, and the two special tokens of the chat template."""
+    """One token a byte, the two special tokens of the chat template, and a start token that no chat may hold twice."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
     fast.chat_template = TEMPLATE
+    start = fast.bos_token
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, fast.bos_token_id)]
+    )
+    assert fast.encode("a")[0] == fast.bos_token_id
     return fast
 
 
@@ -60,6 +73,15 @@ class Scripted:
         return Completion(tokens, [0.0] * len(tokens), finished=True)
 
 
+def number_prompts(tokenizer, datasets):
+    """Data set and number of the problem that each prompt asks."""
+    return {
+        tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name])): (name, number)
+        for name, folder in datasets.items()
+        for number, problem in enumerate(read_split(folder, "test"))
+    }
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
@@ -79,11 +101,7 @@ def run(tokenizer, datasets, tmp_path):
     """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
 
     def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6):
-        numbers = {}
-        for name in names:
-            for number, problem in enumerate(read_split(datasets[name], "test")):
-                numbers[tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name]))] = (name, number)
-        sampler = Scripted(tokenizer, numbers, script)
+        sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), script)
         settings = EvaluationSettings(
             tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
             sampling=SamplingSettings(temperature=temperature, top_p=0.9, max_tokens=77),
@@ -172,7 +190,7 @@ def test_samples_hold_every_completion(run, problems, tokenizer):
         assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 0)
 
 
-def test_completions_without_an_answer_and_truncated_ones_are_counted(tokenizer, run, problems):
+def test_completions_without_an_answer_are_counted(run):
     metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"))
     assert [task["extracted_share"] for task in metrics.values()] == [0.5, 0.5, 0.5]
     assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
@@ -198,6 +216,17 @@ def test_stop_strings_of_the_task_end_a_completion(run, problems):
     assert {sample["completion"] for sample in samples} == {"I think\n"}
 
 
+def test_lighteval_does_not_score_the_thinking(run, problems):
+    def script(name, number, repeat):
+        return f"<think>{stated(name, problems[name][number].answer)}</think>" + (
+            "Done." if repeat else "\\boxed{99999}"
+        )
+
+    metrics, samples, _ = run(script, names=("math", "aime"))
+    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0]
+    assert all("<think>" in sample["completion"] for sample in samples)
+
+
 def test_agreement_shows_where_the_project_grades_differently(run, problems):
     """lighteval takes a last number outside of a box; the project's own grader doesn't."""
     metrics, samples, _ = run(lambda name, number, repeat: f"it is {problems[name][number].answer}", names=("math",))
@@ -210,6 +239,11 @@ def test_greedy_with_one_repeat(run, problems):
     metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
     assert all(task["accuracy_per_repeat"] == [1.0] for task in metrics.values())
     assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
+
+
+def test_greedy_repeats_are_an_error():
+    with pytest.raises(ConfigError, match=r"repeats=2 at sampling\.temperature=0"):
+        parse(EvaluationSettings, {"tasks": [], "sampling": {"temperature": 0}, "repeats": 2}, "evaluation")
 
 
 def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
@@ -245,7 +279,7 @@ def test_harness_must_fit_the_format(tokenizer, datasets, tmp_path):
 
 def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path):
     settings = EvaluationSettings(tasks=[TaskSettings(dataset="other", harness="lm-eval")])
-    with pytest.raises(EvaluationError, match="evaluation.tasks names 'other'"):
+    with pytest.raises(EvaluationError, match=r"evaluation\.tasks names 'other'"):
         evaluate(None, tokenizer, settings, datasets, tmp_path, print)
     (tmp_path / "test.jsonl").write_text("")
     (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": ""}')
@@ -263,3 +297,32 @@ def test_harnesses_refuse_likelihoods(tokenizer):
         for method in (model.loglikelihood, model.loglikelihood_rolling):
             with pytest.raises(NotImplementedError, match="draws completions only"):
                 method([])
+
+
+OFFLINE = """
+import socket
+from pathlib import Path
+
+def refuse(*args, **kwargs):
+    raise AssertionError(f"network access: {args}")
+
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+from test_evals import *
+
+tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
+solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
+sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), lambda name, number, repeat: solutions[name][number])
+tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
+evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), print)
+"""
+
+
+def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
+    root = next(iter(datasets.values())).parent
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
+    environment = {**kept, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", OFFLINE], cwd=root, env=environment, check=True)
+    metrics = json.loads((root / "offline" / "metrics.json").read_text())
+    assert [task["accuracy"] for task in metrics["tasks"]] == [1.0, 1.0, 1.0]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
