@@ -43,9 +43,9 @@ class Packed:
     Tensors by format (n = out * in):
       nvfp4: weight_packed uint8 [out, in/2], weight_scale float8_e4m3fn [out, in/16], weight_global_scale float32 [1];
       mxfp4: weight_packed uint8 [out, in/2], weight_scale uint8 [out, in/32];
-      nf4: weight uint8 [n/2, 1], weight_absmax float32 [n/64], weight_quant_map float32 [16]; with double quantization
-        weight_absmax uint8 [n/64], weight_nested_absmax float32 [ceil(n/64/256)], weight_nested_quant_map float32
-        [256], weight_nested_offset float32 [1].
+      nf4: weight_packed uint8 [n/2, 1], weight_absmax float32 [n/64], weight_quant_map float32 [16]; with double
+        quantization weight_absmax uint8 [n/64], weight_nested_absmax float32 [ceil(n/64/256)],
+        weight_nested_quant_map float32 [256], weight_nested_offset float32 [1].
     """
 
     weights_format: str
@@ -217,3 +217,8 @@ def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[s
     if packed.weights_format == "nf4":
         return nf4.to_checkpoint(packed.tensors, packed.shape, dtype)
     return dict(packed.tensors)
+
+
+def checkpoint_name(weights_format: str, name: str) -> str:
+    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
+    return nf4.checkpoint_name(name) if weights_format == "nf4" else name

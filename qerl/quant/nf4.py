@@ -48,7 +48,7 @@ def tensor_specs(count: int, nested: bool) -> dict[str, tuple[tuple[int, ...], t
     """Shape and dtype of each tensor of a `Packed` of `count` weights; `nested`: with double quantization."""
     blocks = count // GROUP_SIZE["nf4"]
     specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((count // 2, 1), torch.uint8),
+        "weight_packed": ((count // 2, 1), torch.uint8),
         "weight_absmax": ((blocks,), torch.uint8 if nested else torch.float32),
         "weight_quant_map": ((16,), torch.float32),
     }
@@ -82,7 +82,7 @@ def quantize(weight: Tensor, double_quant: bool) -> dict[str, Tensor]:
     table = _nf4_map(weight.device)
     scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
     codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8).view(-1)
-    tensors = {"weight": ((codes[::2] << 4) | codes[1::2]).unsqueeze(1)}
+    tensors = {"weight_packed": ((codes[::2] << 4) | codes[1::2]).unsqueeze(1)}
     if not double_quant:
         return {**tensors, "weight_absmax": absmax, "weight_quant_map": table.clone()}
     offset = absmax.mean()
@@ -117,24 +117,28 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
     if "weight_nested_absmax" in tensors:
         scale = tensors["weight_nested_absmax"].repeat_interleave(NESTED_GROUP_SIZE)[: absmax.numel()]
         absmax = tensors["weight_nested_quant_map"][absmax.long()] * scale + tensors["weight_nested_offset"]
-    packed = tensors["weight"].view(-1)
+    packed = tensors["weight_packed"].view(-1)
     codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
     values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE["nf4"]).long()] * absmax.unsqueeze(-1)
     return values.view(shape).to(dtype)
 
 
-def buffer_name(checkpoint_name: str) -> str:
-    """Name of a tensor in a `Packed`; its metadata become the one number of it that decoding needs."""
-    return "weight_nested_offset" if checkpoint_name == STATE_NAME else checkpoint_name.replace(".", "_")
+def checkpoint_name(name: str) -> str:
+    """Name in a checkpoint of a tensor of a `Packed`; the offset is part of the metadata there."""
+    if name == "weight_nested_offset":
+        return STATE_NAME
+    return "weight" if name == "weight_packed" else name.replace("weight_", "weight.", 1)
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """Tensors and shape of a `Packed` from a layer's tensors in a checkpoint."""
     state = read_state(tensors[STATE_NAME])
-    renamed = {buffer_name(name): tensor for name, tensor in tensors.items() if name != STATE_NAME}
-    if "nested_offset" in state:
-        renamed["weight_nested_offset"] = offset(state, tensors["weight"].device)
-    return renamed, (state["shape"][0], state["shape"][1])
+    nested = "nested_offset" in state
+    count = math.prod(state["shape"])
+    packed = {name: tensors[checkpoint_name(name)] for name in tensor_specs(count, nested)}
+    if nested:
+        packed["weight_nested_offset"] = offset(state, tensors["weight"].device)
+    return packed, (state["shape"][0], state["shape"][1])
 
 
 def to_checkpoint(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -145,9 +149,9 @@ def to_checkpoint(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: 
         "dtype": str(dtype).removeprefix("torch."),
         "shape": list(shape),
     }
-    named = {name.replace("weight_", "weight.", 1): tensor for name, tensor in tensors.items()}
-    if "weight.nested_offset" in named:
-        nested_offset = named.pop("weight.nested_offset").item()
+    named = {checkpoint_name(name): tensor for name, tensor in tensors.items()}
+    if "weight_nested_offset" in tensors:
+        nested_offset = tensors["weight_nested_offset"].item()
         state |= {"nested_blocksize": NESTED_GROUP_SIZE, "nested_dtype": "float32", "nested_offset": nested_offset}
     return {**named, STATE_NAME: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
 
