@@ -1,0 +1,5 @@
+"""4-bit weight formats: codecs, linear layers over packed weights, quantization of checkpoints."""
+
+
+class FormatError(ValueError):
+    """A weight or a packed tensor that a format can't hold; the message is one sentence for the user."""

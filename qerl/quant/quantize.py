@@ -1,0 +1,149 @@
+"""Quantize a dense checkpoint: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, each as these libraries save it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
+
+from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
+from qerl.models.loading import read_packed, stream
+from qerl.quant import FormatError
+from qerl.quant.formats import dequantize, tensor_specs
+
+#: Weight-only schemes of llmcompressor.
+_SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+#: rtn: round to nearest, without calibration data.
+_METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
+_LIBRARIES = {
+    "bf16": (),
+    "nvfp4": ("llmcompressor", "compressed-tensors"),
+    "mxfp4": ("llmcompressor", "compressed-tensors"),
+    "nf4": ("bitsandbytes",),
+}
+
+
+def quantize_checkpoint(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
+    """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
+
+    Embeddings, norms and the head stay bfloat16; the tokenizer comes along. `target` appears complete or not at all.
+    "bf16" writes nothing. Returns `quantization_report`. Raises `CheckpointError` if `source` isn't dense or `target`
+    exists, `FormatError` if the format's groups don't divide a layer's input dimension.
+    """
+    headers = _dense_headers(source)
+    if weights_format == "bf16":
+        return quantization_report(source, source, "bf16")
+    for layer in _linear_layers(headers):
+        rows, columns = headers[f"{layer}.weight"].shape
+        try:
+            tensor_specs(weights_format, (rows, columns))
+        except FormatError as error:
+            raise FormatError(f"{source}: {layer}: {error}") from None
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        partial = Path(scratch) / target.name
+        with _no_progress_bars():
+            model = _quantized_nf4(source) if weights_format == "nf4" else _quantized_fp4(source, weights_format)
+            model.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+        report = quantization_report(source, partial, weights_format)
+        partial.rename(target)
+    return report
+
+
+def quantization_report(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
+    """What quantization saved and cost.
+
+    size_bytes: of the weight files; bits_per_weight: over the linear layers of the blocks, scales included;
+    bits_per_weight_model: over all parameters; relative_error: |W - W_hat| / |W| (Frobenius) by layer type ("q_proj").
+    """
+    dense = _dense_headers(source)
+    headers = read_headers(target)
+    layers = _linear_layers(dense)
+    weights = sum(math.prod(dense[f"{layer}.weight"].shape) for layer in layers)
+    parameters = sum(math.prod(info.shape) for info in dense.values())
+    # A bias belongs to the layer, not to its quantized weight.
+    stored = sum(info.size_bytes for name, info in headers.items() if name.rpartition(".weight")[0] in layers)
+    return {
+        "weights_format": weights_format,
+        "method": _METHODS[weights_format],
+        "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
+        "bits_per_weight": 8 * stored / weights,
+        "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,
+        "relative_error": {} if weights_format == "bf16" else _relative_errors(dense, headers, weights_format),
+        "versions": {name: version(name) for name in ("torch", "transformers", *_LIBRARIES[weights_format])},
+    }
+
+
+def _dense_headers(source: Path) -> dict[str, TensorInfo]:
+    found = weights_format_of(source)
+    if found != "bf16":
+        raise CheckpointError(f"{source} is quantized already ({found}); give the dense checkpoint")
+    return read_headers(source)
+
+
+def _linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
+    """Names of the linear layers of the blocks (all that the formats quantize)."""
+    return {
+        name.removesuffix(".weight")
+        for name, info in headers.items()
+        if name.startswith("model.layers.") and name.endswith(".weight") and len(info.shape) == 2
+    }
+
+
+def _relative_errors(
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
+) -> dict[str, float]:
+    error: dict[str, float] = defaultdict(float)
+    norm: dict[str, float] = defaultdict(float)
+    for layer, packed in read_packed(headers, weights_format):
+        kind = layer.rpartition(".")[2]
+        name = f"{layer}.weight"
+        [(_, weight)] = stream({name: dense[name]})
+        error[kind] += (weight.double() - dequantize(packed, torch.float32)).square().sum().item()
+        norm[kind] += weight.double().square().sum().item()
+    return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
+
+
+def _quantized_fp4(source: Path, weights_format: str) -> Any:
+    # The import takes seconds and configures a global logger, so only a process that quantizes pays for it.
+    from llmcompressor import oneshot
+    from llmcompressor.logger import LoggerConfig, configure_logger
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    configure_logger(LoggerConfig(console_log_level="ERROR"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    recipe = QuantizationModifier(targets="Linear", scheme=_SCHEMES[weights_format], ignore=["lm_head"])
+    return oneshot(model=model, recipe=recipe)
+
+
+def _quantized_nf4(source: Path) -> Any:
+    scheme = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=scheme)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,99 @@
+"""Random miniature checkpoints in the hub's layout."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A character tokenizer, saved into `folder`."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *string.printable])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype, shard_size: str) -> Path:
+    # Initialised biases and norms are constants, which would hide a tensor that is loaded into the wrong place.
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    tiny_tokenizer(folder)
+    return folder
+
+
+def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class(config)
+
+
+def _settings(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {**SHAPE, "vocab_size": 2 + len(string.printable), "eos_token_id": 1, "pad_token_id": 0, **overrides}
+
+
+def tiny_qwen2(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a random Qwen2 (64 wide, 2 layers, tied embeddings) with its tokenizer; `overrides`: of its config."""
+    config = Qwen2Config(**_settings({"tie_word_embeddings": True, **overrides}))
+    return _save(_build(Qwen2ForCausalLM, config, seed), folder, dtype, shard_size)
+
+
+def tiny_qwen3(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
+) -> Path:
+    """As `tiny_qwen2`: a Qwen3, whose queries and keys are normalised."""
+    config = Qwen3Config(**_settings({"tie_word_embeddings": True, "head_dim": 16, **overrides}))
+    return _save(_build(Qwen3ForCausalLM, config, seed), folder, dtype, shard_size)
+
+
+def tiny_llama(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
+) -> Path:
+    """As `tiny_qwen2`: a Llama 3 with an untied head and scaled rotary frequencies."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = LlamaConfig(**_settings({"tie_word_embeddings": False, "rope_parameters": rope, **overrides}))
+    return _save(_build(LlamaForCausalLM, config, seed), folder, dtype, shard_size)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
