@@ -21,7 +21,7 @@ def print_summary(root: Path, console: Console | None = None) -> None:
     if not file.exists():
         raise ResultError(f"{file} doesn't exist; run the workflow to its end first")
     table = pd.read_csv(file)
-    for dataset in dict.fromkeys(column.rpartition("/")[0] for column in table if "/" in column):
+    for dataset in dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column):
         console.print(_rich_table(f"{root.name}: accuracy on {dataset}", _of_dataset(table, dataset)))
     for kind, paths in _written(root).items():
         console.print(Text(f"{kind}:", style="bold"))
@@ -34,7 +34,7 @@ def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
     kept = [key for key in KEY if key in ("weights", "training") or table[key].nunique() > 1]
     if "arm" in kept and not table[kept].drop(columns="arm").duplicated().any():
         kept.remove("arm")
-    measures = [column for column in table if column.startswith(f"{dataset}/")]
+    measures = [column for column in map(str, table.columns) if column.startswith(f"{dataset}/")]
     return table[kept + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
 
 
