@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import matplotlib as mpl
@@ -20,7 +21,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
-from qerl.report.formatting import MEASURES, training_label, weights_label
+from qerl.report.formatting import training_label, weights_label
 from qerl.report.shapes import OK
 
 #: Width of a column of text and the height of a panel, in inches.
@@ -96,6 +97,7 @@ def accuracy(cells: pd.DataFrame, stem: Path) -> None:
         for axis, ((model, dataset), group) in zip(axes, groups, strict=True):
             _dots(axis, group, _names(trained[model]), _colours(trained[model]))
             axis.set_title(f"{model}, {dataset}", loc="left")
+        axes[0].figure.supxlabel("◇ untrained, same weights   ┆ untrained BF16", fontsize=6.5)
 
 
 # --- names and colours -----------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ def _colours(frame: pd.DataFrame) -> dict[Any, str]:
     colours = {}
     for (_, weights, training), group in _identities(frame).groupby(["experiment", "weights", "training"], sort=False):
         colour = _COLOURS[weights, training]
-        shades = sns.blend_palette(["#222222", colour, "#eeeeee"], len(group) + 2)[1:-1] if len(group) > 1 else [colour]
+        shades = sns.blend_palette(["#222222", colour, "#c8c8c8"], len(group) + 2)[1:-1] if len(group) > 1 else [colour]
         for row, shade in zip(group.to_dict("records"), shades, strict=True):
             colours[row["experiment"], row["arm"], row["variant"]] = to_hex(shade)
     return colours
@@ -144,7 +146,8 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
     """A panel an (experiment, column): mean over the seeds, band from the lowest to the highest seed."""
     panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
     width = window or max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
-    with _figure(len(panels), stem) as axes:
+    arms = max(len(_identities(group)) for _, group, _ in panels)
+    with _figure(len(panels), stem, height=max(_HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
             _curve_panel(axis, group, column, width)
             axis.set_ylabel(columns[column] + (f", mean of {width} steps" if width > 1 else ""))
@@ -182,7 +185,7 @@ def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names at the right of the curves' ends, moved apart where they would overlap."""
     low, high = axis.get_ylim()
     ordered = sorted(ends)
-    shift = _GAP * np.arange(len(ordered))
+    shift = min(_GAP, 1 / len(ordered)) * np.arange(len(ordered))
     wanted = np.array([(value - low) / (high - low) for value, _, _ in ordered])
     places = np.clip(isotonic_regression(wanted - shift).x, 0, max(0.0, 1 - shift[-1])) + shift
     for start, place, (_, name, colour) in zip(wanted, places, ordered, strict=True):
@@ -202,16 +205,17 @@ def _bars(axis: Axes, table: pd.DataFrame) -> None:
         place = ranks.index(row["rank"]) + offset
         colour = _COLOURS[row["weights"], "lora"]
         if row["status"] != OK:
-            axis.annotate(row["status"], (place, 0), (0, 2), textcoords="offset points", rotation=90, ha="center",
-                          va="bottom", fontsize=5.5, color=colour)  # fmt: skip
+            axis.annotate(shorten(row["status"], 24), (place, 0), (0, 2), textcoords="offset points", rotation=90,
+                          ha="center", va="bottom", fontsize=5.5, color=colour)  # fmt: skip
             continue
         median, low, high = (row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
         label = weights_label(row["weights"])
         axis.bar(place, median, 0.92 * width, color=colour, label=label, linewidth=0)
         axis.errorbar(place, median, [[median - low], [high - median]], color="black", linewidth=0.7, capsize=1.5)
         if row["weights"] != "bf16" and np.isfinite(row["ratio_bf16"]):
-            text = MEASURES["ratio_bf16"][1](row["ratio_bf16"])
-            axis.annotate(text, (place, high), (0, 2), textcoords="offset points", ha="center", fontsize=5)
+            axis.annotate(
+                f"{row['ratio_bf16']:.2f}", (place, high), (0, 2), textcoords="offset points", ha="center", fontsize=5
+            )
     axis.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "no LoRA" for rank in ranks])
     axis.set_ylabel("tokens/s (ratio to BF16 on top)")
     axis.grid(visible=False, axis="x")
@@ -242,7 +246,7 @@ def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[
         axis.axvline(100 * bases["bf16"], color="#555555", linewidth=0.8, linestyle="--", zorder=0)
     axis.set_yticks(range(len(names)), list(names.values()))
     axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.set_xlabel("accuracy (%), 95 % interval\n(◇ same weights untrained, dashed: BF16 untrained)")
+    axis.set_xlabel("accuracy (%), 95 % interval")
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""What the command line shows when the tables are there: the main one, and where everything lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qerl.report.formatting import present
+from qerl.report.results import KEY, ResultError
+
+
+def print_summary(root: Path, console: Console | None = None) -> None:
+    """Print tables/accuracy.csv of a folder of results, then the paths of its tables, its figures and its report."""
+    console = console or Console()
+    file = root / "tables" / "accuracy.csv"
+    if not file.exists():
+        raise ResultError(f"{file} doesn't exist; run the workflow to its end first")
+    table = pd.read_csv(file)
+    for dataset in dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column):
+        console.print(_rich_table(f"{root.name}: accuracy on {dataset}", _of_dataset(table, dataset)))
+    for kind, paths in _written(root).items():
+        console.print(Text(f"{kind}:", style="bold"))
+        for path in paths:
+            console.print(Text(f"  {path}"), soft_wrap=True)
+
+
+def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
+    """The rows of a data set for a terminal: of what identifies an arm, only what tells the rows apart."""
+    kept = [key for key in KEY if key in ("weights", "training") or table[key].nunique() > 1]
+    if "arm" in kept and not table[kept].drop(columns="arm").duplicated().any():
+        kept.remove("arm")
+    measures = [column for column in map(str, table.columns) if column.startswith(f"{dataset}/")]
+    return table[kept + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
+
+
+def _rich_table(title: str, frame: pd.DataFrame) -> Table:
+    shown = present(frame)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in shown:
+        table.add_column(Text(str(column)), overflow="fold")
+    for row in shown.itertuples(index=False):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _written(root: Path) -> dict[str, list[Path]]:
+    """What people read, by kind: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
+    found = {
+        "tables (.csv and .tex beside them)": sorted((root / "tables").rglob("*.md")),
+        "figures (.svg beside them)": sorted((root / "figures").rglob("*.png")),
+        "report": [root / "report.html"] if (root / "report.html").exists() else [],
+    }
+    return {kind: paths for kind, paths in found.items() if paths}
