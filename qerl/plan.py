@@ -15,6 +15,7 @@ from qerl.config import (
     ConfigError,
     DatasetSettings,
     Experiment,
+    LocalData,
     LocalModel,
     PretrainSettings,
     RolloutBench,
@@ -24,6 +25,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.models.checkpoint import check_checkpoint
 
 
 @dataclass(frozen=True)
@@ -226,19 +228,15 @@ def _widths(model: Any) -> dict[str, int]:
 
 def check_inputs(config: Config) -> None:
     """Local checkpoints and problem files are there, whole and readable; a sentence names what isn't."""
-    from qerl.config import LocalData
-    from qerl.data.sources import check_problem_file
-    from qerl.models.files import check_checkpoint
-
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_checkpoint(model.path)
-    for dataset in config.datasets.values():
-        if isinstance(dataset.origin, LocalData) and dataset.origin.path.is_file():
-            found = check_problem_file(dataset.origin.path)
-            if found != dataset.format:
-                raise ConfigError(f"{dataset.origin.path} holds {found} records, but the configuration says {dataset.format}")
+    local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
+    if local:
+        from qerl.data.sources import check_problem_file
 
+        for dataset in local:
+            check_problem_file(dataset.origin.path, dataset.format)  # type: ignore[union-attr]
 
 
 def plan_from(given: Mapping[str, Any], default: Path) -> Plan:

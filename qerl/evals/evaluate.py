@@ -20,7 +20,6 @@ from qerl.rollout.sampler import Sampler, SamplingParams
 Row = dict[str, Any]
 
 SAMPLES = "samples.jsonl"
-METRICS = "metrics.json"
 
 #: The record formats that each harness has a task for.
 SCORED: dict[Harness, tuple[RecordFormat, ...]] = {"lm-eval": ("gsm8k",), "lighteval": ("math", "aime")}
@@ -37,27 +36,25 @@ def evaluate(
     datasets: dict[str, Path],
     out: Path,
     progress: Callable[[str], None],
-) -> dict[str, list[Row]]:
+) -> dict[str, Row]:
     """Score the policy on the test split of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
-    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl) and the metrics
-    (metrics.json), which are returned: `{"tasks": [...]}`, one entry for each task, in the order of the settings.
+    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the metrics of each task
+    are returned under its data set's name.
     """
     tasks = [(task, _open(task, datasets)) for task in settings.tasks]
     params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
     policy = Policy(sampler, tokenizer, params)
     out.mkdir(parents=True, exist_ok=True)
-    metrics = []
+    metrics: dict[str, Row] = {}
     with (out / SAMPLES).open("w") as file:
         for task, dataset in tasks:
             rows = list(_samples(task, dataset, _harness(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row) + "\n" for row in rows)
-            metrics.append(summarize(rows))
-            progress(f"{task.dataset}: {metrics[-1]['accuracy']:.1%} of {len(rows)} completions correct")
-    result = {"tasks": metrics}
-    (out / METRICS).write_text(json.dumps(result, indent=2) + "\n")
-    return result
+            metrics[task.dataset] = summarize(rows)
+            progress(f"{task.dataset}: {metrics[task.dataset]['accuracy']:.1%} of {len(rows)} completions correct")
+    return metrics
 
 
 def summarize(samples: Iterable[Row]) -> Row:
@@ -65,17 +62,16 @@ def summarize(samples: Iterable[Row]) -> Row:
     rows = list(samples)
     repeats = sorted({row["repeat"] for row in rows})
     return {
-        "dataset": rows[0]["dataset"],
         "harness": rows[0]["harness"],
         "harness_version": version(rows[0]["harness"]),
         "problems": sum(row["repeat"] == repeats[0] for row in rows),
         "repeats": len(repeats),
         "accuracy": fmean(row["correct"] for row in rows),
-        "accuracy_per_repeat": [fmean(row["correct"] for row in rows if row["repeat"] == r) for r in repeats],
-        "extracted_share": fmean(row["extracted"] is not None for row in rows),
+        "accuracies": [fmean(row["correct"] for row in rows if row["repeat"] == r) for r in repeats],
+        "extracted": fmean(row["extracted"] is not None for row in rows),
         "agreement": fmean(row["agrees"] for row in rows),
         "completion_tokens": fmean(row["tokens"] for row in rows),
-        "truncated_share": fmean(not row["finished"] for row in rows),
+        "truncated": fmean(not row["finished"] for row in rows),
     }
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from qerl.config import ConfigError, PretrainSettings
+from qerl.progress import log
 from qerl.provenance import stamp, write_json
 
 
@@ -15,7 +16,7 @@ def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target:
     from qerl.models.policy import Policy
     from qerl.rollout.native import NativeSampler
 
-    outcome = pretrain(settings, datasets, target, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer)))
+    outcome = pretrain(settings, datasets, target, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer)))
     write_json(target / "pretrain.json", {**outcome, "provenance": stamp(settings.seed)})
 
 
@@ -37,14 +38,12 @@ def fetch_model(repo: str, revision: str, target: Path) -> None:
 
 def make_checkpoint(model: str, weights: str, source: Path, target: Path) -> None:
     """`target/checkpoint` in one weight format, `target/report.json` about it; bf16 is the source, linked."""
-    from qerl.quant.quantize import quantization_report, quantize_checkpoint
+    from qerl.quant.quantize import quantize_checkpoint
 
     checkpoint = target / "checkpoint"
+    report = quantize_checkpoint(source, checkpoint, weights)
     if weights == "bf16":
         _link(source, checkpoint)
-    else:
-        quantize_checkpoint(source, checkpoint, weights)
-    report = quantization_report(source, checkpoint, weights)
     write_json(target / "report.json", {"model": model, "weights": weights, **report, "provenance": stamp()})
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
 from qerl.models.loading import load_model
-from qerl.quant.linear import register_lora
+from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from qerl.config import ConfigError, HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.plan import Plan, plan_from
 from qerl.provenance import code_version
 
@@ -14,7 +14,7 @@ def read_plan(given: dict) -> Plan:
     """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
     try:
         return plan_from(given, default=Path("config/mini.yaml"))
-    except ConfigError as error:
+    except ValueError as error:
         raise WorkflowError(str(error)) from None
 
 

@@ -7,7 +7,7 @@ rule tables:
     output:
         report(
             multiext("<results>/tables/{table}", ".csv", ".md", ".tex"),
-            caption="../report/{table}.rst",
+            caption="../report/{table}_table.rst",
             category="Tables",
             labels={"table": "{table}"},
         ),
@@ -29,7 +29,7 @@ rule figures:
     output:
         report(
             multiext("<results>/figures/{figure}", ".svg", ".png"),
-            caption="../report/{figure}.rst",
+            caption="../report/{figure}_figure.rst",
             category="Figures",
             labels={"figure": "{figure}"},
         ),
