@@ -19,24 +19,16 @@ class Stored(BaseModel):
 
 
 class Machine(Stored):
-    """Where a result was measured."""
+    """Where a result was measured; `label` is one line for captions."""
 
-    cpu: str
-    cores: int
-    gpu: str | None
-
-    @property
-    def label(self) -> str:
-        """One line, such as "NVIDIA H200, Xeon 8480 (16 cores)"."""
-        cpu = f"{self.cpu} ({self.cores} core{'s' if self.cores > 1 else ''})"
-        return f"{self.gpu}, {cpu}" if self.gpu else f"{cpu}, no GPU"
+    label: str
 
 
 class Provenance(Stored):
-    """The part of a result's stamp that tables show."""
+    """The part of a result's stamp that tables show; `dirty` is none where that isn't known."""
 
     commit: str
-    dirty: bool
+    dirty: bool | None
     machine: Machine
 
     @property
@@ -85,8 +77,6 @@ class Task(Stored):
     problems: int
     repeats: int
     accuracy: float
-    completion_tokens: float
-    truncated: float
 
 
 class Evaluation(Stored):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None}
+MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {
     "commit": "0123456789abcdef",
     "dirty": False,

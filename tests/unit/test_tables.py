@@ -153,7 +153,7 @@ def test_files_of_a_table(tmp_path):
     back = pd.read_csv(tmp_path / "tables" / "accuracy.v1.csv")
     assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()
     markdown = (tmp_path / "tables" / "accuracy.v1.md").read_text()
-    assert "Test CPU (2 cores), no GPU" in markdown
+    assert "Machine: Test CPU, 2 cores." in markdown
     assert "Seeds an arm: 3." in markdown
     assert "arithmetic 100 x 2" in markdown
     assert "| NVFP4     | LoRA + AQN |" in markdown
@@ -163,6 +163,23 @@ def test_files_of_a_table(tmp_path):
     assert "Δ" not in latex
     body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
     assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
+
+
+def test_caption_tells_of_modified_code_and_of_several_machines(tmp_path):
+    path = write_quantization(tmp_path, "nf4", 4.1, {})
+    stamp = json.loads(path.read_text())["provenance"]
+    modified = damaged(path, provenance=stamp | {"dirty": True, "machine": {"label": "H200"}})
+    reports = results.load_quantization([modified, write_quantization(tmp_path, "nvfp4", 4.5, {})])
+    text = tables.caption_text("Sizes", reports)
+    assert text == "Sizes. Machine: H200; Test CPU, 2 cores. Commit: 0123456789ab (modified), 0123456789ab."
+
+
+def test_bf16_report_has_no_error(tmp_path):
+    reports = results.load_quantization([write_quantization(tmp_path, "bf16", 16, {})])
+    bench = write_bench(tmp_path, "step", "step", [step_point("bf16-lora", [1.0])])
+    row = tables.memory_speed(results.load_benches([bench], "step"), reports).iloc[0]
+    assert row["bits_per_weight"] == 16
+    assert np.isnan(row["relative_error"])
 
 
 def test_quantization_by_type_of_layer(tmp_path):
