@@ -146,7 +146,7 @@ def _pack_low_first(codes: Tensor) -> Tensor:
 
 def _unpack_e2m1(packed: Tensor) -> Tensor:
     table = _e2m1_values(packed.device)
-    return table[torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).long()]
+    return table[torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).int()]
 
 
 @cache

@@ -84,6 +84,11 @@ class PackedLinear(nn.Module):
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
         return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
 
+    @property
+    def qweight(self) -> Tensor:
+        """The packed codes, under the name by which PEFT finds the device of a quantized layer."""
+        return self.get_buffer("weight_packed")
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], unpacked now or kept by `dense_weights`."""
         if self._dense is not None and self._dense.dtype == dtype:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
@@ -30,9 +29,6 @@ class PackedLoraLinear(LoraLinear):
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         assert isinstance(module, PackedLinear)
         return module.in_features, module.out_features
-
-    def _get_base_layer_device_and_dtype(self, base_layer: PackedLinear) -> tuple[torch.device, torch.dtype]:
-        return base_layer.get_buffer("weight_packed").device, torch.float32
 
 
 def register_lora(config: LoraConfig) -> LoraConfig:

@@ -119,7 +119,7 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
         absmax = tensors["weight_nested_quant_map"][absmax.long()] * scale + tensors["weight_nested_offset"]
     packed = tensors["weight_packed"].view(-1)
     codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
-    values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE["nf4"]).long()] * absmax.unsqueeze(-1)
+    values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE["nf4"]).int()] * absmax.unsqueeze(-1)
     return values.view(shape).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Quantize a dense checkpoint: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, each as these libraries save it."""
+"""Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,202 @@
+"""load_model on dense checkpoints, and the errors of checkpoints that can't be loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qerl.models.checkpoint import CheckpointError, read_headers
+from qerl.models.loading import check_checkpoint, load_model, weights_format_of
+from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
+
+TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_qwen2(tmp_path / "qwen2")
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("build", [tiny_qwen2, tiny_qwen3, tiny_llama])
+def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
+    folder = build(tmp_path / "dense", dtype=torch.float32, shard_size=shard_size)
+    assert len({info.shard for info in read_headers(folder).values()}) == 1 or shard_size == "40KB"
+    check_checkpoint(folder)
+    assert weights_format_of(folder) == "bf16"
+    model = load_model(folder, dtype, "cpu")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert not model.training
+    tensors, reference = model.state_dict(), expected.state_dict()
+    assert tensors.keys() == reference.keys()
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_tied_embeddings_are_one_tensor(folder):
+    model = load_model(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    model = load_model(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_the_cheap_check_imports_no_torch(folder):
+    code = (
+        "import sys; from pathlib import Path; from qerl.models.checkpoint import check_checkpoint;"
+        "check_checkpoint(Path(sys.argv[1])); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+
+
+# --- errors that the headers alone show ------------------------------------------------------------------------------
+
+
+def cheap_error(folder, match):
+    """Both the cheap check and the loading itself must refuse, with one sentence."""
+    for refuse in (check_checkpoint, lambda folder: load_model(folder, torch.bfloat16)):
+        with pytest.raises(CheckpointError, match=match) as caught:
+            refuse(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_missing_folder(tmp_path):
+    cheap_error(tmp_path / "nowhere", "nowhere doesn't exist")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file(folder, name):
+    (folder / name).unlink()
+    cheap_error(folder, name)
+
+
+def test_broken_json(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+    cheap_error(folder, r"config\.json is not valid JSON")
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_truncated_weights(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    cheap_error(folder, r"model\.safetensors (is truncated|has \d+ bytes)")
+
+
+def test_no_safetensors(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\x04" + bytes(7) + b"\xff\xfe{}" + bytes(50))
+    cheap_error(folder, "not a safetensors file")
+
+
+def test_missing_and_superfluous_shards(tmp_path):
+    folder = tiny_qwen2(tmp_path / "sharded", shard_size="40KB")
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    first.rename(tmp_path / "kept")
+    cheap_error(folder, f"{first.name} doesn't exist")
+    shutil.copy(second, first)
+    cheap_error(folder, "both hold")
+
+
+def test_index_that_disagrees_with_the_shards(tmp_path):
+    folder = tiny_qwen2(tmp_path / "sharded", shard_size="40KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra.weight"] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+    cheap_error(folder, r"model\.extra\.weight")
+    path.write_text("{}")
+    cheap_error(folder, "weight_map")
+
+
+def test_unsupported_architecture(folder):
+    edit_config(folder, model_type="mamba")
+    cheap_error(folder, "model_type='mamba'.*qwen2")
+
+
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+}
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "match"),
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        (NVFP4 | {"format": "pack-quantized"}, "pack-quantized"),
+        (NVFP4 | {"config_groups": {}}, "0 groups"),
+        (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (
+            NVFP4 | {"config_groups": {"group_0": {"weights": {}, "input_activations": {"num_bits": 4}}}},
+            "input_activations",
+        ),
+        (NVFP4 | {"format": "mxfp4-pack-quantized"}, "group_size=16.*32"),
+        (NF4 | {"load_in_4bit": False}, "load_in_4bit"),
+        (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4'"),
+        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+    ],
+)
+def test_unsupported_quantization(folder, scheme, match):
+    edit_config(folder, quantization_config=scheme)
+    cheap_error(folder, match)
+
+
+@pytest.mark.parametrize(("scheme", "expected"), [(NVFP4, "nvfp4"), (NF4, "nf4")])
+def test_weights_format_of(folder, scheme, expected):
+    edit_config(folder, quantization_config=scheme)
+    assert weights_format_of(folder) == expected
+
+
+# --- errors that need the model --------------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_missing_tensor(folder):
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_superfluous_tensor(folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.9.bias": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors holds 1 tensors.*model\.layers\.9\.bias"):
+        load_model(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(63), torch.zeros(64, dtype=torch.int32)])
+def test_wrong_shape_or_type(folder, tensor):
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight as .*calls for"):
+        load_model(folder, torch.bfloat16)
