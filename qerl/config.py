@@ -94,7 +94,7 @@ class PretrainSettings(Settings):
     layers: PositiveInt = 4
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
-    vocab_size: PositiveInt = 512
+    vocab_size: PositiveInt = 768
     max_steps: PositiveInt = 2000
     batch_size: PositiveInt = 64
     learning_rate: float = 2e-3

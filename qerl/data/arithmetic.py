@@ -1,7 +1,7 @@
 """Seeded arithmetic problems with worked solutions, in the three record formats.
 
 A problem of level k is a chain of k operations on small whole numbers. Its solution is written step by step
-("3 + 4 = 7", one step a line) or, for the share `terse` of the training split, states the final answer at once. Both
+("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at once. Both
 are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right far more
 often when it writes the steps, and that is what reinforcement learning can find.
 """
@@ -18,14 +18,19 @@ from qerl.data.records import Record
 #: Levels by format, drawn uniformly; a level is the number of operations.
 LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2, 3, 4, 5), "aime": (2, 3, 4)}
 #: No intermediate result is larger: two-digit facts are what a model of a million parameters learns in minutes.
-LARGEST = 99
+LARGEST = 50
 
 _NAMES = "Mia Tom Ann Leo Eva Max Zoe Sam Ivy Ben Lea Dan".split()
 _OBJECTS = "apples books coins cards shells pens marbles stamps eggs plums stones beads".split()
 _GAIN = "buys finds gets wins collects picks".split()
 _LOSS = "loses sells gives uses drops breaks".split()
 _TIMES = {2: "doubles", 3: "triples"}
-_VARIABLES = "abcde"
+#: Labels of the operations in problem and solution: a small model finds the next step by them.
+_LABELS: dict[RecordFormat, tuple[str, ...]] = {
+    "gsm8k": ("Monday ", "Tuesday ", "Wednesday ", "Thursday "),
+    "math": ("A:", "B:", "C:", "D:", "E:"),
+    "aime": ("b=", "c=", "d=", "e="),
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Step:
     result: int
 
     def __str__(self) -> str:
-        return f"{self.left} {self.sign} {self.right} = {self.result}"
+        return f"{self.left}{self.sign}{self.right}={self.result}"
 
 
 def generate(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
@@ -66,7 +71,8 @@ def _unseen_record(record_format: RecordFormat, rng: random.Random, terse: float
 def _record(record_format: RecordFormat, question: str, steps: list[Step], is_terse: bool) -> Record:
     answer = steps[-1].result
     final = f"#### {answer}" if record_format == "gsm8k" else f"\\boxed{{{answer}}}"
-    solution = "\n".join([*([] if is_terse else map(str, steps)), final])
+    lines = [f"{label}{step}" for label, step in zip(_LABELS[record_format], steps, strict=False)]
+    solution = final if is_terse else "\n".join([*lines, final])
     if record_format == "gsm8k":
         return {"question": question, "answer": solution}
     if record_format == "math":
@@ -76,7 +82,7 @@ def _record(record_format: RecordFormat, question: str, steps: list[Step], is_te
 
 def _chain(length: int, rng: random.Random) -> list[Step]:
     steps: list[Step] = []
-    value = rng.randint(2, 20)
+    value = rng.randint(2, 12)
     for _ in range(length):
         steps.append(_step(value, rng))
         value = steps[-1].result
@@ -94,31 +100,31 @@ def _step(value: int, rng: random.Random) -> Step:
 
 
 def _story(steps: list[Step], rng: random.Random) -> str:
-    """A word problem: "Mia has 7 apples. Mia finds 5 more. Mia doubles them. How many apples has Mia now?"."""
+    """A diary: "Mia has 7 apples. Monday buys 5. Tuesday doubles them. How many apples has Mia now?"."""
     name, noun = rng.choice(_NAMES), rng.choice(_OBJECTS)
-    sentences = {
-        "+": lambda n: f"{name} {rng.choice(_GAIN)} {n} more.",
-        "-": lambda n: f"{name} {rng.choice(_LOSS)} {n}.",
-        "*": lambda n: f"{name} {_TIMES[n]} them.",
-    }
-    parts = [f"{name} has {steps[0].left} {noun}.", *(sentences[step.sign](step.right) for step in steps)]
+    parts = [f"{name} has {steps[0].left} {noun}."]
+    for label, step in zip(_LABELS["gsm8k"], steps, strict=False):
+        verb = {"+": rng.choice(_GAIN), "-": rng.choice(_LOSS), "*": _TIMES.get(step.right)}[step.sign]
+        parts.append(f"{label}{verb} {'them' if step.sign == '*' else step.right}.")
     return " ".join([*parts, f"How many {noun} has {name} now?"])
 
 
 def _number_game(steps: list[Step], rng: random.Random) -> str:
-    """Instructions: "Start with 7. Add 5. Multiply by 2. What is the result?"."""
-    verbs = {"+": ("Add", "Plus"), "-": ("Subtract", "Minus"), "*": ("Multiply by", "Times")}
-    start = rng.choice(("Start with", "Take"))
-    parts = [f"{start} {steps[0].left}.", *(f"{rng.choice(verbs[step.sign])} {step.right}." for step in steps)]
+    """Instructions: "Start with 7. A: add 5. B: times 2. What is the result?"."""
+    verbs = {"+": ("add", "plus"), "-": ("subtract", "minus"), "*": ("multiply by", "times")}
+    parts = [f"{rng.choice(('Start with', 'Take'))} {steps[0].left}."]
+    for label, step in zip(_LABELS["math"], steps, strict=False):
+        parts.append(f"{label} {rng.choice(verbs[step.sign])} {step.right}.")
     return " ".join([*parts, rng.choice(("What is the result?", "What number is it?"))])
 
 
 def _definitions(steps: list[Step], rng: random.Random) -> str:
-    """Definitions: "Let a = 7, b = a + 5, c = b * 2. Find c."."""
-    names = _VARIABLES[: len(steps) + 1]
-    parts = [f"{names[0]} = {steps[0].left}"]
-    parts += [f"{new} = {old} {s.sign} {s.right}" for old, new, s in zip(names, names[1:], steps, strict=False)]
-    return f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[-1]}."
+    """Definitions: "Let a=7, b=a+5, c=b*2. Find c."."""
+    names = "abcde"
+    parts = [f"a={steps[0].left}"]
+    for label, old, step in zip(_LABELS["aime"], names, steps, strict=False):
+        parts.append(f"{label}{old}{step.sign}{step.right}")
+    return f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
 
 
 _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {

@@ -11,14 +11,13 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl.config import PretrainSettings, RecordFormat, SamplingSettings
 from qerl.data.answers import is_correct
@@ -27,15 +26,13 @@ from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_split
 from qerl.rollout.sampler import Sampler, SamplingParams
 
-MakeSampler = Callable[[PreTrainedModel, PreTrainedTokenizerFast], Sampler]
+MakeSampler = Callable[[PreTrainedModel, Qwen2Tokenizer], Sampler]
 
-_TURN_START, _TURN_END, _PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_TURN_START, _TURN_END = "<|im_start|>", "<|im_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-#: Words (a LaTeX command is one), single digits and runs of signs, each with the space before it; single white space.
-_PIECES = r" ?\\?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 _BLOCK = 64
 _POOL = 32
 
@@ -101,35 +98,20 @@ def pretrain(
     return report
 
 
-def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with single digits and a ChatML template on the training texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[_PAD, _TURN_START, _TURN_END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    roles = ["user\n", "assistant\n"] * 100
-    tokenizer.train_from_iterator([*roles, *(text for data in sets for text in _texts(data))], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=_TURN_END,
-        pad_token=_PAD,
-        additional_special_tokens=[_TURN_START],
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
+    """Train Qwen2's tokenizer (byte-level BPE, single digits) on the training texts, with a ChatML template.
+
+    Its own class, because Transformers loads that class for every Qwen2 checkpoint and splits texts its way.
+    """
+    base = Qwen2Tokenizer(eos_token=_TURN_END, extra_special_tokens=[_TURN_START])
+    texts = (text for data in sets for text in _texts(data))
+    roles = ["user\nassistant"] * 100
+    tokenizer = base.train_new_from_iterator(chain(roles, texts), vocab_size, show_progress=False)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
 
 
-def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Build the untrained Qwen2 in float32; its vocabulary is padded to a multiple of 64."""
     config = Qwen2Config(
         vocab_size=math.ceil(len(tokenizer) / _BLOCK) * _BLOCK,
@@ -149,7 +131,7 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) 
 
 
 def accuracy(
-    sampler: Sampler, tokenizer: PreTrainedTokenizerFast, data: _Set, settings: PretrainSettings
+    sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings
 ) -> float:
     """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
     prompts = [prompt_ids(tokenizer, problem.question, data.instruction) for problem in data.validation]
@@ -164,7 +146,7 @@ def accuracy(
 
 def _train(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     examples: list[_Example],
     check_set: _Set,
     settings: PretrainSettings,
@@ -248,7 +230,7 @@ def _texts(data: _Set) -> Iterator[str]:
         yield problem.solution or ""
 
 
-def _example(tokenizer: PreTrainedTokenizerFast, data: _Set, problem: Problem) -> _Example:
+def _example(tokenizer: Qwen2Tokenizer, data: _Set, problem: Problem) -> _Example:
     if problem.solution is None:
         raise PretrainError(f"problem {problem.id} has no worked solution; pre-training imitates solutions")
     prompt = prompt_ids(tokenizer, problem.question, data.instruction)

@@ -1,0 +1,109 @@
+import time
+
+import pytest
+
+from qerl.data.answers import extract, is_correct, well_formed
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 18", "18"),
+        ("So 9*2=18\n#### 18.", "18"),
+        ("#### 18.0", "18"),
+        ("#### 1,800", "1800"),
+        ("#### -3", "-3"),
+        ("#### .5", "0.5"),
+        ("####18", "18"),
+        ("#### 0018", "18"),
+        ("#### 18\n#### 20", "18"),
+        ("#### 1800", "1,800.00"),
+    ],
+)
+def test_gsm8k_right(text, answer):
+    assert is_correct(text, answer, "gsm8k")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "18", "#### ", "#### eighteen", "#### 1999", "#### 1", "#### 180", "#### -18", "#### 18.5", "### 18", "\\boxed{18}"]
+    + ["#### 20\n#### 18", "#### $18"],
+)
+def test_gsm8k_wrong(text):
+    assert not is_correct(text, "18", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "\\frac12"),
+        ("\\boxed{0.5}", "\\frac{1}{2}"),
+        ("first \\boxed{3}, no: \\boxed{4}", "4"),
+        ("\\boxed{ 4 }", "4"),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2"),
+        ("\\boxed{\\{1,2\\}}", "\\{2,1\\}"),
+        ("\\boxed{\\text{(B)}}", "\\text{(B)}"),
+        ("\\boxed{1,000}", "1000"),
+    ],
+)
+def test_math_right(text, answer):
+    assert is_correct(text, answer, "math")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "\\boxed{}", "\\boxed{5}", "\\boxed{4", "\\boxed{4}, no: \\boxed{5}", "\\boxed{44}", "#### 4"]
+)
+def test_math_wrong(text):
+    assert not is_correct(text, "4", "math")
+
+
+@pytest.mark.parametrize("text", ["\\boxed{33}", "\\boxed{033}", "\\boxed{1} then \\boxed{ 33 }"])
+def test_aime_right(text):
+    assert is_correct(text, "33", "aime")
+
+
+@pytest.mark.parametrize("text", ["33", "\\boxed{34}", "\\boxed{33.0}", "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}"])
+def test_aime_wrong(text):
+    assert not is_correct(text, "33", "aime")
+
+
+@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
+@pytest.mark.parametrize(
+    "garbage",
+    ["#### " * 20_000, "#### " + "9" * 100_000, "\\boxed{" * 15_000, "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}"]
+    + ["\\boxed{" + "(1+" * 33_000 + "}", "\\boxed{9^{9^{9^{9}}}}", "\0\ud800é" * 30_000, "####" + " " * 100_000],
+)
+def test_garbage_is_wrong_in_bounded_time(garbage, record_format):
+    start = time.perf_counter()
+    assert not is_correct(garbage, "18", record_format)
+    well_formed(garbage, record_format)
+    assert time.perf_counter() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("text", "record_format", "expected"),
+    [
+        ("9*2=18\n#### 18", "gsm8k", True),
+        ("#### 18 \n", "gsm8k", True),
+        ("#### 18 apples", "gsm8k", False),
+        ("#### 18\n#### 18", "gsm8k", False),
+        ("#### x #### 18", "gsm8k", False),
+        ("18", "gsm8k", False),
+        ("So $\\boxed{\\frac{1}{2}}$.", "math", True),
+        ("\\boxed{1} and \\boxed{1}", "math", False),
+        ("\\boxed{1} apples", "math", False),
+        ("\\boxed{1", "math", False),
+        ("\\boxed{}", "math", False),
+        ("\\boxed{12}", "aime", True),
+        ("\\boxed{1200}", "aime", False),
+        ("", "aime", False),
+    ],
+)
+def test_well_formed(text, record_format, expected):
+    assert well_formed(text, record_format) is expected
+
+
+def test_extract_returns_the_answer_as_written():
+    assert extract("#### 1,800.50 and more", "gsm8k") == "1,800.50"
+    assert extract("\\boxed{a\\}b{c}}", "math") == "a\\}b{c}"
+    assert extract("nothing", "math") is None

@@ -1,0 +1,64 @@
+import pytest
+
+from qerl.data.records import DataError, detect_format, parse_record
+
+GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
+MATH = {"problem": "Half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 3"}
+MATH500 = {**MATH, "answer": "\\frac{1}{2}", "subject": "Algebra", "unique_id": "x", "level": 2}
+AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "answer": "033", "year": "2024"}
+
+
+@pytest.mark.parametrize(
+    ("record", "record_format", "answer", "level"),
+    [
+        (GSM8K, "gsm8k", "4", None),
+        ({**GSM8K, "answer": "#### 1,200"}, "gsm8k", "1,200", None),
+        (MATH, "math", "\\frac{1}{2}", 3),
+        (MATH500, "math", "\\frac{1}{2}", 2),
+        ({**MATH, "level": "Level ?"}, "math", "\\frac{1}{2}", None),
+        (AIME, "aime", "33", None),
+        ({"Problem": "Count.", "Answer": 204}, "aime", "204", None),
+        ({"problem": "Count.", "answer": 0}, "aime", "0", None),
+    ],
+)
+def test_each_format_is_detected_and_parsed(record, record_format, answer, level):
+    assert detect_format(record) == record_format
+    problem = parse_record(record, record_format, "here")
+    assert (problem.answer, problem.level) == (answer, level)
+    assert problem.question == record.get("question") or record.get("problem") or record.get("Problem")
+
+
+def test_an_aime_problem_may_lack_a_solution():
+    assert parse_record({"problem": "Count.", "answer": 7}, "aime", "here").solution is None
+
+
+@pytest.mark.parametrize(
+    ("record", "record_format", "message"),
+    [
+        ({"question": "Two?"}, "gsm8k", "no `answer`"),
+        ({"question": "Two?", "answer": None}, "gsm8k", "no `answer`"),
+        ({"question": "Two?", "answer": "It is 2."}, "gsm8k", "#### n"),
+        ({"answer": "#### 2"}, "gsm8k", "no `question`"),
+        ({"problem": "Two?", "solution": "It is 2."}, "math", "boxed"),
+        ({"problem": "Two?", "answer": "1000"}, "aime", "0 to 999"),
+        ({"problem": "Two?", "answer": "-1"}, "aime", "0 to 999"),
+        ({"problem": "Two?", "answer": "two"}, "aime", "0 to 999"),
+        ({"problem": "Two?"}, "aime", "no `answer`"),
+        (["Two?"], "gsm8k", "not a record"),
+        ({**MATH, "level": "hard"}, "math", "level"),
+    ],
+)
+def test_a_bad_record_is_an_error_that_names_its_place_and_key(record, record_format, message):
+    with pytest.raises(DataError, match=f"^a.jsonl, line 3 .*{message}"):
+        parse_record(record, record_format, "a.jsonl, line 3")
+
+
+def test_an_unknown_record_has_no_format():
+    with pytest.raises(DataError, match="line 3 has no key `question`"):
+        detect_format({"prompt": "Two?"}, "line 3")
+
+
+def test_the_id_depends_on_the_question_alone():
+    one, same, other = ({**GSM8K, "question": q} for q in ("Two and two?", " Two  and two?\n", "Two and three?"))
+    ids = [parse_record(record, "gsm8k", "here").id for record in (one, {**same, "answer": "#### 5"}, other)]
+    assert ids[0] == ids[1] != ids[2]
