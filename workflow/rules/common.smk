@@ -116,6 +116,10 @@ def run_data_folder(wildcards) -> str:
     return f"{RESULTS}/data/{PLAN.runs[wildcards.run].settings.dataset}"
 
 
+def run_work_folder(wildcards) -> str:
+    return f"work/{PLAN.config.name}/{wildcards.run}"
+
+
 # --- evaluate
 
 

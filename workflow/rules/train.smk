@@ -16,7 +16,7 @@ rule train:
     params:
         settings=run_row,
         data=run_data_folder,
-        work="work/<results>/{run}",
+        work=run_work_folder,
         out=subpath(output.run, parent=True),
         code=code_version("qerl.rl.train"),
     retries: 1
@@ -26,4 +26,4 @@ rule train:
         gpu=1,
     shell:
         "python -m qerl train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
-        " {params.out:q} >> {log:q} 2>&1"
+        " --out {params.out:q} >> {log:q} 2>&1"
