@@ -89,7 +89,9 @@ def evaluate(
 
 
 @app.command()
-def profile(bench: str, settings: SettingsJson, points: Annotated[str, typer.Option(help="Inputs as JSON.")], out: Out) -> None:
+def profile(
+    bench: str, settings: SettingsJson, points: Annotated[str, typer.Option(help="Inputs as JSON.")], out: Out
+) -> None:
     """Measure rollout throughput or the time of a training step."""
     from pydantic import TypeAdapter
 

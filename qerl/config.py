@@ -109,7 +109,9 @@ class PretrainSettings(Settings):
     def _dimensions_fit_the_blocks(self) -> PretrainSettings:
         for name in ("hidden_size", "intermediate_size"):
             if getattr(self, name) % 64:
-                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of 64, the widest quantization block")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of 64, the widest quantization block"
+                )
         return self
 
 
@@ -148,7 +150,9 @@ class AdapterSettings(Settings):
 class NoiseSettings(Settings):
     """Adaptive Quantization Noise (paper section 3.3, Eq. 7 to 12)."""
 
-    schedule: Literal["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"] = "off"
+    schedule: Literal["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"] = (
+        "off"
+    )
     sigma_start: Annotated[float, Field(ge=0)] = 1e-2
     sigma_end: Annotated[float, Field(ge=0)] = 5e-4
     #: K of Eq. 8; the first stage carries no noise.

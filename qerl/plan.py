@@ -78,7 +78,11 @@ class Plan:
     @property
     def tables(self) -> list[str]:
         """The tables that this configuration fills."""
-        return ["accuracy", "quantization", *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"})]
+        return [
+            "accuracy",
+            "quantization",
+            *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"}),
+        ]
 
     @property
     def figures(self) -> list[str]:
@@ -213,7 +217,9 @@ def _check_groups(model: Any, weights: str, where: str) -> None:
     group = GROUP_SIZE[weights]
     for key, width in _widths(model).items():
         if width % group:
-            raise ConfigError(f"{where}: {key}={width} is not a multiple of {group}, the group size of weights={weights}")
+            raise ConfigError(
+                f"{where}: {key}={width} is not a multiple of {group}, the group size of weights={weights}"
+            )
 
 
 def _widths(model: Any) -> dict[str, int]:

@@ -60,7 +60,10 @@ def bench_rollout(name: str, settings: RolloutBench, checkpoints: dict[str, Path
         for w in settings.weights
     ]
     rows = [_row(point, settings) for point in run_points(points, settings.repeats)]
-    write_json(out, {"bench": name, "model": settings.model, "kind": "rollout", "points": rows, "provenance": stamp(settings.seed)})
+    write_json(
+        out,
+        {"bench": name, "model": settings.model, "kind": "rollout", "points": rows, "provenance": stamp(settings.seed)},
+    )
 
 
 def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:

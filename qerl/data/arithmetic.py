@@ -20,10 +20,10 @@ LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2
 #: No intermediate result is larger: two-digit facts are what a model of a million parameters learns in minutes.
 LARGEST = 50
 
-_NAMES = "Mia Tom Ann Leo Eva Max Zoe Sam Ivy Ben Lea Dan".split()
-_OBJECTS = "apples books coins cards shells pens marbles stamps eggs plums stones beads".split()
-_GAIN = "buys finds gets wins collects picks".split()
-_LOSS = "loses sells gives uses drops breaks".split()
+_NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
+_OBJECTS = ["apples", "books", "coins", "cards", "shells", "pens", "marbles", "stamps", "eggs", "plums", "stones", "beads"]
+_GAIN = ["buys", "finds", "gets", "wins", "collects", "picks"]
+_LOSS = ["loses", "sells", "gives", "uses", "drops", "breaks"]
 _TIMES = {2: "doubles", 3: "triples"}
 #: Labels of the operations in problem and solution: a small model finds the next step by them.
 _LABELS: dict[RecordFormat, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def _chain(length: int, rng: random.Random) -> list[Step]:
 def _step(value: int, rng: random.Random) -> Step:
     small = rng.randint(2, 9)
     signs = ["+"] * (value + small <= LARGEST) + ["-"] * (value > small)
-    if 2 <= value and 3 * value <= LARGEST:
+    if value >= 2 and 3 * value <= LARGEST:
         signs.append("*")
     sign = rng.choice(signs)
     right = rng.choice(list(_TIMES)) if sign == "*" else small
@@ -124,7 +124,9 @@ def _definitions(steps: list[Step], rng: random.Random) -> str:
     parts = [f"a={steps[0].left}"]
     for label, old, step in zip(_LABELS["aime"], names, steps, strict=False):
         parts.append(f"{label}{old}{step.sign}{step.right}")
-    return f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
+    return (
+        f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
+    )
 
 
 _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {

@@ -130,9 +130,7 @@ def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2F
     return Qwen2ForCausalLM(config)
 
 
-def accuracy(
-    sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings
-) -> float:
+def accuracy(sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings) -> float:
     """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
     prompts = [prompt_ids(tokenizer, problem.question, data.instruction) for problem in data.validation]
     longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)

@@ -22,7 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Policy:
-    """`lm` is the Hugging Face causal LM, adapters injected in place; `peft` wraps it when there are adapters."""
+    """`lm` is the Hugging Face causal LM, adapters injected in place; `peft` wraps it when there are adapters.
+
+    It is in evaluation mode; only an update puts it into training mode (LoRA dropout).
+    """
 
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -94,7 +97,7 @@ def with_adapter(
     for parameter in peft.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return Policy(lm, tokenizer, peft)
+    return Policy(lm.eval(), tokenizer, peft)
 
 
 def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Policy:
@@ -111,7 +114,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
     config = LoraConfig.from_pretrained(trained)
     register_lora(config)
     peft = PeftModel.from_pretrained(lm, trained, config=config)
-    return Policy(lm, tokenizer, peft)
+    return Policy(lm.eval(), tokenizer, peft)
 
 
 def weight_bytes(policy: Policy) -> int:

@@ -102,7 +102,11 @@ class Noise:
 
     def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
         """Layer, role and the norms there (PEFT keeps the original beside the trained copy: both carry the same z)."""
-        layers = next(module.layers for module in self._model.modules() if isinstance(module, nn.Module) and hasattr(module, "layers"))
+        layers = next(
+            module.layers
+            for module in self._model.modules()
+            if isinstance(module, nn.Module) and hasattr(module, "layers")
+        )
         for index, layer in enumerate(layers):
             for role, name in enumerate(ROLES):
                 yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
@@ -113,7 +117,9 @@ class Noise:
         squares = 0.0
         for layer, role, norms in self._norms():
             if not norms:
-                raise RuntimeError(f"{ROLES[role]} of layer {layer} is no NoisyRMSNorm: call make_noisy before training")
+                raise RuntimeError(
+                    f"{ROLES[role]} of layer {layer} is no NoisyRMSNorm: call make_noisy before training"
+                )
             z = scale * standard_normal(self.seed, step, layer, role, norms[0].noise.numel())
             squares += float(z.double().square().sum())
             for norm in norms:

@@ -97,7 +97,14 @@ def logprobs_and_entropy(policy: Policy, batch: MicroBatch, temperature: float) 
         rows = hidden.gather(1, batch.positions_NT[..., None].expand(-1, -1, hidden.shape[-1]))[where]
         targets, head = batch.targets_NT[where], policy.lm.get_output_embeddings().weight
         parts = [
-            checkpoint(_row_logprobs, rows[i : i + LOGIT_ROWS], head, targets[i : i + LOGIT_ROWS], temperature, use_reentrant=False)
+            checkpoint(
+                _row_logprobs,
+                rows[i : i + LOGIT_ROWS],
+                head,
+                targets[i : i + LOGIT_ROWS],
+                temperature,
+                use_reentrant=False,
+            )
             for i in range(0, len(rows), LOGIT_ROWS)
         ]
     logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -48,7 +48,9 @@ class Checkpoints:
         try:
             state = torch.load(newest, map_location=device, weights_only=True)
         except (RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{newest} is damaged ({error}); delete it to continue from the one before") from error
+            raise CheckpointError(
+                f"{newest} is damaged ({error}); delete it to continue from the one before"
+            ) from error
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state

@@ -65,7 +65,9 @@ def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out
         "weight_bytes": held,
         **_speeds(rows),
     }
-    write_json(out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)})
+    write_json(
+        out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)}
+    )
     shutil.rmtree(work)
     log.info("reward %.3f -> %.3f in %d steps", rows[0]["reward"], rows[-1]["reward"], len(rows))
 

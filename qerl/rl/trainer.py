@@ -81,7 +81,13 @@ class Trainer:
     """Trains a policy; `run` continues from the newest checkpoint."""
 
     def __init__(
-        self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task, checkpoints: Checkpoints, metrics: Path
+        self,
+        settings: RunSettings,
+        policy: Policy,
+        sampler: Sampler,
+        task: Task,
+        checkpoints: Checkpoints,
+        metrics: Path,
     ) -> None:
         if not task.problems:
             raise ValueError(f"data set {settings.dataset} has no training problems")
@@ -178,9 +184,11 @@ class Trainer:
         device, limit = self.policy.device, self.settings.micro_batch_tokens
         batches = list(micro_batches(rollout.samples, limit, device))
         old: list[torch.Tensor] = []
+        self.policy.lm.train()
         metrics = self._one_update(batches, len(rollout.samples), old)
         for _ in range(self.settings.loss.updates_per_rollout - 1):
             self._one_update(batches, len(rollout.samples), old)
+        self.policy.lm.eval()
         return {**metrics, "learning_rate": rate}
 
     def _one_update(self, batches: list[MicroBatch], total: int, old: list[torch.Tensor]) -> dict[str, float]:
@@ -197,9 +205,16 @@ class Trainer:
             loss.backward()
             kl, ratio = mismatch(logprobs, batch.sampler_logprobs_NT, batch.mask_NT)
             worst = max(worst, ratio.item())
-            for name, value in (("loss", loss), ("entropy", entropy.sum()), ("mismatch/kl", kl), ("tokens", batch.mask_NT.sum())):
+            for name, value in (
+                ("loss", loss),
+                ("entropy", entropy.sum()),
+                ("mismatch/kl", kl),
+                ("tokens", batch.mask_NT.sum()),
+            ):
                 sums[name] += value.item()
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.policy.trainable()], self.settings.optimizer.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            [p for _, p in self.policy.trainable()], self.settings.optimizer.max_grad_norm
+        )
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite; lower optimizer.learning_rate or use dtype=float32")
         self.optimizer.step()
@@ -235,7 +250,9 @@ class Trainer:
         partial.replace(self.metrics)
 
 
-def _rollout_metrics(samples: list[Sample], parts: list[dict[str, float]], rewards_PG: torch.Tensor) -> dict[str, float]:
+def _rollout_metrics(
+    samples: list[Sample], parts: list[dict[str, float]], rewards_PG: torch.Tensor
+) -> dict[str, float]:
     completions = [s.completion for s in samples]
     return {
         "reward": statistics.fmean(s.reward for s in samples),

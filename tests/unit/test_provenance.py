@@ -18,7 +18,7 @@ def version_in(folder: Path, module: str = "qerl.rl.losses") -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.fixture()
+@pytest.fixture
 def copy(tmp_path):
     shutil.copytree(provenance.PACKAGE, tmp_path / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path

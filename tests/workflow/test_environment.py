@@ -1,8 +1,8 @@
 """One set of pins for pip, conda and the package."""
 
+import tomllib
 from pathlib import Path
 
-import tomllib
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name

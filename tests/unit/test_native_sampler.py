@@ -1,0 +1,159 @@
+"""The native sampler against Hugging Face on the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.config import AdapterSettings, NoiseSettings
+from qerl.models.policy import load_policy, with_adapter
+from qerl.quant.quantize import quantize_checkpoint
+from qerl.rl.aqn import Noise
+from qerl.rollout.native import NativeSampler, draw
+from qerl.rollout.sampler import SamplingParams
+from tests.tiny import tiny_qwen2
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    """A policy whose adapter does something."""
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+    torch.manual_seed(1)
+    for name, parameter in policy.trainable():
+        parameter.data += 0.1 * torch.randn_like(parameter) if "lora" in name else 0.0
+    return policy
+
+
+def full_logprobs(policy, prompt, completion, temperature=1.0):
+    """Log-probabilities of the completion's tokens from one Hugging Face forward pass without a cache."""
+    with torch.no_grad():
+        logits = policy.lm(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_policy_that_sampled(policy, temperature):
+    params = SamplingParams(max_tokens=12, temperature=temperature, count=3, seed=4)
+    for prompt, group in zip(PROMPTS, NativeSampler(policy).generate(PROMPTS, params), strict=True):
+        assert len(group) == 3
+        for completion in group:
+            expected = full_logprobs(policy, prompt, completion.token_ids, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_greedy_equals_generate_of_transformers(policy):
+    completions = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, temperature=0))
+    for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = policy.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy):
+    params = SamplingParams(max_tokens=10, count=4, seed=3)
+    whole = NativeSampler(policy).generate(PROMPTS, params)
+    pieces = NativeSampler(policy, max_sequences=4).generate(PROMPTS, params)
+    assert [[c.token_ids for c in group] for group in whole] == [[c.token_ids for c in group] for group in pieces]
+    other = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, count=4, seed=5))
+    assert [c.token_ids for c in whole[0]] != [c.token_ids for c in other[0]]
+    assert len({tuple(c.token_ids) for c in whole[0]}) > 1
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
+    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=12, count=4, seed=2)
+    sampler.stops = frozenset()
+    endless = sampler.generate(PROMPTS, params)
+    stop = endless[0][0].token_ids[3]
+    sampler.stops = frozenset([stop])
+    for before, after in zip(endless, sampler.generate(PROMPTS, params), strict=True):
+        for long, short in zip(before, after, strict=True):
+            end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 12
+            assert short.token_ids == long.token_ids[:end]
+            assert short.finished == (stop in long.token_ids)
+            np.testing.assert_allclose(short.logprobs, long.logprobs[:end], atol=1e-5)
+
+
+def frequencies(logits, params, count=20000):
+    uniform = torch.from_numpy(np.random.default_rng(0).random(count))
+    tokens, _ = draw(logits.expand(count, -1), uniform, params)
+    return torch.bincount(tokens, minlength=logits.shape[-1]) / count
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
+    for temperature in (1.0, 0.5):
+        found = frequencies(logits, SamplingParams(1, temperature))
+        torch.testing.assert_close(found, torch.softmax(logits / temperature, -1), atol=0.01, rtol=0)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.06, 0.04]))
+    found = frequencies(logits, SamplingParams(1, top_p=0.75))
+    torch.testing.assert_close(found, torch.tensor([0, 0.625, 0.375, 0, 0]), atol=0.015, rtol=0)
+    found = frequencies(logits, SamplingParams(1, top_k=3))
+    torch.testing.assert_close(found, torch.tensor([1 / 9, 5 / 9, 3 / 9, 0, 0]), atol=0.015, rtol=0)
+
+
+def test_logprobs_of_truncated_draws_are_those_of_the_whole_distribution():
+    logits = torch.log(torch.tensor([[0.6, 0.4]]))
+    _, logprob = draw(logits, torch.tensor([0.99], dtype=torch.float64), SamplingParams(1, top_p=0.5))
+    assert logprob.exp().item() == pytest.approx(0.6)
+
+
+def test_a_changed_adapter_changes_the_rollout_at_once(checkpoint):
+    """The sampler reads A and B where the optimizer writes them: no sync can be forgotten."""
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=8, seed=1)
+    before = sampler.generate(PROMPTS, params)[0][0].logprobs
+    for name, parameter in policy.trainable():
+        if "lora_B" in name:
+            parameter.data += 0.05
+    assert sampler.generate(PROMPTS, params)[0][0].logprobs != before
+
+
+def test_aqn_reaches_the_sampler_on_a_packed_base_and_leaves_it_again(checkpoint, tmp_path):
+    """Upstream's noise looks for another class of norm than the sampler has, and never fires."""
+    quantize_checkpoint(checkpoint, tmp_path / "nvfp4", "nvfp4")
+    policy = with_adapter(tmp_path / "nvfp4", AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.05), seed=0)
+    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=6, seed=1, temperature=0)
+    state = {name: tensor.clone() for name, tensor in policy.lm.state_dict().items()}
+    clean = sampler.generate(PROMPTS, params)
+    for step in range(1, 4):
+        with noise.at(step, 10) as report:
+            noisy = sampler.generate(PROMPTS, params)
+        assert report.norm > 0
+        assert noisy[0][0].logprobs != clean[0][0].logprobs
+    assert sampler.generate(PROMPTS, params) == clean
+    after = policy.lm.state_dict()
+    assert all(torch.equal(state[name].view(torch.uint8), after[name].view(torch.uint8)) for name in state)
+
+
+def test_sigma_zero_is_bit_identical_to_no_noise(policy):
+    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=6, seed=1)
+    clean = sampler.generate(PROMPTS, params)
+    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.0), seed=0)
+    with noise.at(3, 10):
+        assert sampler.generate(PROMPTS, params) == clean
+
+
+def test_an_empty_prompt_is_an_error(policy):
+    with pytest.raises(ValueError, match="without tokens"):
+        NativeSampler(policy).generate([[1], []], SamplingParams(max_tokens=2))
+
+
+def test_a_saved_adapter_is_loaded_with_its_trained_norms(policy, checkpoint, tmp_path):
+    for name, parameter in policy.trainable():
+        if "layernorm" in name:
+            parameter.data *= 1.3
+    policy.save(tmp_path / "policy")
+    loaded = load_policy(checkpoint, tmp_path / "policy", "float32", CPU)
+    params = SamplingParams(max_tokens=6, seed=1)
+    assert NativeSampler(loaded).generate(PROMPTS, params) == NativeSampler(policy).generate(PROMPTS, params)
