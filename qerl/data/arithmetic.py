@@ -124,7 +124,9 @@ def _definitions(steps: list[Step], rng: random.Random) -> str:
     parts = [f"a={steps[0].left}"]
     for label, old, step in zip(_LABELS["aime"], names, steps, strict=False):
         parts.append(f"{label}{old}{step.sign}{step.right}")
-    return f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
+    return (
+        f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
+    )
 
 
 _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {

@@ -59,7 +59,9 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
     elif record_format == "math":
         question, solution = _text(record, "problem", where), _text(record, "solution", where)
-        answer = _given(record) or _stated(solution, record_format, "`solution` must hold the answer in \\boxed{}", where)
+        answer = _given(record) or _stated(
+            solution, record_format, "`solution` must hold the answer in \\boxed{}", where
+        )
     else:
         question, solution = _text(record, "problem", where), _get(record, "solution") or None
         answer = _aime_answer(_text(record, "answer", where), where)
