@@ -1,9 +1,9 @@
 """Seeded arithmetic problems with worked solutions, in the three record formats.
 
 A problem of level k is a chain of k operations on small whole numbers. Its solution is written step by step
-("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at once. Both
-are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right far more
-often when it writes the steps, and that is what reinforcement learning can find.
+("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at
+once. Both are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right
+far more often when it writes the steps, and that is what reinforcement learning can find.
 """
 
 from __future__ import annotations
@@ -20,10 +20,23 @@ LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2
 #: No intermediate result is larger: two-digit facts are what a model of a million parameters learns in minutes.
 LARGEST = 50
 
-_NAMES = "Mia Tom Ann Leo Eva Max Zoe Sam Ivy Ben Lea Dan".split()
-_OBJECTS = "apples books coins cards shells pens marbles stamps eggs plums stones beads".split()
-_GAIN = "buys finds gets wins collects picks".split()
-_LOSS = "loses sells gives uses drops breaks".split()
+_NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
+_OBJECTS = [
+    "apples",
+    "books",
+    "coins",
+    "cards",
+    "shells",
+    "pens",
+    "marbles",
+    "stamps",
+    "eggs",
+    "plums",
+    "stones",
+    "beads",
+]
+_GAIN = ["buys", "finds", "gets", "wins", "collects", "picks"]
+_LOSS = ["loses", "sells", "gives", "uses", "drops", "breaks"]
 _TIMES = {2: "doubles", 3: "triples"}
 #: Labels of the operations in problem and solution: a small model finds the next step by them.
 _LABELS: dict[RecordFormat, tuple[str, ...]] = {
@@ -92,7 +105,7 @@ def _chain(length: int, rng: random.Random) -> list[Step]:
 def _step(value: int, rng: random.Random) -> Step:
     small = rng.randint(2, 9)
     signs = ["+"] * (value + small <= LARGEST) + ["-"] * (value > small)
-    if 2 <= value and 3 * value <= LARGEST:
+    if value >= 2 and 3 * value <= LARGEST:
         signs.append("*")
     sign = rng.choice(signs)
     right = rng.choice(list(_TIMES)) if sign == "*" else small

@@ -79,7 +79,7 @@ def pretrain(
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer)
     checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
-    model.to(torch.bfloat16).float()
+    model.bfloat16().float()
     final = {name: accuracy(make_sampler(model, tokenizer), tokenizer, data, settings) for name, data in sets.items()}
     report = {
         "steps": checks[-1]["step"],
@@ -93,7 +93,7 @@ def pretrain(
             f"the miniature solves {final[settings.datasets[0]]:.0%} of {settings.datasets[0]}'s validation problems, "
             f"outside `accepted` [{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
         )
-    model.to(torch.bfloat16).save_pretrained(target)
+    model.bfloat16().save_pretrained(target)
     tokenizer.save_pretrained(target)
     (target / "pretrain.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -139,7 +139,7 @@ def accuracy(sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: 
     sampling = SamplingSettings(temperature=0.6, top_p=0.95)
     params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=settings.seed)
     completions = sampler.generate(prompts, params)
-    texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for (one,) in completions]
+    texts = [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in completions]
     graded = zip(texts, data.validation, strict=True)
     return sum(is_correct(text, problem.answer, data.record_format) for text, problem in graded) / len(texts)
 

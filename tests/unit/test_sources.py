@@ -125,6 +125,13 @@ def test_an_empty_file_is_an_error(tmp_path):
         check_problem_file(write_lines(tmp_path / "a.jsonl", []))
 
 
+def test_shards_of_a_split_are_joined(tmp_path):
+    for shard in range(2):
+        write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
+    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
+    assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
+
+
 def test_two_files_of_one_split_are_an_error(tmp_path):
     for name in ("test.jsonl", "test-1.jsonl"):
         write_lines(tmp_path / name, gsm8k(3))
@@ -137,8 +144,8 @@ def test_checking_a_file_imports_no_torch(tmp_path):
     import sys
 
     path = write_lines(tmp_path / "a.jsonl", gsm8k(3))
-    code = f"import sys; from pathlib import Path; from qerl.data.sources import check_problem_file as c; c(Path({str(path)!r}))"
-    code += "; print('torch' in sys.modules)"
+    code = "import sys; from pathlib import Path; from qerl.data.sources import check_problem_file; "
+    code += f"check_problem_file(Path({str(path)!r})); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
