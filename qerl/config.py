@@ -50,7 +50,7 @@ class Generated(Settings):
     validation: PositiveInt = 256
     test: PositiveInt = 256
     #: Share of the training solutions that state the answer at once, without the steps (the other splits have none).
-    terse: Fraction = 0.6
+    terse: Fraction = 0.5
 
 
 class LocalData(Settings):
@@ -95,14 +95,14 @@ class PretrainSettings(Settings):
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
     vocab_size: PositiveInt = 768
-    max_steps: PositiveInt = 2000
-    batch_size: PositiveInt = 64
-    learning_rate: float = 2e-3
+    max_steps: PositiveInt = 1200
+    batch_size: PositiveInt = 32
+    learning_rate: float = 1e-2
     #: Training stops when this share of the validation problems of the first data set is solved, checked every
     #: `check_every` steps; a policy that ends outside `accepted` is an error.
     target_accuracy: Fraction = 0.45
     accepted: tuple[float, float] = (0.30, 0.60)
-    check_every: PositiveInt = 100
+    check_every: PositiveInt = 200
     seed: int = 0
 
     @model_validator(mode="after")

@@ -1,9 +1,9 @@
 """Seeded arithmetic problems with worked solutions, in the three record formats.
 
 A problem of level k is a chain of k operations on small whole numbers. Its solution is written step by step
-("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at once. Both
-are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right far more
-often when it writes the steps, and that is what reinforcement learning can find.
+("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at
+once. Both are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right
+far more often when it writes the steps, and that is what reinforcement learning can find.
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2
 LARGEST = 50
 
 _NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
-_OBJECTS = ["apples", "books", "coins", "cards", "shells", "pens", "marbles", "stamps", "eggs", "plums", "stones", "beads"]
+_OBJECTS = [
+    "apples",
+    "books",
+    "coins",
+    "cards",
+    "shells",
+    "pens",
+    "marbles",
+    "stamps",
+    "eggs",
+    "plums",
+    "stones",
+    "beads",
+]
 _GAIN = ["buys", "finds", "gets", "wins", "collects", "picks"]
 _LOSS = ["loses", "sells", "gives", "uses", "drops", "breaks"]
 _TIMES = {2: "doubles", 3: "triples"}

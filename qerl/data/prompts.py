@@ -20,5 +20,5 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: s
             "use a chat checkpoint, or add chat_template.jinja to its folder"
         )
     chat = [{"role": "user", "content": prompt_text(question, instruction)}]
-    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return [int(token) for token in encoded["input_ids"]]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(str(text), add_special_tokens=False))

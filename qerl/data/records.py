@@ -54,6 +54,7 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
     """Return the problem that `record` states; a `DataError` names `where` (file and line) and the missing key."""
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
+    solution: str | None
     if record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)

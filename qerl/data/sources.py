@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +22,7 @@ from qerl.data.records import DataError, Problem, Record, detect_format, parse_r
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _Splits = dict[Split, list[Record]]
 
 
@@ -68,7 +71,7 @@ def check_problem_file(path: Path, record_format: RecordFormat | None = None) ->
     Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
     """
     found = record_format
-    for file in _split_files(path).values() if path.is_dir() else [path]:
+    for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
         rows = 0
         for where, record in _records(file):
             found = found or detect_format(record, where)
@@ -124,14 +127,15 @@ def _as_record(value: Any, where: str) -> Record:
     return value
 
 
-def _split_files(folder: Path) -> dict[Split, Path]:
-    """The files of a folder by split: train.jsonl, test-00000-of-00001.parquet, main/train.parquet and the like."""
-    files: dict[Split, Path] = {}
+def _split_files(folder: Path) -> dict[Split, list[Path]]:
+    """The files of a folder by split: train.jsonl, main/test.parquet, or shards like train-00000-of-00002.parquet"""
+    files: dict[Split, list[Path]] = {}
     for split in SPLITS:
         found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in _SUFFIXES and p.is_file())
-        if len(found) > 1:
+        if len(found) > 1 and not all(_SHARD.search(path.stem) for path in found):
             raise DataError(f"{folder} has several files for the split {split}: {', '.join(map(str, found))}; keep one")
-        files.update({split: path for path in found})
+        if found:
+            files[split] = found
     if not files:
         raise DataError(f"{folder} has no file named train, validation or test ({', '.join(_SUFFIXES)})")
     return files
@@ -140,7 +144,8 @@ def _split_files(folder: Path) -> dict[Split, Path]:
 def _read_local(origin: LocalData, record_format: RecordFormat) -> _Splits:
     check_problem_file(origin.path, record_format)
     if origin.path.is_dir():
-        return {split: [r for _, r in _records(file)] for split, file in _split_files(origin.path).items()}
+        files = _split_files(origin.path)
+        return {split: [r for path in paths for _, r in _records(path)] for split, paths in files.items()}
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
     splits: _Splits = {split: [] for split in SPLITS}

@@ -38,8 +38,9 @@ def test_gsm8k_right(text, answer):
         "#### 18.5",
         "### 18",
         "\\boxed{18}",
-    ]
-    + ["#### 20\n#### 18", "#### $18"],
+        "#### 20\n#### 18",
+        "#### $18",
+    ],
 )
 def test_gsm8k_wrong(text):
     assert not is_correct(text, "18", "gsm8k")
@@ -82,8 +83,16 @@ def test_aime_wrong(text):
 @pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
 @pytest.mark.parametrize(
     "garbage",
-    ["#### " * 20_000, "#### " + "9" * 100_000, "\\boxed{" * 15_000, "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}"]
-    + ["\\boxed{" + "(1+" * 33_000 + "}", "\\boxed{9^{9^{9^{9}}}}", "\0\ud800é" * 30_000, "####" + " " * 100_000],
+    [
+        "#### " * 20_000,
+        "#### " + "9" * 100_000,
+        "\\boxed{" * 15_000,
+        "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
+        "\\boxed{" + "(1+" * 33_000 + "}",
+        "\\boxed{9^{9^{9^{9}}}}",
+        "\0\ud800é" * 30_000,
+        "####" + " " * 100_000,
+    ],
 )
 def test_garbage_is_wrong_in_bounded_time(garbage, record_format):
     start = time.perf_counter()

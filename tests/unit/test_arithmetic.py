@@ -13,7 +13,7 @@ _WORDS = {"doubles": ("*", 2), "triples": ("*", 3)}
 _SIGNS = dict.fromkeys(["buys", "finds", "gets", "wins", "collects", "picks", "add", "plus"], "+")
 _SIGNS |= dict.fromkeys(["loses", "sells", "gives", "uses", "drops", "breaks", "subtract", "minus"], "-")
 _SIGNS |= dict.fromkeys(["times", "multiply by"], "*")
-_OPERATION = re.compile(r"(doubles|triples)|(%s) (\d+)|[a-e]=[a-e]([-+*])(\d+)" % "|".join(_SIGNS))
+_OPERATION = re.compile(rf"(doubles|triples)|({'|'.join(_SIGNS)}) (\d+)|[a-e]=[a-e]([-+*])(\d+)")
 
 
 def solve(question):

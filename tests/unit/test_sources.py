@@ -1,0 +1,174 @@
+import hashlib
+import json
+
+import pandas as pd
+import pytest
+
+from qerl.config import DatasetSettings, Generated, HubData, LocalData
+from qerl.data.records import DataError
+from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
+
+
+def gsm8k(count, start=0):
+    return [
+        {"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"}
+        for n in range(start, start + count)
+    ]
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def prepared(tmp_path, origin, record_format="gsm8k", name="out"):
+    prepare(DatasetSettings(format=record_format, origin=origin, instruction="Go."), tmp_path / name)
+    return tmp_path / name
+
+
+def questions(folder):
+    return {split: [p.question for p in read_split(folder, split)] for split in SPLITS}
+
+
+def test_a_generated_set_is_described_by_its_meta(tmp_path):
+    folder = prepared(tmp_path, Generated(train=20, validation=5, test=7), "aime")
+    meta = read_meta(folder)
+    assert (meta["format"], meta["instruction"], meta["origin"]["source"]) == ("aime", "Go.", "generated")
+    assert meta["rows"] == {"train": 20, "validation": 5, "test": 7}
+    for split in SPLITS:
+        assert meta["sha256"][split] == hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest()
+        assert len(read_split(folder, split)) == meta["rows"][split]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_file_is_split_alike_whatever_its_suffix(tmp_path, suffix):
+    path, reference = tmp_path / f"a{suffix}", write_lines(tmp_path / "b.jsonl", gsm8k(400))
+    if suffix == ".parquet":
+        pd.DataFrame(gsm8k(400)).to_parquet(path)
+    else:
+        path.write_text(json.dumps(gsm8k(400)) if suffix == ".json" else reference.read_text())
+    found = questions(prepared(tmp_path, LocalData(source="local", path=path)))
+    assert found == questions(prepared(tmp_path, LocalData(source="local", path=reference), name="reference"))
+    assert sorted(q for split in found.values() for q in split) == sorted(r["question"] for r in gsm8k(400))
+    assert 20 <= len(found["validation"]) <= 60
+    assert 55 <= len(found["test"]) <= 105
+
+
+def test_more_records_move_none_of_the_others(tmp_path):
+    few, many = (write_lines(tmp_path / f"{n}.jsonl", gsm8k(n)) for n in (100, 200))
+    before = questions(prepared(tmp_path, LocalData(source="local", path=few)))
+    after = questions(prepared(tmp_path, LocalData(source="local", path=many), name="after"))
+    assert all(set(before[split]) <= set(after[split]) for split in SPLITS)
+
+
+def test_a_folder_keeps_its_splits_and_may_lack_some(tmp_path):
+    source = tmp_path / "gsm8k" / "main"
+    source.mkdir(parents=True)
+    pd.DataFrame(gsm8k(10)).to_parquet(source / "train-00000-of-00001.parquet")
+    pd.DataFrame(gsm8k(4, start=10)).to_parquet(source / "test-00000-of-00001.parquet")
+    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path / "gsm8k"))
+    assert read_meta(folder)["rows"] == {"train": 10, "validation": 0, "test": 4}
+    assert read_split(folder, "validation") == []
+
+
+def test_nested_parquet_columns_survive(tmp_path):
+    pd.DataFrame([{**r, "tags": [1, 2]} for r in gsm8k(3)]).to_parquet(tmp_path / "test.parquet")
+    folder = prepared(
+        tmp_path, LocalData(source="local", path=tmp_path / "test.parquet", test_fraction=1, validation_fraction=0)
+    )
+    assert json.loads((folder / "test.jsonl").read_text().splitlines()[0])["tags"] == [1, 2]
+
+
+def test_training_questions_of_other_splits_and_duplicates_are_dropped(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    write_lines(source / "train.jsonl", gsm8k(10) + gsm8k(2))
+    write_lines(source / "test.jsonl", [{**r, "question": r["question"] + "  "} for r in gsm8k(3, start=8)])
+    found = questions(prepared(tmp_path, LocalData(source="local", path=source)))
+    assert found["train"] == [r["question"] for r in gsm8k(8)]
+    assert len(found["test"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"question": "Two?"}', r"a\.jsonl, line 2 has no `answer`"),
+        ('{"question": "Two?", "answer": "two"}', "line 2 states no answer"),
+        ('{"question": ', "line 2 is not valid JSON"),
+        ("[1]", "line 2 is not a record"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(gsm8k(1)[0]) + "\n" + content + "\n")
+    with pytest.raises(DataError, match=message):
+        check_problem_file(path)
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path, LocalData(source="local", path=path))
+
+
+def test_a_good_file_yields_its_format(tmp_path):
+    assert check_problem_file(write_lines(tmp_path / "a.jsonl", gsm8k(3))) == "gsm8k"
+    assert check_problem_file(write_lines(tmp_path / "b.jsonl", [{"problem": "Two?", "answer": 2}])) == "aime"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.jsonl", "doesn't exist"), ("a.csv", "expected one of"), ("", "no file named")]
+)
+def test_a_path_without_problems_is_an_error(tmp_path, name, message):
+    with pytest.raises(DataError, match=message):
+        check_problem_file(tmp_path / name)
+
+
+def test_an_empty_file_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="holds no records"):
+        check_problem_file(write_lines(tmp_path / "a.jsonl", []))
+
+
+def test_shards_of_a_split_are_joined(tmp_path):
+    for shard in range(2):
+        write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
+    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
+    assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
+
+
+def test_two_files_of_one_split_are_an_error(tmp_path):
+    for name in ("test.jsonl", "test-1.jsonl"):
+        write_lines(tmp_path / name, gsm8k(3))
+    with pytest.raises(DataError, match="several files for the split test"):
+        check_problem_file(tmp_path)
+
+
+def test_checking_a_file_imports_no_torch(tmp_path):
+    import subprocess
+    import sys
+
+    path = write_lines(tmp_path / "a.jsonl", gsm8k(3))
+    code = "import sys; from pathlib import Path; from qerl.data.sources import check_problem_file; "
+    code += f"check_problem_file(Path({str(path)!r})); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_hub_set_that_is_not_here_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    origin = HubData(
+        source="hub", repo="openai/gsm8k", revision="e53f048856ff4f594e959d75785d2c2d37b678ee", subset="main"
+    )
+    with pytest.raises(DataError, match="hf download --repo-type dataset openai/gsm8k --revision e53f048") as error:
+        prepared(tmp_path, origin)
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_set_is_written_with_the_splits_it_has(tmp_path, monkeypatch):
+    def load(repo, subset, *, revision, split):
+        assert (repo, subset, revision) == ("HuggingFaceH4/aime_2024", None, "abc")
+        assert split == "train"
+        return [{"problem": "Two?", "answer": "002", "solution": "\\boxed{2}"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    origin = HubData(source="hub", repo="HuggingFaceH4/aime_2024", revision="abc", splits={"test": "train"})
+    folder = prepared(tmp_path, origin, "aime")
+    assert read_meta(folder)["rows"] == {"train": 0, "validation": 0, "test": 1}
+    assert read_split(folder, "test")[0].answer == "2"
