@@ -4,16 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= config/mini.yaml
 CORES ?= all
-# Further options for Snakemake, e.g. ARGS="--config model=PATH problems=PATH" or ARGS="--profile profiles/gpu"
+# Your own checkpoint folder and file of problems, in place of those of the configuration.
+MODEL ?=
+PROBLEMS ?=
+# Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
+KEYS := $(if $(MODEL),model=$(MODEL)) $(if $(PROBLEMS),problems=$(PROBLEMS))
+SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KEYS)),--config $(KEYS)) $(ARGS)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
 .PHONY: reproduce test lint format clean
 
 reproduce: $(VENV)/installed
-	snakemake --cores $(CORES) --configfile $(CONFIG) $(ARGS)
-	qerl finish --config $(CONFIG) --snakemake "$(ARGS)"
+	$(SNAKEMAKE)
+	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
 
 test: $(VENV)/installed
 	python -m pytest $(ARGS)

@@ -127,6 +127,26 @@ def figure(name: str, results: Results, out: Out) -> None:
 
 
 @app.command()
+def keys() -> None:
+    """Print config/README.md."""
+    from qerl.reference import markdown
+
+    typer.echo(markdown(), nl=False)
+
+
+@app.command()
+def where(
+    config: Path,
+    keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")] = None,
+) -> None:
+    """Print the folder that the results of a configuration go to."""
+    from qerl.plan import plan_from
+
+    given = dict(key.split("=", 1) for key in keys or [])
+    typer.echo(plan_from(given, config).folder)
+
+
+@app.command()
 def summary(root: Path) -> None:
     """Print the main table of a folder of results, and where everything lies."""
     from qerl.report.summary import print_summary

@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 class Settings(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -49,12 +49,13 @@ class Generated(Settings):
     train: PositiveInt = 4096
     validation: PositiveInt = 256
     test: PositiveInt = 256
-    #: Share of the training solutions that state the answer at once, without the steps (the other splits have none).
     terse: Fraction = 0.5
+    """Share of the training solutions that state the answer at once, without the steps (the other splits have
+    none)."""
 
 
 class LocalData(Settings):
-    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file a split."""
+    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with a file a split."""
 
     source: Literal["local"]
     path: Path
@@ -77,8 +78,8 @@ class DatasetSettings(Settings):
 
     format: RecordFormat
     origin: Annotated[Generated | LocalData | HubData, Field(discriminator="source")]
-    #: Appended to each question, on a line of its own; it tells the policy how to state the answer.
     instruction: str = ""
+    """Appended to each question, on a line of its own; it tells the policy how to state the answer."""
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -98,9 +99,9 @@ class PretrainSettings(Settings):
     max_steps: PositiveInt = 1200
     batch_size: PositiveInt = 32
     learning_rate: float = 1e-2
-    #: Training stops when this share of the validation problems of the first data set is solved, checked every
-    #: `check_every` steps; a policy that ends outside `accepted` is an error.
     target_accuracy: Fraction = 0.45
+    """Training stops when this share of the validation problems of the first data set is solved, checked every
+    `check_every` steps; a policy that ends outside `accepted` is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: int = 0
@@ -140,10 +141,10 @@ class AdapterSettings(Settings):
     """LoRA (paper Table 4 and section 4.1; alpha is not in the paper)."""
 
     rank: Annotated[int, Field(ge=0)] = 32
-    alpha: float = 64
+    alpha: PositiveInt = 64
     dropout: Fraction = 0.0
-    #: The released scripts also train the two RMSNorms of each block.
     train_norms: bool = True
+    """The released scripts also train the two RMSNorms of each block."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -155,10 +156,11 @@ class NoiseSettings(Settings):
     )
     sigma_start: Annotated[float, Field(ge=0)] = 1e-2
     sigma_end: Annotated[float, Field(ge=0)] = 5e-4
-    #: K of Eq. 8; the first stage carries no noise.
     stages: PositiveInt = 10
-    #: `sampler`: noise in the behaviour policy only (Algorithm 1); `consistent`: the same z in the training forward.
+    """K of Eq. 8; the first stage carries no noise."""
     mode: Literal["sampler", "consistent"] = "sampler"
+    """`sampler`: noise in the behaviour policy only (Algorithm 1); `consistent`: the same z in the training
+    forward."""
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> NoiseSettings:
@@ -202,10 +204,10 @@ class LossSettings(Settings):
     name: Literal["grpo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    #: Passes over one rollout, each with an optimizer step (mu of Algorithm 1).
     updates_per_rollout: PositiveInt = 1
-    #: Cap of the truncated importance weight between trainer and sampler; none: no correction, as in the paper.
+    """Passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
     importance_cap: float | None = None
+    """Cap of the truncated importance weight between trainer and sampler; none: no correction, as in the paper."""
 
 
 class OptimizerSettings(Settings):
@@ -233,8 +235,8 @@ class RunSettings(Settings):
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
-    #: Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed.
     micro_batch_tokens: PositiveInt = 16384
+    """Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     seed: int = 0
@@ -243,7 +245,7 @@ class RunSettings(Settings):
     def _combination_is_possible(self) -> RunSettings:
         if self.method == "full" and self.weights != "bf16":
             raise ValueError(
-                f"method=full can't train weights={self.weights}: packed weights are frozen; use weights=bf16 or method=lora"
+                f"method=full can't train weights={self.weights}, which are frozen; use weights=bf16 or method=lora"
             )
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
@@ -324,8 +326,8 @@ class Config(Settings):
     experiments: dict[str, Experiment]
     evaluation: EvaluationSettings
     benches: dict[str, BenchSettings] = {}
-    #: Short cuts of the command line: another checkpoint folder, another file of problems, for every run.
     model: Path | None = None
+    """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: Path | None = None
 
     @field_validator("name")

@@ -91,6 +91,11 @@ class Plan:
         curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
         return [*curves, *_for_benches(self.config, {"rollout": "throughput"})]
 
+    @property
+    def folder(self) -> str:
+        """Where all results of this configuration go."""
+        return f"results/{self.config.name}"
+
     def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
         """The bases that a rollout measurement reads."""
         settings = self.config.benches[bench]

@@ -55,9 +55,9 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's."""
         if self.peft is not None:
-            self.peft.save_pretrained(folder)
+            self.peft.save_pretrained(str(folder))
         else:
-            self.lm.to(torch.bfloat16).save_pretrained(folder)
+            self.lm.bfloat16().save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
 
@@ -111,9 +111,9 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
     if trained is None or not (trained / "adapter_config.json").is_file():
         return Policy(*_base(trained or checkpoint, dtype, device))
     lm, tokenizer = _base(checkpoint, dtype, device)
-    config = LoraConfig.from_pretrained(trained)
+    config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
-    peft = PeftModel.from_pretrained(lm, trained, config=config)
+    peft = PeftModel.from_pretrained(lm, str(trained), config=config)
     return Policy(lm.eval(), tokenizer, peft)
 
 

@@ -25,12 +25,11 @@ class NoisyRMSNorm(nn.Module):
 
     noise: torch.Tensor
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, weight: nn.Parameter, variance_epsilon: float) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self.variance_epsilon = norm.variance_epsilon
-        zeros = torch.zeros(norm.weight.shape, dtype=torch.float32, device=norm.weight.device)
-        self.register_buffer("noise", zeros, persistent=False)
+        self.weight = weight
+        self.variance_epsilon = variance_epsilon
+        self.register_buffer("noise", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden` [..., features] over the last dimension; same dtype out."""
@@ -45,7 +44,7 @@ def make_noisy(model: nn.Module) -> None:
         for role in ROLES:
             norm = getattr(module, role, None)
             if norm is not None and not isinstance(norm, NoisyRMSNorm):
-                setattr(module, role, NoisyRMSNorm(norm))
+                setattr(module, role, NoisyRMSNorm(norm.weight, norm.variance_epsilon))
 
 
 def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
@@ -102,12 +101,9 @@ class Noise:
 
     def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
         """Layer, role and the norms there (PEFT keeps the original beside the trained copy: both carry the same z)."""
-        layers = next(
-            module.layers
-            for module in self._model.modules()
-            if isinstance(module, nn.Module) and hasattr(module, "layers")
-        )
-        for index, layer in enumerate(layers):
+        blocks = next(m for name, m in self._model.named_modules() if name.endswith("layers"))
+        assert isinstance(blocks, nn.ModuleList)
+        for index, layer in enumerate(blocks):
             for role, name in enumerate(ROLES):
                 yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
 

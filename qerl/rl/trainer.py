@@ -166,7 +166,7 @@ class Trainer:
         return Rollout(samples, noise, _rollout_metrics(samples, [p for _, parts in scored for p in parts], rewards_PG))
 
     def _score(self, group: Sequence[Any], problem: Problem) -> tuple[list[float], list[dict[str, float]]]:
-        texts = [self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+        texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in group]
         return group_rewards(texts, problem, self.task.format, self.settings.reward)
 
     # --- update ---

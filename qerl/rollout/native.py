@@ -27,10 +27,7 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) ->
     distribution at the sampling temperature, before top-k and top-p cut it.
     """
     logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
-    if params.temperature == 0:
-        tokens = logits.argmax(-1)
-    else:
-        tokens = _invert(logprobs.double().exp(), uniform, params)
+    tokens = _invert(logprobs.double().exp(), uniform, params) if params.temperature else logits.argmax(-1)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -1,6 +1,7 @@
 """The GRPO loop on a tiny policy: resume, noise modes, what is trained and what is not."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     rates = [learning_rate(settings, step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
     assert rates[10] == 1.0
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
     assert rates[-1] < 1e-3
 
 

@@ -19,7 +19,7 @@ def read_plan(given: dict) -> Plan:
 
 
 PLAN = read_plan(config)
-RESULTS = f"results/{PLAN.config.name}"
+RESULTS = PLAN.folder
 
 
 def one_of(names) -> str:

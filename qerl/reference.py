@@ -1,0 +1,95 @@
+"""config/README.md: every key with its type, default and meaning, made from the models of `qerl.config`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from qerl import config
+
+HEAD = """# Configuration
+
+A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It says what the science
+is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an error. This page is made from
+`qerl/config.py` by `qerl keys`.
+
+* `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
+
+An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
+(`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems in
+the place of those of every run.
+
+An example that compares three ranks at two learning rates, with three seeds each:
+
+```yaml
+experiments:
+  ranks:
+    base: {model: miniature, dataset: arithmetic, weights: nvfp4, dtype: float32}
+    grid:
+      adapter.rank: [8, 16, 32]
+      optimizer.learning_rate: [1.0e-3, 3.0e-3]
+      seed: [0, 1, 2]
+```
+"""
+
+SECTIONS = (
+    config.Config,
+    config.DatasetSettings,
+    config.Generated,
+    config.LocalData,
+    config.HubData,
+    config.PretrainSettings,
+    config.LocalModel,
+    config.HubModel,
+    config.Experiment,
+    config.RunSettings,
+    config.AdapterSettings,
+    config.NoiseSettings,
+    config.RolloutSettings,
+    config.SamplingSettings,
+    config.RewardSettings,
+    config.LossSettings,
+    config.OptimizerSettings,
+    config.EvaluationSettings,
+    config.TaskSettings,
+    config.RolloutBench,
+    config.StepBench,
+)
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if isinstance(annotation, type) and not get_args(annotation):
+        return "none" if annotation is type(None) else annotation.__name__
+    names = [_type_name(part) if not isinstance(part, str) else f"`{part}`" for part in get_args(annotation)]
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__} of {', '.join(dict.fromkeys(names))}"
+    return " or ".join(dict.fromkeys(names))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, config.Settings):
+        return "its defaults"
+    return "none" if field.default is None else f"`{field.default}`"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split())
+    return f"| `{name}` | {_type_name(field.annotation)} | {_default(field)} | {meaning} |"
+
+
+def _section(settings: type[config.Settings]) -> str:
+    rows = [_row(name, field) for name, field in settings.model_fields.items()]
+    head = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join([f"## {settings.__name__}", "", inspect.getdoc(settings) or "", "", *head, *rows])
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n\n".join([HEAD.strip(), *map(_section, SECTIONS)]) + "\n"

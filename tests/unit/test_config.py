@@ -1,0 +1,80 @@
+"""Settings: sentences for mistakes, and a reference page in step with the models."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl import config, reference
+from qerl.config import Config, ConfigError, RunSettings, Settings, parse
+from qerl.plan import plan
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_configuration_of_the_repository_is_valid(file):
+    assert plan(parse(Config, yaml.safe_load(file.read_text()), file.name)).runs
+
+
+def test_the_reference_page_is_made_from_the_settings():
+    assert (ROOT / "config/README.md").read_text() == reference.markdown(), "run `qerl keys > config/README.md`"
+
+
+def test_the_reference_page_knows_every_settings_class():
+    classes = {
+        c for c in vars(config).values() if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
+    }
+    assert set(reference.SECTIONS) == classes
+
+
+RUN = {"model": "m", "dataset": "d"}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"adapter": {"rnk": 8}}, "unknown key `adapter.rnk`"),
+        ({"weights": "nf4", "method": "full"}, "use weights=bf16 or method=lora"),
+        ({"adapter": {"rank": 0}}, "use rank >= 1 or method=full"),
+        ({"weights": "int4"}, "`weights`"),
+        ({"noise": {"schedule": "linear", "sigma_end": 1.0}}, "sigma_end must be above 0 and not above"),
+        ({"rollout": {"group_size": 1}}, "`rollout.group_size`"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_key(values, sentence):
+    with pytest.raises(ConfigError) as error:
+        parse(RunSettings, {**RUN, **values}, "arm x")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("arm x: ")
+
+
+def mini(**changes) -> Config:
+    values = yaml.safe_load((ROOT / "config/mini.yaml").read_text())
+    return parse(Config, {**values, **changes}, "mini")
+
+
+def test_arms_override_the_base_and_the_grid_both():
+    base = {"model": "miniature", "dataset": "arithmetic", "adapter": {"rank": 4, "alpha": 8}}
+    arms = {"a": {"adapter.rank": 8}, "b": {"weights": "nf4"}}
+    runs = plan(mini(experiments={"e": {"base": base, "arms": arms, "grid": {"seed": [0, 1]}}}, benches={})).runs
+    assert list(runs) == ["e-a-seed0", "e-a-seed1", "e-b-seed0", "e-b-seed1"]
+    assert (runs["e-a-seed0"].settings.adapter.rank, runs["e-a-seed0"].settings.adapter.alpha) == (8, 8)
+    assert (runs["e-b-seed1"].settings.adapter.rank, runs["e-b-seed1"].settings.seed) == (4, 1)
+    assert runs["e-b-seed1"].settings.weights == "nf4"
+
+
+def test_a_grid_may_go_over_any_key():
+    base = {"model": "miniature", "dataset": "arithmetic"}
+    grid = {"noise.schedule": ["linear", "cosine"], "adapter.rank": [8, 16]}
+    runs = plan(mini(experiments={"e": {"base": base, "grid": grid}}, benches={})).runs
+    assert list(runs)[0] == "e-run-schedulelinear-rank8"
+    assert len(runs) == 4
+
+
+def test_every_run_and_every_base_is_evaluated():
+    made = plan(mini())
+    assert len(made.runs) == 18
+    assert set(made.evaluations) == {*made.runs, *(f"base-{name}" for name in made.checkpoints)}
+    assert set(made.checkpoints) == {f"miniature-{w}" for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
