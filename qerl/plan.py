@@ -167,7 +167,9 @@ def _shortened(config: Config) -> Config:
         names.append(config.problems.stem)
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
-        dataset = parse(DatasetSettings, {"format": record_format, "origin": origin}, "problems")
+        same = (known.instruction for known in config.datasets.values() if known.format == record_format)
+        values = {"format": record_format, "origin": origin, "instruction": next(same, "")}
+        dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, config.problems.stem: dataset}
         harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
         task = TaskSettings(dataset=config.problems.stem, harness=harness)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
-(`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems in
-the place of those of every run.
+(`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems
+in the place of those of every run.
 
 An example that compares three ranks at two learning rates, with three seeds each:
 
@@ -92,4 +92,4 @@ def _section(settings: type[config.Settings]) -> str:
 
 def markdown() -> str:
     """The whole page."""
-    return "\n\n".join([HEAD.strip(), *map(_section, SECTIONS)]) + "\n"
+    return "\n\n".join([HEAD.strip(), *(_section(settings) for settings in SECTIONS)]) + "\n"

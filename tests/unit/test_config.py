@@ -69,7 +69,7 @@ def test_a_grid_may_go_over_any_key():
     base = {"model": "miniature", "dataset": "arithmetic"}
     grid = {"noise.schedule": ["linear", "cosine"], "adapter.rank": [8, 16]}
     runs = plan(mini(experiments={"e": {"base": base, "grid": grid}}, benches={})).runs
-    assert list(runs)[0] == "e-run-schedulelinear-rank8"
+    assert next(iter(runs)) == "e-run-schedulelinear-rank8"
     assert len(runs) == 4
 
 

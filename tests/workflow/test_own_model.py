@@ -1,0 +1,38 @@
+"""The same DAG on a checkpoint and a file of problems that the project didn't make."""
+
+import json
+
+import pytest
+
+from tests.tiny import tiny_llama, tiny_qwen2
+
+from .conftest import copy_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama])
+def test_own_model_and_problems_from_the_command_line(tmp_path, make):
+    model = make(tmp_path / "Own-Model-0.1B", shard_size="60KB")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    assert len(list(model.glob("*.safetensors"))) > 1
+    rows = [
+        {"question": f"A crate holds {n} pears. How many do 2 crates hold?", "answer": f"2*{n}={2 * n}\n#### {2 * n}"}
+        for n in range(3, 60)
+    ]
+    problems = tmp_path / "pears.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = copy_tree(tmp_path / "tree")
+    tree.snakemake("--configfile", "tests/config/micro.yaml", "--config", f"model={model}", f"problems={problems}")
+    results = tree.folder / "results/micro-Own-Model-0_1B-pears"
+    assert not (results / "models").exists()
+    run = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
+    assert run["settings"]["model"] == "Own-Model-0.1B"
+    assert run["settings"]["dataset"] == "pears"
+    evaluation = json.loads((results / "evaluate/main-nvfp4-lora-seed0/result.json").read_text())
+    assert list(evaluation["tasks"]) == ["pears"]
+    sizes = json.loads((results / "data/pears/dataset.json").read_text())["rows"]
+    assert sum(sizes.values()) == len(rows)
+    assert evaluation["tasks"]["pears"]["problems"] == sizes["test"]
+    assert "pears" in (results / "tables/accuracy.md").read_text()
