@@ -50,7 +50,7 @@ class Generated(Settings):
     validation: PositiveInt = 256
     test: PositiveInt = 256
     #: Share of the training solutions that state the answer at once, without the steps (the other splits have none).
-    terse: Fraction = 0.5
+    terse: Fraction = 0.55
 
 
 class LocalData(Settings):
@@ -95,12 +95,12 @@ class PretrainSettings(Settings):
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
     vocab_size: PositiveInt = 768
-    max_steps: PositiveInt = 1200
+    max_steps: PositiveInt = 800
     batch_size: PositiveInt = 32
-    learning_rate: float = 1e-2
+    learning_rate: float = 5e-3
     #: Training stops when this share of the validation problems of the first data set is solved, checked every
     #: `check_every` steps; a policy that ends outside `accepted` is an error.
-    target_accuracy: Fraction = 0.45
+    target_accuracy: Fraction = 0.50
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: int = 0
