@@ -49,7 +49,7 @@ class Generated(Settings):
     train: PositiveInt = 4096
     validation: PositiveInt = 256
     test: PositiveInt = 256
-    terse: Fraction = 0.5
+    terse: Fraction = 0.55
     """Share of the training solutions that state the answer at once, without the steps (the other splits have
     none)."""
 
@@ -96,10 +96,10 @@ class PretrainSettings(Settings):
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
     vocab_size: PositiveInt = 768
-    max_steps: PositiveInt = 1200
+    max_steps: PositiveInt = 800
     batch_size: PositiveInt = 32
-    learning_rate: float = 1e-2
-    target_accuracy: Fraction = 0.45
+    learning_rate: float = 5e-3
+    target_accuracy: Fraction = 0.50
     """Training stops when this share of the validation problems of the first data set is solved, checked every
     `check_every` steps; a policy that ends outside `accepted` is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
