@@ -182,9 +182,9 @@ def _train(
 
 
 def _optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the projections, which learns these problems in about half of AdamW's steps; AdamW for the rest.
+    """Muon for the projections, which learns these problems in fewer steps than AdamW alone; AdamW for the rest.
 
-    Embeddings and norms learn best at twice the rate of the projections.
+    Embeddings, norms and biases take twice the projections' rate.
     """
     named = list(model.named_parameters())
     projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
