@@ -43,4 +43,4 @@ def mismatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over tokens for KL(sampler || trainer) by the k3 estimator, and the largest token ratio either way."""
     delta = (trainer_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
-    return ((torch.exp(delta) - delta - 1) * mask_NT).sum(), torch.exp(delta.abs().max())
+    return ((torch.expm1(delta) - delta) * mask_NT).sum(), torch.exp(delta.abs().max())

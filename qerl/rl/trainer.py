@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import numpy as np
 import torch
 
@@ -54,8 +53,12 @@ def make_optimizer(policy: Policy, settings: OptimizerSettings) -> torch.optim.O
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    kind = bitsandbytes.optim.AdamW8bit if settings.name == "adamw8bit" else torch.optim.AdamW
-    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if settings.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        kind = AdamW8bit
+    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:

@@ -29,13 +29,18 @@ def one_of(names) -> str:
 
 def models_of(kind) -> str:
     """The models that come from one kind of source."""
-    return one_of(name for name, model in PLAN.config.models.items() if isinstance(model, kind))
+    return one_of(
+        name for name, model in PLAN.config.models.items() if isinstance(model, kind)
+    )
 
 
 def data_files(dataset: str) -> list[str]:
     """The files of a prepared data set."""
     folder = f"{RESULTS}/data/{dataset}"
-    return [f"{folder}/{name}" for name in ("dataset.json", "train.jsonl", "validation.jsonl", "test.jsonl")]
+    return [
+        f"{folder}/{name}"
+        for name in ("dataset.json", "train.jsonl", "validation.jsonl", "test.jsonl")
+    ]
 
 
 def named_folders(datasets) -> str:
@@ -62,7 +67,11 @@ def dataset_source(wildcards) -> list[str]:
 
 
 def pretrain_data(wildcards) -> list[str]:
-    return [file for name in PLAN.config.models[wildcards.model].datasets for file in data_files(name)]
+    return [
+        file
+        for name in PLAN.config.models[wildcards.model].datasets
+        for file in data_files(name)
+    ]
 
 
 def pretrain_folders(wildcards) -> str:
@@ -87,7 +96,9 @@ def base_folder(wildcards) -> str:
     """The unquantized model: the user's folder, or what was trained or downloaded."""
     name = PLAN.checkpoints[wildcards.checkpoint].model
     model = PLAN.config.models[name]
-    return str(model.path) if isinstance(model, LocalModel) else f"{RESULTS}/models/{name}"
+    return (
+        str(model.path) if isinstance(model, LocalModel) else f"{RESULTS}/models/{name}"
+    )
 
 
 # --- train
@@ -96,7 +107,13 @@ def base_folder(wildcards) -> str:
 def run_json(run) -> str:
     """A row of the sheet of runs, with every setting resolved."""
     settings = run.settings.model_dump(mode="json")
-    row = {"id": run.id, "experiment": run.experiment, "arm": run.arm, "varied": run.varied, "settings": settings}
+    row = {
+        "id": run.id,
+        "experiment": run.experiment,
+        "arm": run.arm,
+        "varied": run.varied,
+        "settings": settings,
+    }
     return json.dumps(row)
 
 
@@ -130,10 +147,25 @@ def task_names() -> list[str]:
 def evaluation_row(wildcards) -> str:
     """What the result says of the policy that was scored."""
     evaluation = PLAN.evaluations[wildcards.evaluation]
-    row = {"eval": evaluation.id, "model": evaluation.checkpoint.model, "weights": evaluation.checkpoint.weights}
+    row = {
+        "eval": evaluation.id,
+        "model": evaluation.checkpoint.model,
+        "weights": evaluation.checkpoint.weights,
+    }
     run = evaluation.run
-    trained = {"run": run.id, "arm": run.arm, "experiment": run.experiment, "varied": run.varied} if run else {}
-    return json.dumps({**row, "run": None, "arm": None, "experiment": None, "varied": {}, **trained})
+    trained = (
+        {
+            "run": run.id,
+            "arm": run.arm,
+            "experiment": run.experiment,
+            "varied": run.varied,
+        }
+        if run
+        else {}
+    )
+    return json.dumps(
+        {**row, "run": None, "arm": None, "experiment": None, "varied": {}, **trained}
+    )
 
 
 def evaluation_checkpoint(wildcards) -> str:
@@ -160,7 +192,10 @@ def bench_checkpoints(bench) -> dict[str, str]:
     settings = PLAN.config.benches[bench]
     if isinstance(settings, RolloutBench):
         return {c.weights: checkpoint_folder(c) for c in PLAN.bench_checkpoints(bench)}
-    return {run.arm: checkpoint_folder(run.checkpoint) for run in PLAN.step_bench_runs(bench)}
+    return {
+        run.arm: checkpoint_folder(run.checkpoint)
+        for run in PLAN.step_bench_runs(bench)
+    }
 
 
 def bench_inputs(wildcards) -> list[str]:
@@ -168,7 +203,9 @@ def bench_inputs(wildcards) -> list[str]:
     folders = sorted(set(bench_checkpoints(wildcards.bench).values()))
     if isinstance(settings, RolloutBench):
         return folders
-    datasets = sorted({run.settings.dataset for run in PLAN.step_bench_runs(wildcards.bench)})
+    datasets = sorted(
+        {run.settings.dataset for run in PLAN.step_bench_runs(wildcards.bench)}
+    )
     return folders + [file for name in datasets for file in data_files(name)]
 
 

@@ -13,6 +13,12 @@ rule evaluate:
         "<logs>/evaluate/{evaluation}.log",
     benchmark:
         "<benchmarks>/evaluate/{evaluation}.tsv"
+    conda:
+        "qerl"
+    resources:
+        mem_mb=2000,
+        runtime=720,
+        gpu=1,
     params:
         settings=PLAN.config.evaluation.model_dump_json(),
         row=evaluation_row,
@@ -20,10 +26,6 @@ rule evaluate:
         data=named_folders(task_names()),
         out=subpath(output.result, parent=True),
         code=code_version("qerl.evals.job"),
-    resources:
-        mem_mb=2000,
-        runtime=720,
-        gpu=1,
     shell:
         "python -m qerl evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
         " {params.trained} {params.data} --out {params.out:q} > {log:q} 2>&1"

@@ -11,13 +11,15 @@ rule prepare_data:
         test="<results>/data/{dataset}/test.jsonl",
     log:
         "<logs>/prepare_data/{dataset}.log",
+    conda:
+        "qerl"
+    resources:
+        mem_mb=1000,
+        runtime=30,
     params:
         settings=dataset_settings,
         out=subpath(output.meta, parent=True),
         code=code_version("qerl.data.sources"),
-    resources:
-        mem_mb=1000,
-        runtime=30,
     shell:
         "python -m qerl data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
 
@@ -31,17 +33,19 @@ rule pretrain:
         "<logs>/pretrain/{model}.log",
     benchmark:
         "<benchmarks>/pretrain/{model}.tsv"
-    params:
-        settings=model_settings,
-        data=pretrain_folders,
-        code=code_version("qerl.models.miniature", "qerl.rollout.native"),
     wildcard_constraints:
         model=models_of(PretrainSettings),
+    conda:
+        "qerl"
     threads: 2
     resources:
         mem_mb=2000,
         runtime=30,
         gpu=1,
+    params:
+        settings=model_settings,
+        data=pretrain_folders,
+        code=code_version("qerl.models.miniature", "qerl.rollout.native"),
     shell:
         "python -m qerl pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
 
@@ -51,10 +55,12 @@ rule fetch_model:
         directory("<results>/models/{model}"),
     log:
         "<logs>/fetch_model/{model}.log",
-    params:
-        model=hub_model,
     wildcard_constraints:
         model=models_of(HubModel),
     localrule: True
+    conda:
+        "qerl"
+    params:
+        model=hub_model,
     shell:
         "python -m qerl fetch {params.model} {output:q} > {log:q} 2>&1"

@@ -10,15 +10,17 @@ rule profile:
         "<logs>/profile/{bench}.log",
     benchmark:
         "<benchmarks>/profile/{bench}.tsv"
-    params:
-        settings=bench_settings,
-        points=bench_points,
-        code=code_version("qerl.bench.rollout", "qerl.bench.step"),
+    conda:
+        "qerl"
     threads: workflow.cores
     resources:
         mem_mb=4000,
         runtime=240,
         gpu=1,
+    params:
+        settings=bench_settings,
+        points=bench_points,
+        code=code_version("qerl.bench.rollout", "qerl.bench.step"),
     shell:
         "python -m qerl profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
         " --out {output:q} > {log:q} 2>&1"

@@ -11,13 +11,15 @@ rule quantize:
         "<logs>/quantize/{checkpoint}.log",
     benchmark:
         "<benchmarks>/quantize/{checkpoint}.tsv"
-    params:
-        which=checkpoint_names,
-        out=subpath(output.report, parent=True),
-        code=code_version("qerl.quant.quantize"),
+    conda:
+        "qerl"
     resources:
         mem_mb=2000,
         runtime=120,
         gpu=1,
+    params:
+        which=checkpoint_names,
+        out=subpath(output.report, parent=True),
+        code=code_version("qerl.quant.quantize"),
     shell:
         "python -m qerl quantize {params.which} {input:q} --out {params.out:q} > {log:q} 2>&1"

@@ -13,12 +13,14 @@ rule tables:
         ),
     log:
         "<logs>/tables/{table}.log",
-    params:
-        code=code_version("qerl.report.job"),
-        out=subpath(output[0], parent=True),
+    conda:
+        "qerl"
     resources:
         mem_mb=2000,
         runtime=30,
+    params:
+        code=code_version("qerl.report.job"),
+        out=subpath(output[0], parent=True),
     shell:
         "python -m qerl table {wildcards.table} --out {params.out:q} {input:q} > {log:q} 2>&1"
 
@@ -35,11 +37,13 @@ rule figures:
         ),
     log:
         "<logs>/figures/{figure}.log",
-    params:
-        code=code_version("qerl.report.job"),
-        out=subpath(output[0], parent=True),
+    conda:
+        "qerl"
     resources:
         mem_mb=2000,
         runtime=30,
+    params:
+        code=code_version("qerl.report.job"),
+        out=subpath(output[0], parent=True),
     shell:
         "python -m qerl figure {wildcards.figure} --out {params.out:q} {input:q} > {log:q} 2>&1"

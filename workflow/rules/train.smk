@@ -13,17 +13,19 @@ rule train:
         "<logs>/train/{run}.log",
     benchmark:
         "<benchmarks>/train/{run}.tsv"
+    retries: 1
+    conda:
+        "qerl"
+    resources:
+        mem_mb=2000,
+        runtime=2880,
+        gpu=1,
     params:
         settings=run_row,
         data=run_data_folder,
         work=run_work_folder,
         out=subpath(output.run, parent=True),
         code=code_version("qerl.rl.train"),
-    retries: 1
-    resources:
-        mem_mb=2000,
-        runtime=2880,
-        gpu=1,
     shell:
         "python -m qerl train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
         " --out {params.out:q} >> {log:q} 2>&1"
