@@ -1,7 +1,11 @@
 # The configuration as sheets, and the functions that rules look their rows up with.
 import json
 import re
+import sys
 from pathlib import Path
+
+# The package of this working tree, installed or not.
+sys.path.insert(0, str(Path(workflow.basedir).parent))
 
 from snakemake.exceptions import WorkflowError
 

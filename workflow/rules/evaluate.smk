@@ -14,7 +14,7 @@ rule evaluate:
     benchmark:
         "<benchmarks>/evaluate/{evaluation}.tsv"
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=720,

@@ -12,7 +12,7 @@ rule prepare_data:
     log:
         "<logs>/prepare_data/{dataset}.log",
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=1000,
         runtime=30,
@@ -36,7 +36,7 @@ rule pretrain:
     wildcard_constraints:
         model=models_of(PretrainSettings),
     conda:
-        "qerl"
+        "../../environment.yml"
     threads: 2
     resources:
         mem_mb=2000,
@@ -59,7 +59,7 @@ rule fetch_model:
         model=models_of(HubModel),
     localrule: True
     conda:
-        "qerl"
+        "../../environment.yml"
     params:
         model=hub_model,
     shell:

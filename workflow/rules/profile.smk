@@ -11,7 +11,7 @@ rule profile:
     benchmark:
         "<benchmarks>/profile/{bench}.tsv"
     conda:
-        "qerl"
+        "../../environment.yml"
     threads: workflow.cores
     resources:
         mem_mb=4000,

@@ -12,7 +12,7 @@ rule quantize:
     benchmark:
         "<benchmarks>/quantize/{checkpoint}.tsv"
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=120,

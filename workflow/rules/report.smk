@@ -14,7 +14,7 @@ rule tables:
     log:
         "<logs>/tables/{table}.log",
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=30,
@@ -38,7 +38,7 @@ rule figures:
     log:
         "<logs>/figures/{figure}.log",
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=30,

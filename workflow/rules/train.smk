@@ -15,7 +15,7 @@ rule train:
         "<benchmarks>/train/{run}.tsv"
     retries: 1
     conda:
-        "qerl"
+        "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=2880,
