@@ -31,7 +31,12 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
         points = []
         for row in rows:
             run = parse(RunSettings, row["settings"], f"arm {row['arm']}")
-            label = {"arm": row["arm"], "weights": run.weights, "method": run.method, "rank": run.adapter.rank}
+            label = {
+                "arm": row["arm"],
+                "weights": run.weights,
+                "method": run.method,
+                "rank": run.adapter.rank if run.method == "lora" else 0,
+            }
             folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["arm"]
             points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
         measured = [_row(point) for point in run_points(points, settings.repeats)]

@@ -85,7 +85,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "repeats": ("repeats", _count),
     "tokens_per_second": ("tokens/s", _three_digits),
     "ratio_bf16": ("ratio to BF16", _ratio),
-    "weight_bytes": ("weights' size", _bytes),
+    "weight_bytes": ("weights in memory", _bytes),
     "size_bytes": ("size", _bytes),
     "peak_memory_bytes": ("peak memory", _bytes),
     "bits_per_weight": ("bits/weight", lambda bits: f"{bits:.2f}"),

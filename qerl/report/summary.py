@@ -13,10 +13,13 @@ from rich.text import Text
 from qerl.report.formatting import present
 from qerl.report.results import KEY, ResultError
 
+#: Characters a line where there is no terminal to ask, such as a log.
+WIDTH = 120
+
 
 def print_summary(root: Path, console: Console | None = None) -> None:
     """Print tables/accuracy.csv of a folder of results, then the paths of its tables, its figures and its report."""
-    console = console or Console()
+    console = console or Console(width=None if Console().is_terminal else WIDTH)
     file = root / "tables" / "accuracy.csv"
     if not file.exists():
         raise ResultError(f"{file} doesn't exist; run the workflow to its end first")

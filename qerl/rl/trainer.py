@@ -20,12 +20,12 @@ from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.policy import Policy
 from qerl.progress import track
 from qerl.rl.advantages import group_advantages
-from qerl.rl.aqn import Noise, NoiseReport
+from qerl.rl.aqn import Noise
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batches
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.losses import grpo_loss, mismatch, truncated_importance
 from qerl.rl.rewards import PARTS, group_rewards
-from qerl.rollout.sampler import Sampler, SamplingParams
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Rollout:
     """One batch of scored completions with its statistics."""
 
     samples: list[Sample]
-    noise: NoiseReport
     metrics: dict[str, float]
 
 
@@ -117,14 +116,13 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One rollout and its updates."""
         torch.manual_seed(self.settings.seed * 1_000_003 + step)
-        with seconds() as total:
-            with self.noise.at(step, self.settings.steps) as report:
-                with seconds() as rollout_time:
-                    rollout = self._rollout(step, report)
-                if self.settings.noise.mode == "consistent":
-                    update, update_time = self._timed_update(step, rollout)
+        with seconds() as total, self.noise.at(step, self.settings.steps) as report:
+            with seconds() as rollout_time:
+                rollout = self._rollout(step)
             if self.settings.noise.mode == "sampler":
-                update, update_time = self._timed_update(step, rollout)
+                self.noise.clear()
+            with seconds() as update_time:
+                update = self._update(step, rollout)
         completed = sum(len(s.completion.token_ids) for s in rollout.samples)
         read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
         return {
@@ -134,16 +132,16 @@ class Trainer:
             "noise/sigma": report.sigma,
             "noise/norm": report.norm,
             "tokens_per_second/rollout": completed / rollout_time.value,
-            "tokens_per_second/update": read / update_time,
+            "tokens_per_second/update": read / update_time.value,
             "seconds/rollout": rollout_time.value,
-            "seconds/update": update_time,
+            "seconds/update": update_time.value,
             "seconds/step": total.value,
             "memory_bytes": peak_memory_bytes(),
         }
 
     # --- rollout ---
 
-    def _rollout(self, step: int, noise: NoiseReport) -> Rollout:
+    def _rollout(self, step: int) -> Rollout:
         rollout = self.settings.rollout
         indices = problem_indices(len(self.task.problems), self.settings.seed, step, rollout.prompts)
         problems = [self.task.problems[i] for i in indices]
@@ -166,18 +164,13 @@ class Trainer:
             for prompt, group, advantages, (rewards, _) in zip(prompts, groups, advantages_PG, scored, strict=True)
             for completion, advantage, reward in zip(group, advantages, rewards, strict=True)
         ]
-        return Rollout(samples, noise, _rollout_metrics(samples, [p for _, parts in scored for p in parts], rewards_PG))
+        return Rollout(samples, _rollout_metrics(samples, [p for _, parts in scored for p in parts], rewards_PG))
 
-    def _score(self, group: Sequence[Any], problem: Problem) -> tuple[list[float], list[dict[str, float]]]:
+    def _score(self, group: Sequence[Completion], problem: Problem) -> tuple[list[float], list[dict[str, float]]]:
         texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in group]
         return group_rewards(texts, problem, self.task.format, self.settings.reward)
 
     # --- update ---
-
-    def _timed_update(self, step: int, rollout: Rollout) -> tuple[dict[str, float], float]:
-        with seconds() as elapsed:
-            metrics = self._update(step, rollout)
-        return metrics, elapsed.value
 
     def _update(self, step: int, rollout: Rollout) -> dict[str, float]:
         """All updates of one rollout; the figures are those of the first, made by the policy that sampled."""

@@ -1,9 +1,9 @@
 import re
 
 import pytest
-from synthetic_results import answers, write_evaluation, write_run, write_tree
 
 from qerl.report import figures, results, tables
+from tests.unit.synthetic_results import answers, write_evaluation, write_run, write_tree
 
 
 @pytest.fixture(scope="module")

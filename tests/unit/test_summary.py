@@ -2,10 +2,10 @@ import io
 
 import pytest
 from rich.console import Console
-from synthetic_results import answers, write_evaluation, write_run
 
 from qerl.report import results, tables
 from qerl.report.summary import print_summary
+from tests.unit.synthetic_results import answers, write_evaluation, write_run
 
 
 def printed(root) -> str:

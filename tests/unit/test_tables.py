@@ -3,7 +3,10 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_results import (
+
+from qerl.report import results, tables
+from qerl.report.results import ResultError
+from tests.unit.synthetic_results import (
     rollout_point,
     step_point,
     write_bench,
@@ -12,9 +15,6 @@ from synthetic_results import (
     write_run,
     write_tree,
 )
-
-from qerl.report import results, tables
-from qerl.report.results import ResultError
 
 
 def column(values: list[int]) -> np.ndarray:

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-@pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama])
-def test_own_model_and_problems_from_the_command_line(tmp_path, make):
+@pytest.mark.parametrize(("make", "target"), [(tiny_qwen2, "all"), (tiny_llama, "evaluate/main-nvfp4-lora-seed0")])
+def test_own_model_and_problems_from_the_command_line(tmp_path, make, target):
     model = make(tmp_path / "Own-Model-0.1B", shard_size="60KB")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert len(list(model.glob("*.safetensors"))) > 1
@@ -24,8 +24,11 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, make):
     problems = tmp_path / "pears.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = copy_tree(tmp_path / "tree")
-    tree.snakemake("--configfile", "tests/config/micro.yaml", "--config", f"model={model}", f"problems={problems}")
-    results = tree.folder / "results/micro-Own-Model-0_1B-pears"
+    name = "results/micro-Own-Model-0_1B-pears"
+    wanted = [] if target == "all" else [f"{name}/{target}/result.json"]
+    keys = ("--config", f"model={model}", f"problems={problems}")
+    tree.snakemake("--configfile", "tests/config/micro.yaml", *wanted, *keys)
+    results = tree.folder / name
     assert not (results / "models").exists()
     run = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
     assert run["settings"]["model"] == "Own-Model-0.1B"
@@ -35,4 +38,4 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, make):
     sizes = json.loads((results / "data/pears/dataset.json").read_text())["rows"]
     assert sum(sizes.values()) == len(rows)
     assert evaluation["tasks"]["pears"]["problems"] == sizes["test"]
-    assert "pears" in (results / "tables/accuracy.md").read_text()
+    assert target != "all" or "pears" in (results / "tables/accuracy.md").read_text()

@@ -5,6 +5,8 @@ import json
 import pytest
 import yaml
 
+from tests.tiny import tiny_qwen2
+
 MINI = {"prepare_data": 3, "pretrain": 1, "quantize": 4, "train": 18, "evaluate": 22, "profile": 2}
 
 
@@ -75,6 +77,15 @@ def test_a_record_without_answer_is_named_before_any_job(tree, tmp_path):
     said = run.stdout + run.stderr
     assert "problems.jsonl" in said
     assert "line 2" in said
+
+
+def test_a_truncated_checkpoint_is_named_before_any_job(tree, tmp_path):
+    folder = tiny_qwen2(tmp_path / "short")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
+    assert "model.safetensors" in said
+    assert "Traceback" not in said
 
 
 def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):

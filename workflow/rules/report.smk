@@ -5,12 +5,14 @@ rule tables:
     input:
         stored_results(),
     output:
-        report(
-            multiext("<results>/tables/{table}", ".csv", ".md", ".tex"),
-            caption="../report/{table}_table.rst",
+        csv=report(
+            "<results>/tables/{table}.csv",
+            caption="../report/table.rst",
             category="Tables",
             labels={"table": "{table}"},
         ),
+        md="<results>/tables/{table}.md",
+        tex="<results>/tables/{table}.tex",
     log:
         "<logs>/tables/{table}.log",
     conda:
@@ -29,12 +31,13 @@ rule figures:
     input:
         stored_results(),
     output:
-        report(
-            multiext("<results>/figures/{figure}", ".svg", ".png"),
-            caption="../report/{figure}_figure.rst",
+        png=report(
+            "<results>/figures/{figure}.png",
+            caption="../report/figure.rst",
             category="Figures",
             labels={"figure": "{figure}"},
         ),
+        svg="<results>/figures/{figure}.svg",
     log:
         "<logs>/figures/{figure}.log",
     conda:
