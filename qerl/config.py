@@ -188,26 +188,40 @@ class RolloutSettings(Settings):
     engine: Literal["native"] = "native"
     prompts: PositiveInt = 16
     group_size: Annotated[int, Field(ge=2)] = 8
+    resample: Annotated[int, Field(ge=0, lt=256)] = 0
+    """DAPO's dynamic sampling: problems whose completions all earn the same are replaced by the next ones, in at most
+    this many further rounds."""
     sampling: SamplingSettings = SamplingSettings()
 
 
 class RewardSettings(Settings):
-    """Weights of the reward's parts; each part lies in [0, 1]."""
+    """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
     correct: float = 1.0
     format: float = 0.1
+    overlong: Annotated[float, Field(ge=0)] = 1.0
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
 
 
 class LossSettings(Settings):
-    """GRPO (paper Eq. 3 and 4, without the KL term as in Appendix E)."""
+    """The policy's loss (`qerl.rl.losses` has the formulas). Defaults: GRPO (paper Eq. 3), no KL term (Appendix E)."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo"] = "grpo"
+    """`bnpo` is what the released scripts run as DAPO."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference, which is the base without the adapter."""
+    scale_advantages: bool = True
+    """Divide by the group's standard deviation (Eq. 4); Dr. GRPO doesn't."""
+    mask_truncated: bool = False
+    """Completions that ran into the limit carry no loss (DAPO's overlong filtering)."""
     updates_per_rollout: PositiveInt = 1
     """Passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
-    importance_cap: float | None = None
-    """Cap of the truncated importance weight between trainer and sampler; none: no correction, as in the paper."""
+    correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
+    """Importance weights that correct for the difference between sampler and trainer; `off` as in the paper."""
+    correction_cap: Annotated[float, Field(ge=1)] = 2.0
 
 
 class OptimizerSettings(Settings):
@@ -249,6 +263,10 @@ class RunSettings(Settings):
             )
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
+        if self.loss.kl and self.method == "full":
+            raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
+        if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
+            raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
         return self
 
 

@@ -19,7 +19,7 @@ def _measure(settings: RunSettings, checkpoint: Path, data: Path, work: Path) ->
     held = weight_bytes(trainer.policy)
 
     def once(round_: int) -> dict[str, float]:
-        metrics = trainer.step(round_ + 1)
+        metrics = trainer.step(round_ + 1, round_ * settings.rollout.prompts)
         return {**{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")}, "weight_bytes": held}
 
     return once

@@ -52,6 +52,12 @@ class Policy:
         dtype = self.lm.dtype
         return torch.autocast(self.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
+    def reference(self) -> AbstractContextManager:
+        """The base without what was trained on it, for the length of the block: no second model is needed."""
+        if self.peft is None:
+            raise ValueError("a policy trained in full has no reference in it; use method=lora with loss.kl")
+        return self.peft.disable_adapter()
+
     def save(self, folder: Path) -> None:
         """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's."""
         if self.peft is not None:

@@ -23,7 +23,6 @@ class Sample:
     prompt: list[int]
     completion: Completion
     advantage: float
-    reward: float
 
     @property
     def length(self) -> int:
@@ -40,6 +39,7 @@ class MicroBatch:
     positions_NT: torch.Tensor  # [N, T] where the hidden state that predicts a completion token stands
     targets_NT: torch.Tensor  # [N, T] completion tokens
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
+    finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
     sampler_logprobs_NT: torch.Tensor  # [N, T]
     advantages_N: torch.Tensor  # [N]
 
@@ -60,6 +60,7 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
         positions_NT=_padded(spans, torch.long, device),
         targets_NT=_padded([c.token_ids for c in completions], torch.long, device),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], torch.float32, device),
+        finished_N=torch.tensor([float(c.finished) for c in completions], device=device),
         sampler_logprobs_NT=_padded([c.logprobs for c in completions], torch.float32, device),
         advantages_N=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
     )

@@ -2,45 +2,97 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from qerl.config import LossSettings
 
 
-def grpo_loss(
+@dataclass(frozen=True)
+class BatchSize:
+    """The whole batch that a micro-batch is part of: its losses add up to that of the batch."""
+
+    sequences: int
+    #: Completion tokens that carry a loss.
+    tokens: float
+    #: Most tokens that a completion may have.
+    longest: int
+    micro_batches: int
+
+
+def policy_loss(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
     advantages_N: torch.Tensor,
     mask_NT: torch.Tensor,
     settings: LossSettings,
-    total_sequences: int,
+    whole: BatchSize,
+    reference_logprobs_NT: torch.Tensor | None = None,
     importance_NT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Clipped surrogate of GRPO (paper Eq. 3 without the KL term): mean over tokens, then over sequences.
+    """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
-    `old_logprobs` are those of the policy before the first update on this rollout; `total_sequences` is the size of
-    the whole batch, so that the losses of its micro-batches add up to the loss of the batch. `importance` are
-    constant weights of the tokens (truncated importance sampling).
+    `old_logprobs` are those of the policy before the first update on this rollout; `mask` is 1.0 where a token counts;
+    `importance` [N, T] or [N, 1] are constant weights (see `importance_weights`). The losses differ in two things:
+    gspo has one ratio a sequence, the others one a token; and `_reduce` has the normalizations.
     """
-    ratio = torch.exp(logprobs_NT - old_logprobs_NT)
+    log_ratio = logprobs_NT - old_logprobs_NT
+    if settings.name == "gspo":
+        log_ratio = ((log_ratio * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1))[:, None]
+    ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    surrogate = torch.minimum(ratio * advantages_N[:, None], clipped * advantages_N[:, None])
+    loss_NT = -torch.minimum(ratio * advantages_N[:, None], clipped * advantages_N[:, None])
     if importance_NT is not None:
-        surrogate = surrogate * importance_NT
-    per_sequence = (surrogate * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)
-    return -per_sequence.sum() / total_sequences
+        loss_NT = loss_NT * importance_NT
+    if reference_logprobs_NT is not None:
+        loss_NT = loss_NT + settings.kl * k3(reference_logprobs_NT - logprobs_NT)
+    return _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
 
 
-def truncated_importance(
-    trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, cap: float
-) -> torch.Tensor:
-    """min(pi_trainer / pi_sampler, cap) of each token, [N, T], without gradient."""
-    return torch.exp(trainer_logprobs_NT.detach() - sampler_logprobs_NT).clamp(max=cap)
+def _reduce(loss_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings, whole: BatchSize) -> torch.Tensor:
+    """The micro-batch's share of the batch's loss.
+
+    grpo, gspo: mean over tokens, then over sequences. dapo: mean over the tokens of the whole batch. dr_grpo: sum over
+    tokens by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch, then over
+    micro-batches (what the released scripts run as DAPO; it depends on how the batch is split).
+    """
+    if settings.name in ("grpo", "gspo"):
+        return (loss_NT.sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / whole.sequences
+    if settings.name == "dapo":
+        return loss_NT.sum() / max(whole.tokens, 1)
+    if settings.name == "dr_grpo":
+        return loss_NT.sum() / (whole.sequences * whole.longest)
+    return loss_NT.sum() / mask_NT.sum().clamp(min=1) / whole.micro_batches
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(q || p) at a sample of q: r - 1 - log r with r = p / q; never negative."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def importance_weights(
+    trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
+) -> torch.Tensor | None:
+    """Weights without gradient that correct for a sampler that isn't the trainer's policy; None for `off`.
+
+    pi_trainer / pi_sampler of each token [N, T] or of the whole sequence [N, 1]; above the cap it is cut to the cap
+    (truncate) or the token or sequence is dropped (mask).
+    """
+    if settings.correction == "off":
+        return None
+    level, action = settings.correction.split("-")
+    log_ratio = (trainer_logprobs_NT.detach() - sampler_logprobs_NT) * mask_NT
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    ratio = torch.exp(log_ratio)
+    cap = settings.correction_cap
+    return ratio.clamp(max=cap) if action == "truncate" else ratio.masked_fill(ratio > cap, 0.0)
 
 
 def mismatch(
     trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over tokens for KL(sampler || trainer) by the k3 estimator, and the largest token ratio either way."""
+    """Sum over tokens of KL(sampler || trainer) by the k3 estimator, and the largest token ratio either way."""
     delta = (trainer_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
-    return ((torch.expm1(delta) - delta) * mask_NT).sum(), torch.exp(delta.abs().max())
+    return k3(delta).sum(), torch.exp(delta.abs().max())

@@ -15,7 +15,8 @@ from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapt
 from qerl.progress import log
 from qerl.provenance import code_version, stamp, write_json
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.trainer import Task, Trainer
+from qerl.rl.collect import Collector, Task
+from qerl.rl.trainer import Trainer
 from qerl.rollout.native import NativeSampler
 
 METRICS = "metrics.jsonl"
@@ -34,7 +35,8 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
-    return Trainer(settings, policy, NativeSampler(policy), task, checkpoints, work / METRICS)
+    collector = Collector(settings, policy, NativeSampler(policy), task)
+    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _fingerprint(settings: RunSettings) -> str:

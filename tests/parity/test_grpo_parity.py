@@ -10,7 +10,7 @@ from qerl.config import LossSettings
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batches
-from qerl.rl.losses import grpo_loss
+from qerl.rl.losses import BatchSize, importance_weights, policy_loss
 from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
 
@@ -22,18 +22,41 @@ def checkpoint(tmp_path_factory):
     return tiny_qwen2(tmp_path_factory.mktemp("dense"), dtype=torch.float32)
 
 
+LONGEST = 12
+#: How TRL names each loss.
+IN_TRL = {
+    "grpo": {"loss_type": "grpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "dapo": {"loss_type": "dapo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+}
+
+
+@pytest.fixture(scope="module", params=list(IN_TRL))
+def loss_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.05])
+def kl(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trainer(checkpoint, tmp_path_factory):
+def trainer(checkpoint, tmp_path_factory, loss_name, kl):
     """TRL on its own copy of the model."""
     arguments = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("trl")),
-        loss_type="grpo",
-        beta=0.0,
+        **IN_TRL[loss_name],
+        beta=kl,
+        use_bias_correction_kl=False,  # the paper's Eq. 3 has the plain term
         epsilon=0.2,
         epsilon_high=0.28,
         temperature=TEMPERATURE,
         num_generations=4,
         per_device_train_batch_size=8,
+        max_completion_length=LONGEST,
         report_to=[],
         bf16=False,
         use_cpu=True,
@@ -56,7 +79,7 @@ def batch(seed: int) -> tuple[list[Sample], torch.Tensor]:
     for i, advantage in enumerate(advantages):
         prompt = torch.randint(2, 100, (3 + 4 * (i // 4),), generator=numbers).tolist()
         ids = torch.randint(2, 100, (1 + int(torch.randint(9, (), generator=numbers)),), generator=numbers).tolist()
-        samples.append(Sample(prompt, Completion(ids, [-1.0] * len(ids), True), advantage, 0.0))
+        samples.append(Sample(prompt, Completion(ids, [-1.0] * len(ids), i % 3 > 0), advantage))
     return samples, torch.randn(8, 16, generator=numbers)
 
 
@@ -77,39 +100,93 @@ def trl_inputs(samples: list[Sample], old: torch.Tensor) -> dict[str, torch.Tens
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("max_tokens", [10_000, 40])
-def test_loss_gradient_and_entropy_equal_trl(trainer, checkpoint, seed, max_tokens):
-    samples, noise = batch(seed)
-    ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    policy = Policy(ours, None)
-    inputs = trl_inputs(samples, noise)
+def trl_logprobs(trainer, inputs):
     with torch.no_grad():
-        clean, _, _ = trainer._get_per_token_logps_and_entropies(
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
             inputs["completion_ids"].shape[1],
         )
+    return logprobs
+
+
+@pytest.mark.parametrize("correction", ["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"])
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("max_tokens", [10_000, 40])
+def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tokens, mask_truncated, correction):
+    if loss_name == "bnpo" and max_tokens < 10_000:
+        pytest.skip("bnpo depends on how the batch is split, and TRL's batch is whole")
+    samples, noise = batch(seed=3)
+    inputs = trl_inputs(samples, noise)
+    clean = trl_logprobs(trainer, inputs)
+    width = clean.shape[1]
     # Ratios on both sides of the clip, for either sign of the advantage.
-    inputs["old_per_token_logps"] = clean + 0.3 * noise[:, : clean.shape[1]]
+    inputs["old_per_token_logps"] = clean + 0.3 * noise[:, :width]
+    inputs["ref_per_token_logps"] = clean - 0.2 * noise[:, :width].flip(0)
+    sampled = inputs["old_per_token_logps"] + 0.4 * noise[:, :width].flip(1)
+    if mask_truncated:
+        inputs["completion_mask"] = (
+            inputs["completion_mask"] * torch.tensor([s.completion.finished for s in samples])[:, None]
+        )
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    settings = LossSettings(
+        name=loss_name, kl=kl, mask_truncated=mask_truncated, correction=correction, correction_cap=1.2
+    )
+    inputs["importance_sampling_ratio"] = trl_ratio(inputs, sampled, settings)
+    trainer.use_vllm = correction != "off"
     trainer.model.zero_grad()
     theirs = trainer._compute_loss(trainer.model, inputs)
+    trainer.use_vllm = False
     theirs.backward()
-    loss = torch.zeros(())
-    entropy = tokens = 0.0
-    for part in micro_batches(samples, max_tokens, torch.device("cpu")):
-        logprobs, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
-        old = inputs["old_per_token_logps"][part.index, : logprobs.shape[1]]
-        piece = grpo_loss(logprobs, old, part.advantages_N, part.mask_NT, LossSettings(), len(samples))
-        piece.backward()
-        loss += piece.detach()
-        entropy, tokens = entropy + entropies.sum().item(), tokens + part.mask_NT.sum().item()
-    assert abs(theirs.item()) > 1e-3
+    ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    loss = our_loss(Policy(ours, None), samples, inputs, sampled, settings, max_tokens)
+    assert abs(theirs.item()) > 1e-4
     torch.testing.assert_close(loss, theirs.detach(), atol=1e-6, rtol=0)
     for (name, mine), other in zip(ours.named_parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
-    assert entropy / tokens == pytest.approx(trainer._metrics["train"]["entropy"][-1], abs=1e-5)
+
+
+def trl_ratio(inputs, sampled, settings):
+    """The importance ratio as TRL's `vllm_importance_sampling_mode` makes it, written from its documentation."""
+    difference = (inputs["old_per_token_logps"] - sampled) * inputs["completion_mask"]
+    if settings.correction.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    if settings.correction.endswith("truncate"):
+        return ratio.clamp(max=settings.correction_cap)
+    return torch.where(ratio > settings.correction_cap, 0.0, ratio)
+
+
+def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
+    """The loss of the batch from its micro-batches; gradients accumulate in the policy."""
+    batches = list(micro_batches(samples, max_tokens, torch.device("cpu")))
+    masks = [b.mask_NT * b.finished_N[:, None] if settings.mask_truncated else b.mask_NT for b in batches]
+    whole = BatchSize(len(samples), sum(m.sum().item() for m in masks), LONGEST, len(batches))
+    loss = torch.zeros(())
+    for part, mask in zip(batches, masks, strict=True):
+        logprobs, _ = logprobs_and_entropy(policy, part, TEMPERATURE)
+        rows = lambda name, part=part: inputs[name][part.index, : part.mask_NT.shape[1]]  # noqa: E731
+        old, reference = rows("old_per_token_logps"), rows("ref_per_token_logps")
+        weights = importance_weights(old, sampled[part.index, : mask.shape[1]], mask, settings)
+        piece = policy_loss(
+            logprobs, old, part.advantages_N, mask, settings, whole, reference if settings.kl else None, weights
+        )
+        piece.backward()
+        loss += piece.detach()
+    return loss
+
+
+def test_entropy_equals_trl(trainer, checkpoint):
+    samples, noise = batch(seed=1)
+    inputs = trl_inputs(samples, noise)
+    inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
+    trainer._compute_loss(trainer.model, inputs)
+    policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), None)
+    (part,) = micro_batches(samples, 10_000, torch.device("cpu"))
+    _, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
+    mean = entropies.sum().item() / part.mask_NT.sum().item()
+    assert mean == pytest.approx(trainer._metrics["train"]["entropy"][-1], abs=1e-6)
 
 
 def test_advantages_are_normalised_in_their_group():
@@ -118,3 +195,4 @@ def test_advantages_are_normalised_in_their_group():
     assert torch.equal(advantages[1], torch.zeros(4))
     expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std() + 1e-4)
     torch.testing.assert_close(advantages[0], expected)
+    torch.testing.assert_close(group_advantages(rewards, scale=False)[0], rewards[0] - rewards[0].mean())

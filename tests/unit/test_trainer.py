@@ -1,7 +1,7 @@
 """The GRPO loop on a tiny policy: resume, noise modes, what is trained and what is not."""
 
 import json
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from qerl.data.records import Problem
 from qerl.models.policy import trained_in_full, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
-from qerl.rl.trainer import Task, Trainer, learning_rate, problem_indices
+from qerl.rl.collect import Collector, Task, problem_index
+from qerl.rl.trainer import Trainer, learning_rate
 from qerl.rollout.native import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from tests.tiny import tiny_qwen2
@@ -45,20 +46,15 @@ def trainer(checkpoints, work, **changes) -> Trainer:
     base = checkpoints / settings.weights
     full = settings.method == "full"
     policy = trained_in_full(base, CPU) if full else with_adapter(base, settings.adapter, "float32", settings.seed, CPU)
-    # Equal rewards teach nothing: here the reward is a property that random completions differ in.
-    made = Trainer(
-        settings,
-        policy,
-        NativeSampler(policy),
-        Task(PROBLEMS, "gsm8k", ""),
-        Checkpoints(work, "test"),
-        work / "m.jsonl",
-    )
-    made._score = lambda group, problem: (  # type: ignore[method-assign]
-        [float(len(set(c.token_ids))) for c in group],
-        [{"correct": 0.0, "format": 0.0} for _ in group],
-    )
-    return made
+    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
+    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def reward_that_random_completions_differ_in(monkeypatch):
+    """Equal rewards teach nothing: here it is the number of different characters."""
+    parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
@@ -80,7 +76,9 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     expected = whole.run()
     killed = trainer(checkpoints, tmp_path / "killed", **changes)
     step = killed.step
-    monkeypatch.setattr(killed, "step", lambda n: step(n) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        killed, "step", lambda n, position: step(n, position) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     continued = trainer(checkpoints, tmp_path / "killed", **changes)
@@ -124,35 +122,35 @@ def test_sampler_and_trainer_agree_without_noise(checkpoints, tmp_path):
 
 def test_dropout_acts_in_the_update_and_never_in_the_rollout(checkpoints, tmp_path):
     made = trainer(checkpoints, tmp_path, adapter={"rank": 4, "dropout": 0.5}, optimizer={"learning_rate": 0.1})
-    made.step(1)
-    assert made.step(2)["mismatch/kl"] > 1e-6
+    made.step(1, 0)
+    assert made.step(2, 2)["mismatch/kl"] > 1e-6
     params = SamplingParams(max_tokens=6, count=4)
-    assert made.sampler.generate([[5, 6]], params) == made.sampler.generate([[5, 6]], params)
+    assert made.collector.sampler.generate([[5, 6]], params) == made.collector.sampler.generate([[5, 6]], params)
 
 
 def test_noise_mode_decides_whether_the_trainer_sees_the_noise(checkpoints, tmp_path):
     noise, plain = {"schedule": "constant", "sigma_start": 0.1}, {"rank": 4}
     sampler = trainer(
         checkpoints, tmp_path / "a", weights="nvfp4", adapter=plain, noise={**noise, "mode": "sampler"}
-    ).step(1)
+    ).step(1, 0)
     consistent = trainer(
         checkpoints, tmp_path / "b", weights="nvfp4", adapter=plain, noise={**noise, "mode": "consistent"}
-    ).step(1)
+    ).step(1, 0)
     assert sampler["noise/sigma"] == consistent["noise/sigma"] == 0.1
     assert sampler["mismatch/kl"] > 1e-5
     assert consistent["mismatch/kl"] < 1e-8
 
 
 def test_gradient_accumulation_equals_the_large_batch(checkpoints, tmp_path):
-    whole = trainer(checkpoints, tmp_path / "a", adapter={"rank": 4}).step(1)
-    parts = trainer(checkpoints, tmp_path / "b", adapter={"rank": 4}, micro_batch_tokens=20).step(1)
+    whole = trainer(checkpoints, tmp_path / "a", adapter={"rank": 4}).step(1, 0)
+    parts = trainer(checkpoints, tmp_path / "b", adapter={"rank": 4}, micro_batch_tokens=20).step(1, 0)
     for key in ("loss", "grad_norm", "entropy"):
         assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
 
 
 def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
     once, twice = (trainer(checkpoints, tmp_path / str(n), loss={"updates_per_rollout": n}) for n in (1, 2))
-    once.step(1), twice.step(1)
+    once.step(1, 0), twice.step(1, 0)
     moved = [not torch.equal(a, b) for a, b in zip(weights(once).values(), weights(twice).values(), strict=True)]
     assert any(moved)
 
@@ -180,10 +178,10 @@ def test_only_the_last_two_checkpoints_are_kept(tmp_path):
 
 
 def test_every_problem_is_seen_once_an_epoch():
-    seen = [index for step in range(1, 6) for index in problem_indices(10, 0, step, 4)]
+    seen = [problem_index(10, 0, position) for position in range(20)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
-    assert seen[:10] != [index for step in range(1, 4) for index in problem_indices(10, 1, step, 4)][:10]
+    assert seen[:10] != [problem_index(10, 1, position) for position in range(10)]
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
@@ -195,10 +193,67 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert rates[-1] < 1e-3
 
 
-def test_no_training_problems_is_an_error(checkpoints, tmp_path):
+def test_no_training_problems_is_an_error(checkpoints):
     settings = parse(RunSettings, BASE, "test")
     policy = with_adapter(checkpoints / "bf16", settings.adapter, "float32", 0, CPU)
     with pytest.raises(ValueError, match="no training problems"):
-        Trainer(
-            settings, policy, NativeSampler(policy), Task([], "gsm8k", ""), Checkpoints(tmp_path, ""), tmp_path / "m"
-        )
+        Collector(settings, policy, NativeSampler(policy), Task([], "gsm8k", ""))
+
+
+def equal_rewards_for(monkeypatch, questions):
+    """Rewards that are all the same for these questions, and all different for others."""
+    numbers = count()
+
+    def parts(answer, problem, *_):
+        return {"correct": 0.0 if problem.question in questions else next(numbers), "format": 0.0, "overlong": 0.0}
+
+    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(checkpoints, tmp_path, monkeypatch):
+    order = [PROBLEMS[problem_index(len(PROBLEMS), 0, position)].question for position in range(6)]
+    equal_rewards_for(monkeypatch, {order[0], order[2]})
+    rollout = {**BASE["rollout"], "resample": 3}
+    made = trainer(checkpoints, tmp_path, rollout=rollout)
+    drawn = made.collector.collect(1, 0)
+    expected = [made.policy.tokenizer(f"{question}:")["input_ids"] for question in (order[1], order[3])]
+    assert [sample.prompt for sample in drawn.samples[::4]] == expected
+    assert drawn.metrics["problems"] == 4
+    assert drawn.metrics["reward/equal_groups"] == 0.5
+    assert all(sample.advantage != 0 for sample in drawn.samples)
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(checkpoints, tmp_path, monkeypatch):
+    equal_rewards_for(monkeypatch, {problem.question for problem in PROBLEMS})
+    drawn = trainer(checkpoints, tmp_path, rollout={**BASE["rollout"], "resample": 2}).collector.collect(1, 0)
+    assert drawn.metrics["problems"] == 6
+    assert len(drawn.samples) == 8
+
+
+def test_a_continued_run_with_dynamic_sampling_goes_on_at_the_same_problem(checkpoints, tmp_path, monkeypatch):
+    equal_rewards_for(monkeypatch, {PROBLEMS[0].question, PROBLEMS[3].question})
+    changes = {"rollout": {**BASE["rollout"], "resample": 2}, "steps": 4}
+    whole = trainer(checkpoints, tmp_path / "whole", **changes).run()
+    first = trainer(checkpoints, tmp_path / "parts", **{**changes, "steps": 3})
+    first.run()
+    assert untimed(trainer(checkpoints, tmp_path / "parts", **changes).run())[2]["problems"] == whole[2]["problems"]
+    assert whole[-1]["problems"] > 8
+
+
+def test_kl_to_the_reference_starts_at_zero_and_grows(checkpoints, tmp_path):
+    made = trainer(
+        checkpoints, tmp_path, weights="nvfp4", adapter={"rank": 4}, loss={"kl": 0.1}, optimizer={"learning_rate": 0.05}
+    )
+    first, second = made.step(1, 0), made.step(2, 2)
+    assert abs(first["reference/kl"]) < 1e-7
+    assert second["reference/kl"] > 1e-5
+
+
+def test_the_reference_is_the_untrained_base(checkpoints, tmp_path):
+    made = trainer(checkpoints, tmp_path, weights="nvfp4", adapter={"rank": 4})
+    ids = torch.tensor([[5, 6, 7]])
+    before = made.policy.lm(ids).logits
+    made.step(1, 0)
+    with made.policy.reference():
+        assert torch.equal(made.policy.lm(ids).logits, before)
+    assert not torch.equal(made.policy.lm(ids).logits, before)

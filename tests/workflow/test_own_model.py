@@ -27,7 +27,7 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, make, target):
     name = "results/micro-Own-Model-0_1B-pears"
     wanted = [] if target == "all" else [f"{name}/{target}/result.json"]
     keys = ("--config", f"model={model}", f"problems={problems}")
-    tree.snakemake("--configfile", "tests/config/micro.yaml", *wanted, *keys)
+    tree.snakemake(*wanted, "--configfile", "tests/config/micro.yaml", *keys)
     results = tree.folder / name
     assert not (results / "models").exists()
     run = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())

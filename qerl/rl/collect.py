@@ -1,0 +1,132 @@
+"""Rollouts: which problems a step takes, their completions, and what these earn."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qerl.config import RecordFormat, RunSettings
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import Problem
+from qerl.models.policy import Policy
+from qerl.rl.advantages import group_advantages
+from qerl.rl.batches import Sample
+from qerl.rl.rewards import PARTS, Answer, reward_parts, total
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the policy is trained on."""
+
+    problems: list[Problem]
+    format: RecordFormat
+    instruction: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one problem with their rewards."""
+
+    prompt: list[int]
+    completions: list[Completion]
+    parts: list[dict[str, float]]
+    rewards: list[float]
+
+    @property
+    def informative(self) -> bool:
+        """Whether the rewards differ: equal ones have no advantage over each other and teach nothing."""
+        return len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The batch of one step, and statistics of all that was drawn for it."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+
+
+def problem_index(count: int, seed: int, position: int) -> int:
+    """The problem at a place of the endless sequence of epochs, each a permutation that depends on (seed, epoch)."""
+    epoch, offset = divmod(position, count)
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return int(np.random.Generator(np.random.Philox(key=key)).permutation(count)[offset])
+
+
+class Collector:
+    """Draws the batch of a step from a sampler; it keeps no state, so a continued run goes on where it was."""
+
+    def __init__(self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task) -> None:
+        if not task.problems:
+            raise ValueError(f"data set {settings.dataset} has no training problems")
+        self.settings = settings
+        self.policy = policy
+        self.sampler = sampler
+        self.task = task
+
+    def collect(self, step: int, position: int) -> Rollout:
+        """The batch of `step`; `position` problems were taken before it.
+
+        With `rollout.resample`, groups of equal rewards are replaced by the next problems' while rounds are left; what
+        is then still missing is filled up with such groups.
+        """
+        rollout = self.settings.rollout
+        drawn: list[Group] = []
+        for round_ in range(1 + rollout.resample):
+            missing = rollout.prompts - sum(group.informative for group in drawn)
+            if round_ == 0 or missing > 0:
+                start = position + len(drawn)
+                drawn += self._draw(range(start, start + missing), step, round_)
+        chosen = drawn
+        if rollout.resample:
+            chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
+        return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)})
+
+    def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
+        seed, problems = self.settings.seed, self.task.problems
+        chosen = [problems[problem_index(len(problems), seed, place)] for place in positions]
+        prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
+        sampling = self.settings.rollout.sampling
+        params = SamplingParams(
+            **sampling.model_dump(), count=self.settings.rollout.group_size, seed=_packed(seed, step, round_)
+        )
+        groups = self.sampler.generate(prompts, params)
+        return [self._score(*group) for group in zip(prompts, groups, chosen, strict=True)]
+
+    def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
+        limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
+        texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
+        answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
+        parts = [reward_parts(answer, problem, self.task.format, weights) for answer in answers]
+        return Group(prompt, completions, parts, [total(p, weights) for p in parts])
+
+    def _samples(self, groups: list[Group]) -> list[Sample]:
+        rewards_PG = torch.tensor([group.rewards for group in groups])
+        advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages).tolist()
+        return [
+            Sample(group.prompt, completion, advantage)
+            for group, advantages in zip(groups, advantages_PG, strict=True)
+            for completion, advantage in zip(group.completions, advantages, strict=True)
+        ]
+
+
+def _packed(seed: int, step: int, round_: int) -> int:
+    """One 64-bit seed; different for any (seed < 2^32, step < 2^24, round < 2^8)."""
+    return (seed << 32) | (step << 8) | round_
+
+
+def _metrics(groups: list[Group]) -> dict[str, float]:
+    parts = [part for group in groups for part in group.parts]
+    completions = [completion for group in groups for completion in group.completions]
+    return {
+        "reward": statistics.fmean(reward for group in groups for reward in group.rewards),
+        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in PARTS},
+        "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
+        "completion_tokens": sum(len(c.token_ids) for c in completions),
+        "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
+        "truncated": statistics.fmean(not c.finished for c in completions),
+    }
