@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
-from qerl.models.checkpoint import check_checkpoint
+from qerl.models.checkpoint import check_base
 
 
 @dataclass(frozen=True)
@@ -155,33 +156,37 @@ def _shortened(config: Config) -> Config:
     from qerl.data.sources import check_problem_file
 
     changes: dict[str, Any] = {}
-    names = [config.name]
+    model, problems = _plain_name(config.model), _plain_name(config.problems)
     if config.model is not None:
-        names.append(config.model.name)
-        changes["models"] = {config.model.name: LocalModel(source="local", path=config.model)}
+        changes["models"] = {model: LocalModel(source="local", path=config.model)}
         changes["benches"] = {
-            key: bench.model_copy(update={"model": config.model.name}) if isinstance(bench, RolloutBench) else bench
+            key: bench.model_copy(update={"model": model}) if isinstance(bench, RolloutBench) else bench
             for key, bench in config.benches.items()
         }
     if config.problems is not None:
-        names.append(config.problems.stem)
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
         same = (known.instruction for known in config.datasets.values() if known.format == record_format)
         values = {"format": record_format, "origin": origin, "instruction": next(same, "")}
         dataset = parse(DatasetSettings, values, "problems")
-        changes["datasets"] = {**config.datasets, config.problems.stem: dataset}
+        changes["datasets"] = {**config.datasets, problems: dataset}
         harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
-        task = TaskSettings(dataset=config.problems.stem, harness=harness)  # type: ignore[arg-type]
+        task = TaskSettings(dataset=problems, harness=harness)  # type: ignore[arg-type]
         changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
-    replaced = {"model": config.model and config.model.name, "dataset": config.problems and config.problems.stem}
-    base_change = {key: value for key, value in replaced.items() if value}
+    base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
     changes["experiments"] = {
         key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
         for key, experiment in config.experiments.items()
     }
-    changes["name"] = "-".join(names).replace(".", "_")
+    changes["name"] = "-".join([config.name, *base_change.values()]).replace(".", "_")
     return config.model_copy(update=changes)
+
+
+def _plain_name(path: Path | None) -> str:
+    """A file's or folder's name as a part of paths and commands; empty for no path."""
+    return (
+        re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().stem if path.is_file() else path.resolve().name) if path else ""
+    )
 
 
 def plan(config: Config) -> Plan:
@@ -243,7 +248,7 @@ def check_inputs(config: Config) -> None:
     """Local checkpoints and problem files are there, whole and readable; a sentence names what isn't."""
     for model in config.models.values():
         if isinstance(model, LocalModel):
-            check_checkpoint(model.path)
+            check_base(model.path)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
         from qerl.data.sources import check_problem_file

@@ -41,6 +41,18 @@ def check_checkpoint(folder: Path) -> None:
     read_headers(folder)
 
 
+def check_base(folder: Path) -> None:
+    """Whether `folder` can be a run's base: a whole dense checkpoint, with a tokenizer that has a chat template."""
+    check_checkpoint(folder)
+    if (found := weights_format_of(folder)) != "bf16":
+        raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
+    tokenizer = folder / "tokenizer_config.json"
+    if not tokenizer.is_file() or not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json and tokenizer_config.json are needed")
+    if not (folder / "chat_template.jinja").is_file() and "chat_template" not in json.loads(tokenizer.read_text()):
+        raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
+
+
 def weights_format_of(folder: Path) -> str:
     """The format of a checkpoint's linear weights: "nvfp4", "mxfp4", "nf4", or "bf16" for dense ones (any float type).
 

@@ -88,6 +88,16 @@ def test_a_truncated_checkpoint_is_named_before_any_job(tree, tmp_path):
     assert "Traceback" not in said
 
 
+def test_a_base_without_chat_template_is_named_before_any_job(tree, tmp_path):
+    folder = tiny_qwen2(tmp_path / "mute")
+    said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
+    assert "has no chat template" in said
+
+
+def test_the_gpu_profile_plans_the_same(tree):
+    assert MINI.items() <= tree.planned("--profile", "profiles/gpu").items()
+
+
 def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()
