@@ -39,7 +39,12 @@ def test_a_comment_or_docstring_changes_nothing(copy):
 
 def test_a_changed_formula_changes_the_version(copy):
     before = version_in(copy)
-    edit(copy, "rl/losses.py", "return -per_sequence.sum() / total_sequences", "return -per_sequence.sum()")
+    edit(
+        copy,
+        "rl/losses.py",
+        "ratio = torch.exp(log_ratio)\n    clipped",
+        "ratio = torch.exp(0.5 * log_ratio)\n    clipped",
+    )
     assert version_in(copy) != before
 
 

@@ -65,9 +65,9 @@ def test_a_changed_setting_reruns_that_run_and_what_depends_on_it(finished):
 
 
 def test_a_changed_formula_retrains_but_does_not_quantize_anew(finished):
-    edit(finished, "qerl/rl/losses.py", "return -per_sequence.sum()", "return -1.0 * per_sequence.sum()")
+    edit(finished, "qerl/rl/losses.py", "torch.exp(log_ratio)\n", "torch.exp(1.0 * log_ratio)\n")
     planned = finished.planned(*CONFIG)
-    edit(finished, "qerl/rl/losses.py", "return -1.0 * per_sequence.sum()", "return -per_sequence.sum()")
+    edit(finished, "qerl/rl/losses.py", "torch.exp(1.0 * log_ratio)\n", "torch.exp(log_ratio)\n")
     assert planned["train"] == 2
     assert not {"prepare_data", "pretrain", "quantize"} & planned.keys()
 
