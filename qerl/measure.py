@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import resource
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+PROCESS = Path("/proc/self")
 
 
 @dataclass
@@ -35,7 +38,20 @@ def _synchronise() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory held so far: on a GPU what its allocator handed out, on a CPU the resident set of the process."""
+    """Most memory held since the start or the last reset.
+
+    On a GPU what its allocator handed out, on a CPU the resident set of the process (Linux: proc(5)).
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = (PROCESS / "status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+
+
+def reset_peak_memory() -> None:
+    """Let `peak_memory_bytes` start anew from what is held now."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        (PROCESS / "clear_refs").write_text("5")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from qerl.measure import peak_memory_bytes, reset_peak_memory
 from qerl.progress import track
-
-#: Linux resets the peak of the resident set when 5 is written here (proc(5)).
-CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass
@@ -25,21 +21,6 @@ class Point:
     samples: list[dict[str, float]] = field(default_factory=list)
     peak_memory_bytes: int = 0
     status: str = "ok"
-
-
-def _reset_peak() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        CLEAR_REFS.write_text("5")
-
-
-def _peak() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
 def run_points(points: Sequence[Point], repeats: int) -> list[Point]:
@@ -56,12 +37,12 @@ def run_points(points: Sequence[Point], repeats: int) -> list[Point]:
 
 
 def _measure(point: Point, measure: Callable[[int], dict[str, float]], round_: int) -> None:
-    _reset_peak()
+    reset_peak_memory()
     try:
         figures = measure(round_)
     except (torch.cuda.OutOfMemoryError, MemoryError):
         point.status = "out of memory"
         return
-    point.peak_memory_bytes = max(point.peak_memory_bytes, _peak())
+    point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
     if round_ > 0:
         point.samples.append(figures)

@@ -15,14 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from qerl.models.checkpoint import (
     CheckpointError,
     TensorInfo,
-    check_checkpoint,
     read_headers,
     weights_format_of,
 )
 from qerl.quant import FormatError, formats, nf4
 from qerl.quant.linear import PackedLinear
-
-__all__ = ["CheckpointError", "check_checkpoint", "load_model", "read_packed", "stream", "weights_format_of"]
 
 #: What marks a layer as packed, by format: the tensor that is there for packed layers alone.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}

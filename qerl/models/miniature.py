@@ -6,7 +6,6 @@ half of the problems: reinforcement learning has something to improve.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -95,7 +94,6 @@ def pretrain(
         )
     model.bfloat16().save_pretrained(target)
     tokenizer.save_pretrained(target)
-    (target / "pretrain.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 

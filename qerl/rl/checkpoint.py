@@ -54,10 +54,3 @@ class Checkpoints:
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
-
-    def clear(self) -> None:
-        """Remove the checkpoints of a finished run."""
-        for file in self._files():
-            file.unlink()
-        if self.folder.is_dir():
-            self.folder.rmdir()

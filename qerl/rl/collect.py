@@ -92,7 +92,7 @@ class Collector:
         prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
         sampling = self.settings.rollout.sampling
         params = SamplingParams(
-            **sampling.model_dump(), count=self.settings.rollout.group_size, seed=_packed(seed, step, round_)
+            **sampling.model_dump(), count=self.settings.rollout.group_size, seed=step_seed(seed, step, round_)
         )
         groups = self.sampler.generate(prompts, params)
         return [self._score(*group) for group in zip(prompts, groups, chosen, strict=True)]
@@ -114,8 +114,8 @@ class Collector:
         ]
 
 
-def _packed(seed: int, step: int, round_: int) -> int:
-    """One 64-bit seed; different for any (seed < 2^32, step < 2^24, round < 2^8)."""
+def step_seed(seed: int, step: int, round_: int = 0) -> int:
+    """One 64-bit seed of a run's seed and step; different for any (seed < 2^32, step < 2^24, round < 2^8)."""
     return (seed << 32) | (step << 8) | round_
 
 

@@ -17,7 +17,7 @@ from qerl.progress import track
 from qerl.rl.aqn import Noise
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batches
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.collect import Collector
+from qerl.rl.collect import Collector, step_seed
 from qerl.rl.losses import BatchSize, importance_weights, k3, mismatch, policy_loss
 
 
@@ -83,7 +83,7 @@ class Trainer:
 
     def step(self, step: int, position: int) -> dict[str, float]:
         """One rollout and its updates; `position` problems were taken before."""
-        torch.manual_seed(self.settings.seed * 1_000_003 + step)
+        torch.manual_seed(step_seed(self.settings.seed, step))
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
             with seconds() as rollout_time:
                 rollout = self.collector.collect(step, position)

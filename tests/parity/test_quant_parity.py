@@ -14,8 +14,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from qerl.models.checkpoint import CheckpointError, read_headers
-from qerl.models.loading import check_checkpoint, load_model, weights_format_of
+from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.models.loading import load_model
 from qerl.quant import FormatError
 from qerl.quant.formats import PACKED_FORMATS, dequantize, from_checkpoint, nvfp4_global_scale, quantize, to_checkpoint
 from qerl.quant.linear import PackedLinear, dense_weights

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl.models.checkpoint import CheckpointError, read_headers
-from qerl.models.loading import check_checkpoint, load_model, weights_format_of
+from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.models.loading import load_model
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))

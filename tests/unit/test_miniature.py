@@ -1,4 +1,3 @@
-import json
 import random
 
 import pytest
@@ -77,7 +76,6 @@ def test_the_checkpoint_is_a_bfloat16_qwen2_that_transformers_loads(trained):
     assert (model.config.model_type, model.dtype) == ("qwen2", torch.bfloat16)
     assert model.config.vocab_size % 64 == 0
     assert sum(p.numel() for p in model.parameters()) == report["parameters"]
-    assert json.loads((target / "pretrain.json").read_text()) == report
 
 
 def test_the_report_has_every_check_and_the_accuracy_of_each_set(trained):

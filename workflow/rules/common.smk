@@ -17,7 +17,9 @@ from qerl.provenance import code_version
 def read_plan(given: dict) -> Plan:
     """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
     try:
-        return plan_from(given, default=Path("config/mini.yaml"))
+        return plan_from(
+            given, default=Path(workflow.basedir).parent / "config/mini.yaml"
+        )
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
