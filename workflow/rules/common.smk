@@ -4,8 +4,10 @@ import re
 import sys
 from pathlib import Path
 
-# The package of this working tree, installed or not.
-sys.path.insert(0, str(Path(workflow.basedir).parent))
+# The package of this working tree, installed or not, from either Snakefile.
+BASE = Path(workflow.basedir).resolve()
+ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_dir())
+sys.path.insert(0, str(ROOT))
 
 from snakemake.exceptions import WorkflowError
 
@@ -17,9 +19,7 @@ from qerl.provenance import code_version
 def read_plan(given: dict) -> Plan:
     """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
     try:
-        return plan_from(
-            given, default=Path(workflow.basedir).parent / "config/mini.yaml"
-        )
+        return plan_from(given, default=ROOT / "config/mini.yaml")
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
