@@ -253,6 +253,9 @@ class RunSettings(Settings):
     """Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
+    processes: PositiveInt = 1
+    """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
+    to the order in which gradients are added."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,16 +67,19 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
     )
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Split a batch so that none exceeds `max_tokens` with padding; sorted by length, so that little is padding."""
+def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
+    """Indices of the samples of each micro-batch, sorted by length, so that little is padding.
+
+    None exceeds `max_tokens` with padding, or its even share where `parts` processes divide the batch.
+    """
     order = sorted(range(len(samples)), key=lambda i: samples[i].length)
-    rows: list[int] = []
+    most = math.ceil(len(samples) / parts)
+    batches: list[list[int]] = [[]]
     for i in order:
-        if rows and samples[i].length * (len(rows) + 1) > max_tokens:
-            yield micro_batch(samples, rows, device)
-            rows = []
-        rows.append(i)
-    yield micro_batch(samples, rows, device)
+        if batches[-1] and (len(batches[-1]) == most or samples[i].length * (len(batches[-1]) + 1) > max_tokens):
+            batches.append([])
+        batches[-1].append(i)
+    return batches
 
 
 def _row_logprobs(

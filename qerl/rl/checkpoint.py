@@ -12,8 +12,8 @@ import torch
 KEEP = 2
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be used; the message names the file and the fix."""
+class CheckpointError(ValueError):
+    """A checkpoint that can't be read or written; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,20 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.pt"))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step`, then drop all but the last two."""
+        """Write the state after `step`, then drop all but the last two; a failed write leaves those before as they are."""
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / "partial"
-        with partial.open("wb") as file:
-            torch.save({"fingerprint": self.fingerprint, "step": step, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with partial.open("wb") as file:
+                torch.save({"fingerprint": self.fingerprint, "step": step, **state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            partial.unlink()
+            raise CheckpointError(
+                f"can't write the checkpoint of step {step} to {self.folder} ({error.strerror}); make room and start "
+                "again: the run goes on from the checkpoint before"
+            ) from error
         partial.replace(self.folder / f"step-{step:06d}.pt")
         for old in self._files()[:-KEEP]:
             old.unlink()

@@ -14,6 +14,7 @@ from qerl.data.records import Problem
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
 from qerl.rl.batches import Sample
+from qerl.rl.processes import Processes
 from qerl.rl.rewards import PARTS, Answer, reward_parts, total
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
@@ -67,9 +68,10 @@ class Collector:
         self.policy = policy
         self.sampler = sampler
         self.task = task
+        self.processes = Processes()
 
     def collect(self, step: int, position: int) -> Rollout:
-        """The batch of `step`; `position` problems were taken before it.
+        """The batch of `step`, the same in every process; `position` problems were taken before it.
 
         With `rollout.resample`, groups of equal rewards are replaced by the next problems' while rounds are left; what
         is then still missing is filled up with such groups.
@@ -88,14 +90,18 @@ class Collector:
 
     def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
         seed, problems = self.settings.seed, self.task.problems
-        chosen = [problems[problem_index(len(problems), seed, place)] for place in positions]
+        first, own = self.processes.share(positions)
+        chosen = [problems[problem_index(len(problems), seed, place)] for place in own]
         prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
         sampling = self.settings.rollout.sampling
         params = SamplingParams(
-            **sampling.model_dump(), count=self.settings.rollout.group_size, seed=step_seed(seed, step, round_)
+            **sampling.model_dump(),
+            count=self.settings.rollout.group_size,
+            seed=step_seed(seed, step, round_),
+            first=first,
         )
-        groups = self.sampler.generate(prompts, params)
-        return [self._score(*group) for group in zip(prompts, groups, chosen, strict=True)]
+        groups = self.sampler.generate(prompts, params) if prompts else []
+        return self.processes.gather([self._score(*group) for group in zip(prompts, groups, chosen, strict=True)])
 
     def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
@@ -120,10 +126,12 @@ def step_seed(seed: int, step: int, round_: int = 0) -> int:
 
 
 def _metrics(groups: list[Group]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group.rewards]
     parts = [part for group in groups for part in group.parts]
     completions = [completion for group in groups for completion in group.completions]
     return {
-        "reward": statistics.fmean(reward for group in groups for reward in group.rewards),
+        "reward": statistics.fmean(rewards),
+        "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
         **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in PARTS},
         "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
         "completion_tokens": sum(len(c.token_ids) for c in completions),

@@ -37,10 +37,7 @@ def policy_loss(
     `importance` [N, T] or [N, 1] are constant weights (see `importance_weights`). The losses differ in two things:
     gspo has one ratio a sequence, the others one a token; and `_reduce` has the normalizations.
     """
-    log_ratio = logprobs_NT - old_logprobs_NT
-    if settings.name == "gspo":
-        log_ratio = ((log_ratio * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1))[:, None]
-    ratio = torch.exp(log_ratio)
+    ratio = _ratio(logprobs_NT, old_logprobs_NT, mask_NT, settings)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss_NT = -torch.minimum(ratio * advantages_N[:, None], clipped * advantages_N[:, None])
     if importance_NT is not None:
@@ -48,6 +45,32 @@ def policy_loss(
     if reference_logprobs_NT is not None:
         loss_NT = loss_NT + settings.kl * k3(reference_logprobs_NT - logprobs_NT)
     return _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
+
+
+def _ratio(
+    logprobs_NT: torch.Tensor, old_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
+) -> torch.Tensor:
+    """pi / pi_old of each token [N, T]; for gspo the geometric mean over the sequence [N, 1]."""
+    log_ratio = logprobs_NT - old_logprobs_NT
+    if settings.name == "gspo":
+        log_ratio = ((log_ratio * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1))[:, None]
+    ratio = torch.exp(log_ratio)
+    return ratio
+
+
+def clipped(
+    logprobs_NT: torch.Tensor,
+    old_logprobs_NT: torch.Tensor,
+    advantages_N: torch.Tensor,
+    mask_NT: torch.Tensor,
+    settings: LossSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many ratios the clip holds back, below and above, of how many: tokens, or sequences for gspo."""
+    ratio = _ratio(logprobs_NT.detach(), old_logprobs_NT, mask_NT, settings)
+    counted = torch.ones_like(ratio) if settings.name == "gspo" else mask_NT
+    low = (ratio < 1 - settings.clip_low) & (advantages_N[:, None] < 0)
+    high = (ratio > 1 + settings.clip_high) & (advantages_N[:, None] > 0)
+    return (low * counted).sum(), (high * counted).sum(), counted.sum()
 
 
 def _reduce(loss_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings, whole: BatchSize) -> torch.Tensor:

@@ -16,6 +16,7 @@ from qerl.progress import log
 from qerl.provenance import code_version, stamp, write_json
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
+from qerl.rl.processes import Processes, run_in_processes
 from qerl.rl.trainer import Trainer
 from qerl.rollout.native import NativeSampler
 
@@ -31,6 +32,7 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
 
 def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Trainer:
     """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
+    Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
@@ -50,10 +52,18 @@ def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out
     `work` survives a killed run: the next one goes on from there. Results appear in `out` only when all is done.
     """
     settings = parse(RunSettings, row["settings"], f"run {row['id']}")
+    run_in_processes(settings.processes, _train, row, settings, checkpoint, data, work, out)
+
+
+def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path) -> None:
+    """What each process of a run does."""
     folder = work / _fingerprint(settings)
     trainer = make_trainer(settings, checkpoint, data, folder)
     with seconds() as elapsed:
         rows = trainer.run()
+    peak = trainer.processes.max(peak_memory_bytes())
+    if not trainer.processes.writes:
+        return
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
@@ -62,7 +72,7 @@ def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out
     summary = {
         "steps": len(rows),
         "seconds": elapsed.value,
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak,
         "trainable_parameters": trained,
         "weight_bytes": held,
         **_speeds(rows),

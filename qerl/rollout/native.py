@@ -89,6 +89,9 @@ class NativeSampler:
         self.max_sequences = max_sequences
         self.stops = frozenset(policy.stop_token_ids)
 
+    def sync(self) -> None:
+        """Nothing to do: it samples from the policy itself."""
+
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`."""
@@ -98,7 +101,8 @@ class NativeSampler:
         stride = max(self.max_sequences // params.count, 1)
         with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
             for start in range(0, len(prompts), stride):
-                completions += self._generate_batch(prompts[start : start + stride], params, start * params.count)
+                first = (params.first + start) * params.count
+                completions += self._generate_batch(prompts[start : start + stride], params, first)
         return completions
 
     def _generate_batch(

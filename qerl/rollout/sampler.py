@@ -11,7 +11,8 @@ from typing import Protocol
 class SamplingParams:
     """How `count` completions of each prompt are drawn.
 
-    The completion c of prompt p depends on (seed, p's index, c) and the policy alone. `temperature=0` is greedy.
+    The completion c of prompt p depends on (seed, first + p's index, c) and the policy alone: a batch may be drawn in
+    parts. `temperature=0` is greedy.
     """
 
     max_tokens: int
@@ -20,6 +21,8 @@ class SamplingParams:
     top_k: int = 0
     count: int = 1
     seed: int = 0
+    #: Index of the first prompt in the whole batch.
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Completion:
 
 class Sampler(Protocol):
     """Draws completions from a policy."""
+
+    def sync(self) -> None:
+        """Take over the policy's adapter and norms, noise included, as they are now."""
+        ...
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""

@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.config import LossSettings
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
-from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batches
+from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.losses import BatchSize, importance_weights, policy_loss
 from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
@@ -160,7 +160,7 @@ def trl_ratio(inputs, sampled, settings):
 
 def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
     """The loss of the batch from its micro-batches; gradients accumulate in the policy."""
-    batches = list(micro_batches(samples, max_tokens, torch.device("cpu")))
+    batches = [micro_batch(samples, rows, torch.device("cpu")) for rows in split(samples, max_tokens)]
     masks = [b.mask_NT * b.finished_N[:, None] if settings.mask_truncated else b.mask_NT for b in batches]
     whole = BatchSize(len(samples), sum(m.sum().item() for m in masks), LONGEST, len(batches))
     loss = torch.zeros(())
@@ -183,7 +183,7 @@ def test_entropy_equals_trl(trainer, checkpoint):
     inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
     trainer._compute_loss(trainer.model, inputs)
     policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), None)
-    (part,) = micro_batches(samples, 10_000, torch.device("cpu"))
+    part = micro_batch(samples, list(range(len(samples))), torch.device("cpu"))
     _, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
     mean = entropies.sum().item() / part.mask_NT.sum().item()
     assert mean == pytest.approx(trainer._metrics["train"]["entropy"][-1], abs=1e-6)

@@ -12,7 +12,8 @@ from qerl.models.policy import trained_in_full, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
 from qerl.rl.collect import Collector, Task, problem_index
-from qerl.rl.trainer import Trainer, learning_rate
+from qerl.rl.trainer import Trainer
+from qerl.rl.update import learning_rate
 from qerl.rollout.native import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from tests.tiny import tiny_qwen2
@@ -162,6 +163,24 @@ def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=newest.name):
         trainer(checkpoints, tmp_path).run()
+
+
+def test_a_full_disk_is_told_and_the_last_good_checkpoint_goes_on(checkpoints, tmp_path):
+    whole = trainer(checkpoints, tmp_path / "whole").run()
+    made = trainer(checkpoints, tmp_path / "full")
+    save = made.checkpoints.save
+
+    def save_until_full(step, state):
+        if step == 4:
+            # The kernel's own full disk: every write to it fails with ENOSPC.
+            (tmp_path / "full/partial").symlink_to("/dev/full")
+        save(step, state)
+
+    object.__setattr__(made.checkpoints, "save", save_until_full)
+    with pytest.raises(CheckpointError, match="step 4.*No space left on device.*make room"):
+        made.run()
+    assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "step-000002.pt"]
+    assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

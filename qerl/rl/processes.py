@@ -1,0 +1,120 @@
+"""Data parallelism: the processes of a run, started by torchrun's launcher and joined by accelerate.
+
+Every process holds the whole policy. It samples and scores its share of a step's problems, sees all completions, takes
+its share of the micro-batches, and adds up gradients with the others before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, reduce
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from qerl.config import ConfigError
+
+T = TypeVar("T")
+
+
+class Processes:
+    """This process among those of its run; one alone where no launcher started it."""
+
+    def __init__(self) -> None:
+        self._state = PartialState(cpu=not torch.cuda.is_available())
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self._state.num_processes)
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return int(self._state.process_index)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
+        """This process's part of `items`, in one piece, and the index of its first."""
+        first, end = (len(items) * rank // self.count for rank in (self.rank, self.rank + 1))
+        return first, items[first:end]
+
+    def gather(self, parts: list[T]) -> list[T]:
+        """The parts of all processes, in the order of their ranks: what `share` divided."""
+        return list(gather_object(parts)) if self.count > 1 else parts
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value added up over the processes."""
+        if self.count == 1:
+            return list(values)
+        total: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=self._state.device), "sum")
+        return total.tolist()
+
+    def max(self, value: float) -> float:
+        """The largest value of any process."""
+        return max(self.gather([value]))
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes; a process without one adds zero."""
+        if self.count == 1:
+            return
+        for parameter in parameters:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(own, "sum")
+
+
+def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments)` in `count` processes of this machine; here, where torchrun already started them."""
+    if "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != count:
+            raise ConfigError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes; set processes to that, not {count}"
+            )
+        function(*arguments)
+    elif count == 1:
+        function(*arguments)
+    else:
+        _check_devices(count)
+        _launch(count, function, arguments)
+
+
+def _check_devices(count: int) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus and gpus < count:
+        raise ConfigError(f"processes={count} needs as many GPUs, and this machine has {gpus}; lower processes")
+
+
+def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(launch, _start)(count, function, *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+
+
+def _start(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    from qerl.progress import configure_logging
+
+    configure_logging()
+    # The launcher's processes would each take all cores.
+    torch.set_num_threads(max(torch.get_num_threads() // count, 1))
+    function(*arguments)

@@ -1,0 +1,174 @@
+"""The updates of a rollout: losses and gradients over micro-batches, which the processes of a run share out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qerl.config import OptimizerSettings, RunSettings
+from qerl.models.policy import Policy
+from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.losses import BatchSize, clipped, importance_weights, k3, mismatch, policy_loss
+from qerl.rl.processes import Processes
+
+
+def make_optimizer(policy: Policy, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """AdamW over what is trained; matrices decay, vectors (norms, biases) don't."""
+    parameters = [p for _, p in policy.trainable()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if settings.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        kind = AdamW8bit
+    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
+    """Linear warm-up, then a cosine to zero; `step` counts from 1."""
+    warmup = math.ceil(settings.warmup_ratio * total_steps)
+    if step <= warmup:
+        return settings.learning_rate * step / warmup
+    progress = (step - 1 - warmup) / max(total_steps - warmup, 1)
+    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+
+
+def dropout_seed(seed: int, step: int, number: int) -> int:
+    """What the dropout of a micro-batch is drawn from: the same in every update, process and restart."""
+    return int(np.random.SeedSequence([seed, step, number]).generate_state(1, np.uint64)[0])
+
+
+@dataclass
+class _Part:
+    """A micro-batch with what stays the same over all updates of a rollout; filled in by the first."""
+
+    batch: MicroBatch
+    seed: int
+    mask_NT: torch.Tensor  # [N, T] 1.0 on the tokens that carry a loss
+    old_NT: torch.Tensor | None = None
+    reference_NT: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+
+
+#: What is added up over micro-batches and processes.
+_SUMS = ("loss", "tokens", "entropy", "mismatch/kl", "reference/kl", "ratios", "clip_ratio/low", "clip_ratio/high")
+
+
+class Updater:
+    """Updates a policy on the completions of a rollout."""
+
+    def __init__(self, settings: RunSettings, policy: Policy, processes: Processes) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.processes = processes
+        self.optimizer = make_optimizer(policy, settings.optimizer)
+
+    def update(self, step: int, samples: list[Sample]) -> dict[str, float]:
+        """All updates of one rollout; `samples` is the whole batch, the same in every process.
+
+        Clipping is counted over all updates; the other figures are those of the first, by the policy that sampled.
+        """
+        rate = learning_rate(self.settings.optimizer, step, self.settings.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        rows = split(samples, self.settings.micro_batch_tokens, self.processes.count)
+        whole = self._batch_size(samples, len(rows))
+        parts = list(self._parts(step, samples, rows))
+        sums = dict.fromkeys(_SUMS, 0.0)
+        self.policy.lm.train()
+        worst, norm = self._first_update(parts, whole, sums)
+        for _ in range(self.settings.loss.updates_per_rollout - 1):
+            self._further_update(parts, whole, sums)
+        self.policy.lm.eval()
+        totals = dict(zip(_SUMS, self.processes.sum(list(sums.values())), strict=True))
+        return {
+            "loss": totals["loss"],
+            **{name: totals[name] / totals["tokens"] for name in ("entropy", "mismatch/kl", "reference/kl")},
+            **{name: totals[name] / max(totals["ratios"], 1) for name in ("clip_ratio/low", "clip_ratio/high")},
+            "mismatch/max_ratio": self.processes.max(worst),
+            "grad_norm": norm,
+            "learning_rate": rate,
+        }
+
+    # --- the batch ---
+
+    def _batch_size(self, samples: list[Sample], micro_batches: int) -> BatchSize:
+        unmasked = (s for s in samples if s.completion.finished or not self.settings.loss.mask_truncated)
+        tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
+        return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
+
+    def _parts(self, step: int, samples: list[Sample], rows: list[list[int]]) -> Iterator[_Part]:
+        """This process's micro-batches: sorted by length, so that taking turns shares the work evenly."""
+        for number in range(self.processes.rank, len(rows), self.processes.count):
+            batch = micro_batch(samples, rows[number], self.policy.device)
+            mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
+            yield _Part(batch, dropout_seed(self.settings.seed, step, number), mask)
+
+    # --- gradients ---
+
+    def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(part.seed)
+        return logprobs_and_entropy(self.policy, part.batch, self.settings.rollout.sampling.temperature)
+
+    def _reference(self, part: _Part) -> torch.Tensor | None:
+        if not self.settings.loss.kl:
+            return None
+        with torch.no_grad(), self.policy.reference():
+            return self._forward(part)[0]
+
+    def _first_update(self, parts: list[_Part], whole: BatchSize, sums: dict[str, float]) -> tuple[float, float]:
+        """The update by the policy that sampled, whose log-probabilities are the old ones.
+
+        Returns the largest token ratio to the sampler and the norm of the gradient.
+        """
+        worst = 1.0
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            part.reference_NT = self._reference(part)
+            logprobs, entropy = self._forward(part)
+            part.old_NT = logprobs.detach()
+            sampled, mask = part.batch.sampler_logprobs_NT, part.batch.mask_NT
+            part.importance = importance_weights(part.old_NT, sampled, part.mask_NT, self.settings.loss)
+            sums["loss"] += self._backward(logprobs, part, whole, sums)
+            kl, ratio = mismatch(part.old_NT, sampled, mask)
+            worst = max(worst, ratio.item())
+            sums["mismatch/kl"] += kl.item()
+            sums["entropy"] += entropy.sum().item()
+            sums["tokens"] += mask.sum().item()
+            if part.reference_NT is not None:
+                sums["reference/kl"] += (k3(part.reference_NT - part.old_NT) * mask).sum().item()
+        return worst, self._optimize()
+
+    def _further_update(self, parts: list[_Part], whole: BatchSize, sums: dict[str, float]) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            self._backward(self._forward(part)[0], part, whole, sums)
+        self._optimize()
+
+    def _backward(self, logprobs: torch.Tensor, part: _Part, whole: BatchSize, sums: dict[str, float]) -> float:
+        """Add the gradient of a micro-batch and count what is clipped; returns its share of the loss."""
+        assert part.old_NT is not None
+        ratios = (logprobs, part.old_NT, part.batch.advantages_N, part.mask_NT, self.settings.loss)
+        loss = policy_loss(*ratios, whole, part.reference_NT, part.importance)
+        loss.backward()
+        counted = zip(("clip_ratio/low", "clip_ratio/high", "ratios"), clipped(*ratios), strict=True)
+        for name, number in counted:
+            sums[name] += number.item()
+        return loss.item()
+
+    def _optimize(self) -> float:
+        """Add up the processes' gradients, clip, step; the norm before clipping."""
+        parameters = [p for _, p in self.policy.trainable()]
+        self.processes.add_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite; lower optimizer.learning_rate or use dtype=float32")
+        self.optimizer.step()
+        return norm.item()

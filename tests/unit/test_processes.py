@@ -1,0 +1,112 @@
+"""Two processes of one run against one process on the same batch (gloo, on the CPU)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl.config import ConfigError, DatasetSettings, Generated, RunSettings, parse
+from qerl.data.sources import prepare
+from qerl.quant.quantize import quantize_checkpoint
+from qerl.rl.aqn import NoisyRMSNorm
+from qerl.rl.processes import Processes, run_in_processes
+from qerl.rl.train import make_trainer, train_run
+from tests.tiny import tiny_qwen2
+
+SETTINGS = {
+    "model": "tiny",
+    "dataset": "arithmetic",
+    "weights": "nvfp4",
+    "dtype": "float32",
+    "steps": 4,
+    # Three groups for two processes; dynamic sampling, a second update, the reference, dropout and noise take part.
+    "rollout": {"prompts": 3, "group_size": 4, "resample": 1, "sampling": {"max_tokens": 40}},
+    # The length of a completion is what those of an untrained policy differ in.
+    "reward": {"overlong_buffer": 39},
+    "adapter": {"rank": 4, "dropout": 0.1},
+    "noise": {"schedule": "constant", "sigma_start": 0.05},
+    "loss": {"name": "dapo", "kl": 0.05, "updates_per_rollout": 2, "correction": "token-truncate"},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+    "micro_batch_tokens": 300,
+    "checkpoint_every": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    base = tiny_qwen2(folder / "base")
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    quantize_checkpoint(base, folder / "nvfp4", "nvfp4")
+    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
+    return folder
+
+
+def settings(**changes) -> dict:
+    return parse(RunSettings, {**SETTINGS, **changes}, "test").model_dump(mode="json")
+
+
+def run(folder, name: str, **changes):
+    row = {"id": name, "experiment": "e", "arm": "a", "varied": {}, "settings": settings(**changes)}
+    train_run(row, folder / "nvfp4", folder / "data", folder / f"work-{name}", folder / name)
+    weights = load_file(folder / name / "policy/adapter_model.safetensors")
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return weights, rows
+
+
+def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    (one, one_rows), (two, two_rows) = run(folder, "one", processes=1), run(folder, "two", processes=2)
+    exact = ("reward", "completion_tokens", "noise/norm", "problems", "learning_rate")
+    close = ("loss", "entropy", "grad_norm", "mismatch/kl", "mismatch/max_ratio", "reference/kl", "clip_ratio/high")
+    assert any(row["grad_norm"] > 0 for row in one_rows)
+    for a, b in zip(one_rows, two_rows, strict=True):
+        assert [a[key] for key in exact] == [b[key] for key in exact]
+        assert [a[key] for key in close] == pytest.approx([b[key] for key in close], abs=1e-6, rel=1e-5)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+
+
+def record_noise(folder, values: dict) -> None:
+    """Each process writes the noise that it sees at step 3."""
+    trainer = make_trainer(parse(RunSettings, values, "test"), folder / "nvfp4", folder / "data", folder / "unused")
+    with trainer.noise.at(3, 4):
+        noise = [m.noise.clone() for m in trainer.policy.lm.modules() if isinstance(m, NoisyRMSNorm)]
+    torch.save(noise, folder / f"noise-{trainer.processes.count}-{trainer.processes.rank}.pt")
+
+
+def test_the_noise_is_the_same_in_every_process_and_for_any_number_of_them(folder):
+    for count in (1, 2):
+        run_in_processes(count, record_noise, folder, settings(processes=count))
+    alone, *others = (torch.load(folder / f"noise-{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    assert any(z.abs().sum() > 0 for z in alone)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+def fail(rank: int) -> None:
+    if Processes().rank == rank:
+        raise ValueError("the disk is on fire")
+
+
+def test_the_failure_of_a_process_ends_the_run_and_is_told():
+    with pytest.raises(RuntimeError, match="process 1 of 2 failed.*disk is on fire"):
+        run_in_processes(2, fail, 1)
+
+
+def test_torchrun_with_another_number_of_processes_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="torchrun started 4 processes; set processes to that"):
+        run_in_processes(2, fail, 0)
+
+
+def test_shares_are_whole_and_in_order(monkeypatch):
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(Processes, "count", 3)
+        monkeypatch.setattr(Processes, "rank", rank)
+        shares.append(Processes().share(range(10, 18)))
+    assert [first for first, _ in shares] == [0, 2, 5]
+    assert [item for _, share in shares for item in share] == list(range(10, 18))
