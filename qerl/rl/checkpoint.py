@@ -28,7 +28,7 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.pt"))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step`, then drop all but the last two; a failed write leaves those before as they are."""
+        """Write the state after `step`, then drop all but the last two; a failed write drops none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / "partial"
         try:

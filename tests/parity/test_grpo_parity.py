@@ -10,7 +10,7 @@ from qerl.config import LossSettings
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rl.losses import BatchSize, importance_weights, policy_loss
+from qerl.rl.losses import BatchSize, clipped, importance_weights, policy_loss
 from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
 
@@ -140,11 +140,16 @@ def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tok
     trainer.use_vllm = False
     theirs.backward()
     ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    loss = our_loss(Policy(ours, None), samples, inputs, sampled, settings, max_tokens)
+    loss, counts = our_loss(Policy(ours, None), samples, inputs, sampled, settings, max_tokens)
     assert abs(theirs.item()) > 1e-4
     torch.testing.assert_close(loss, theirs.detach(), atol=1e-6, rtol=0)
     for (name, mine), other in zip(ours.named_parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    low, high, ratios = counts.tolist()
+    assert mask_truncated or min(low, high) > 0
+    assert low / ratios == pytest.approx(logged["clip_ratio/low_mean"], abs=1e-6)
+    assert high / ratios == pytest.approx(logged["clip_ratio/high_mean"], abs=1e-6)
 
 
 def trl_ratio(inputs, sampled, settings):
@@ -159,11 +164,11 @@ def trl_ratio(inputs, sampled, settings):
 
 
 def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
-    """The loss of the batch from its micro-batches; gradients accumulate in the policy."""
+    """Loss and clipped ratios of the batch from its micro-batches; gradients accumulate in the policy."""
     batches = [micro_batch(samples, rows, torch.device("cpu")) for rows in split(samples, max_tokens)]
     masks = [b.mask_NT * b.finished_N[:, None] if settings.mask_truncated else b.mask_NT for b in batches]
     whole = BatchSize(len(samples), sum(m.sum().item() for m in masks), LONGEST, len(batches))
-    loss = torch.zeros(())
+    loss, counts = torch.zeros(()), torch.zeros(3)
     for part, mask in zip(batches, masks, strict=True):
         logprobs, _ = logprobs_and_entropy(policy, part, TEMPERATURE)
         rows = lambda name, part=part: inputs[name][part.index, : part.mask_NT.shape[1]]  # noqa: E731
@@ -174,7 +179,8 @@ def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
         )
         piece.backward()
         loss += piece.detach()
-    return loss
+        counts += torch.stack(clipped(logprobs, old, part.advantages_N, mask, settings))
+    return loss, counts
 
 
 def test_entropy_equals_trl(trainer, checkpoint):

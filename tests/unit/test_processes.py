@@ -92,7 +92,7 @@ def fail(rank: int) -> None:
 
 
 def test_the_failure_of_a_process_ends_the_run_and_is_told():
-    with pytest.raises(RuntimeError, match="process 1 of 2 failed.*disk is on fire"):
+    with pytest.raises(RuntimeError, match=r"process 1 of 2 failed.*disk is on fire"):
         run_in_processes(2, fail, 1)
 
 

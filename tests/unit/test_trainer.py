@@ -177,7 +177,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_goes_on(checkpoints, t
         save(step, state)
 
     object.__setattr__(made.checkpoints, "save", save_until_full)
-    with pytest.raises(CheckpointError, match="step 4.*No space left on device.*make room"):
+    with pytest.raises(CheckpointError, match=r"step 4.*No space left on device.*make room"):
         made.run()
     assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "step-000002.pt"]
     assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)

@@ -1,0 +1,135 @@
+"""A whole step, from completions to gradient and logged figures, against TRL's GRPOTrainer on the same completions."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.config import RunSettings, parse
+from qerl.data.records import Problem
+from qerl.models.policy import trained_in_full
+from qerl.rl.collect import Collector, Task
+from qerl.rl.processes import Processes
+from qerl.rl.update import Updater
+from qerl.rollout.sampler import Completion
+from tests.parity.test_grpo_parity import IN_TRL
+from tests.tiny import tiny_qwen2
+
+CPU = torch.device("cpu")
+LONGEST, EOS = 8, 1
+QUESTIONS = ["1+1", "what is 2+3?"]
+#: Lengths differ, two are truncated, and the second group earns the same whatever it says.
+COMPLETIONS = [
+    [[10, 11, EOS], [10, 11, 12, 13, EOS], [14] * LONGEST, [11, EOS]],
+    [[15, EOS], [16, EOS], [17, 17, 17, EOS], [18] * LONGEST],
+]
+
+
+def reward(text: str) -> float:
+    """How many of these characters there are; the second group has none of them."""
+    return float(len(set(text) & set("89abc")))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tiny_qwen2(tmp_path_factory.mktemp("dense"), dtype=torch.float32)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    return folder
+
+
+class Fixed:
+    """A sampler whose completions are given, with the log-probabilities that the policy gives them."""
+
+    def sync(self):
+        pass
+
+    def generate(self, prompts, params):
+        return [[Completion(ids, [-1.0] * len(ids), ids[-1] == EOS) for ids in group] for group in COMPLETIONS]
+
+
+def trl_step(checkpoint, folder, loss_name, mask_truncated):
+    """Loss, gradients and logged figures of TRL."""
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        **IN_TRL[loss_name],
+        beta=0.0,
+        mask_truncated_completions=mask_truncated,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=LONGEST,
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def rollout(prompts, trainer):
+        ids = [ids for group in COMPLETIONS for ids in group]
+        return {
+            "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": ids,
+            "logprobs": [[-1.0] * len(row) for row in ids],
+        }
+
+    trainer = GRPOTrainer(
+        model,
+        lambda completions, **_: [reward(text) for text in completions],
+        arguments,
+        Dataset.from_dict({"prompt": QUESTIONS}),
+        None,
+        tokenizer,
+        rollout_func=rollout,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters()}, logged
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("loss_name", list(IN_TRL))
+def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
+    checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated
+):
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "weights": "bf16",
+        "method": "full",
+        "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": LONGEST}},
+        "loss": {"name": loss_name, "clip_high": 0.2, "mask_truncated": mask_truncated},
+        "optimizer": {"name": "adamw", "max_grad_norm": 1e9},
+    }
+    settings = parse(RunSettings, values, "test")
+    parts = lambda answer, *_: {"correct": reward(answer.text), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.collect.problem_index", lambda count, seed, position: position)
+    policy = trained_in_full(checkpoint, CPU)
+    problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
+    rollout = Collector(settings, policy, Fixed(), Task(problems, "gsm8k", "")).collect(1, 0)
+    updated = Updater(settings, policy, Processes()).update(1, rollout.samples)
+    loss, gradients, logged = trl_step(checkpoint, tmp_path, loss_name, mask_truncated)
+    assert updated["loss"] == pytest.approx(loss, abs=1e-6)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+    for name, parameter in policy.lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
+    ours = {**rollout.metrics, **updated}
+    for mine, theirs in {
+        "reward": "reward",
+        "reward/std": "reward_std",
+        "reward/equal_groups": "frac_reward_zero_std",
+        "completion_length": "completions/mean_length",
+        "truncated": "completions/clipped_ratio",
+        "clip_ratio/low": "clip_ratio/low_mean",
+        "clip_ratio/high": "clip_ratio/high_mean",
+    }.items():
+        assert ours[mine] == pytest.approx(logged[theirs], abs=1e-6), mine
+    assert rollout.metrics["reward/equal_groups"] == 0.5
+    assert rollout.metrics["truncated"] == 0.25
+    if not mask_truncated:  # with the mask TRL's entropy leaves the truncated completions out, ours has all
+        assert updated["entropy"] == pytest.approx(logged["entropy"], abs=1e-6)
