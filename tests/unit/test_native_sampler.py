@@ -118,16 +118,21 @@ def test_a_changed_adapter_changes_the_rollout_at_once(checkpoint):
     assert sampler.generate(PROMPTS, params)[0][0].logprobs != before
 
 
-def test_aqn_reaches_the_sampler_on_a_packed_base_and_leaves_it_again(checkpoint, tmp_path):
-    """Upstream's noise looks for another class of norm than the sampler has, and never fires."""
-    quantize_checkpoint(checkpoint, tmp_path / "nvfp4", "nvfp4")
-    policy = with_adapter(tmp_path / "nvfp4", AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4", "nvfp4"])
+def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint, tmp_path, weights):
+    """Upstream's noise looks for another class of norm than the sampler has, and never fires; if it did, it would add
+    up in the norms that nothing writes anew.
+    """
+    base = checkpoint if weights == "bf16" else tmp_path / weights
+    if weights != "bf16":
+        quantize_checkpoint(checkpoint, base, weights)
+    policy = with_adapter(base, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
     noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.05), seed=0)
     sampler, params = NativeSampler(policy), SamplingParams(max_tokens=6, seed=1, temperature=0)
     state = {name: tensor.clone() for name, tensor in policy.lm.state_dict().items()}
     clean = sampler.generate(PROMPTS, params)
-    for step in range(1, 4):
-        with noise.at(step, 10) as report:
+    for step in range(1, 21):
+        with noise.at(step, 20) as report:
             noisy = sampler.generate(PROMPTS, params)
         assert report.norm > 0
         assert noisy[0][0].logprobs != clean[0][0].logprobs

@@ -127,6 +127,10 @@ def run_row(wildcards) -> str:
     return run_json(PLAN.runs[wildcards.run])
 
 
+def run_processes(wildcards) -> int:
+    return PLAN.runs[wildcards.run].settings.processes
+
+
 def run_checkpoint(wildcards) -> str:
     return checkpoint_folder(PLAN.runs[wildcards.run].checkpoint)
 

@@ -13,13 +13,14 @@ rule train:
         "<logs>/train/{run}.log",
     benchmark:
         "<benchmarks>/train/{run}.tsv"
+    threads: run_processes
     retries: 1
     conda:
         "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=2880,
-        gpu=1,
+        gpu=run_processes,
     params:
         settings=run_row,
         data=run_data_folder,
