@@ -13,10 +13,10 @@ rule train:
         "<logs>/train/{run}.log",
     benchmark:
         "<benchmarks>/train/{run}.tsv"
-    threads: run_processes
     retries: 1
     conda:
         "../../environment.yml"
+    threads: run_processes
     resources:
         mem_mb=2000,
         runtime=2880,
