@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,10 +36,10 @@ def train(tmp_path):
     base = tiny_qwen2(tmp_path / "base")
     (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), tmp_path / "data")
-    row = {"id": "r", "experiment": "e", "arm": "a", "varied": {}}
-    row["settings"] = parse(RunSettings, SETTINGS, "test").model_dump(mode="json")
 
-    def start(name: str) -> subprocess.Popen:
+    def start(name: str, processes: int) -> subprocess.Popen:
+        row = {"id": "r", "experiment": "e", "arm": "a", "varied": {}}
+        row["settings"] = parse(RunSettings, {**SETTINGS, "processes": processes}, "test").model_dump(mode="json")
         command = [
             sys.executable,
             "-m",
@@ -61,16 +62,29 @@ def finish(process: subprocess.Popen) -> None:
     assert process.returncode == 0, said
 
 
-def test_sigkill_leaves_a_run_that_continues_bit_for_bit(train, tmp_path):
-    finish(train("whole"))
-    victim = train("killed")
+def children(process: subprocess.Popen) -> list[Path]:
+    """Entries in /proc of the processes that it started."""
+    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [Path("/proc") / pid for pid in started]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigkill_leaves_a_run_that_continues_bit_for_bit(train, tmp_path, processes):
+    finish(train("whole", processes))
+    victim = train("killed", processes)
     while len(list(tmp_path.glob("work-killed/*/step-*.pt"))) < 2:
         assert victim.poll() is None, victim.stderr.read()
         time.sleep(0.01)
+    workers = children(victim)
+    assert len(workers) >= (processes if processes > 1 else 0)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
+    deadline = time.monotonic() + 60
+    while any(worker.exists() for worker in workers):  # a process left over would write beside the next run
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert not (tmp_path / "killed").exists()
-    finish(train("killed"))
+    finish(train("killed", processes))
     whole, killed = (load_file(tmp_path / name / "policy/adapter_model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert all(torch.equal(whole[key], killed[key]) for key in whole)
