@@ -23,11 +23,13 @@ def add_value(policy: Policy, settings: PPOSettings) -> None:
     """
     if policy.peft is None:
         raise ValueError("a value function needs a frozen base; use method=lora with loss.name=ppo")
+    trained = policy.peft.peft_config[POLICY_ADAPTER]
+    assert isinstance(trained, LoraConfig)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=policy.peft.peft_config[POLICY_ADAPTER].target_modules,
+        target_modules=trained.target_modules,
     )
     with same_requires_grad(policy.peft):
         policy.peft.add_adapter(VALUE_ADAPTER, register_lora(config))

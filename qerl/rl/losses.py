@@ -34,7 +34,7 @@ def policy_loss(
     """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
     `old_logprobs` are those of the policy before the first update on this rollout; `mask` is 1.0 where a token counts;
-    `advantages` are of sequences [N], or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights (see
+    `advantages` are of sequences [N] or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights (see
     `importance_weights`). The losses differ in two things: gspo has one ratio a sequence, the others one a token; and
     `_reduce` has the normalizations.
     """
