@@ -187,7 +187,7 @@ class RolloutSettings(Settings):
 
     engine: Literal["native"] = "native"
     prompts: PositiveInt = 16
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: PositiveInt = 8
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
     """DAPO's dynamic sampling: problems whose completions all earn the same are replaced by the next ones, in at most
     this many further rounds."""
@@ -204,11 +204,37 @@ class RewardSettings(Settings):
     """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
 
 
+class PPOSettings(Settings):
+    """Value function and advantages of PPO (`qerl.rl.ppo` has the formulas). The paper has no PPO.
+
+    Defaults: lambda as in arXiv 1707.06347 (Tables 3 to 5), no discount, as is usual for rewards at the end of a text.
+    """
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of the generalized advantage estimation (arXiv 1506.02438, Eq. 16)."""
+    whiten: bool = True
+    """Advantages with mean 0 and variance 1 over the tokens of each step's batch."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """How far an update counts a value's move from where it was before the first update on the rollout (as
+    `clip_low`)."""
+    value_coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the value's loss, which has a factor 0.5 of its own. The value shares no trained weight with the
+    policy."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Of the value function, with the same schedule as the policy's: ten times the policy's default (OpenRLHF's
+    defaults have a factor of nine)."""
+    rank: PositiveInt = 32
+    """Of the value's LoRA adapter, which has the policy's targets, no dropout and no trained norms."""
+    alpha: PositiveInt = 64
+
+
 class LossSettings(Settings):
     """The policy's loss (`qerl.rl.losses` has the formulas). Defaults: GRPO (paper Eq. 3), no KL term (Appendix E)."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo"] = "grpo"
-    """`bnpo` is what the released scripts run as DAPO."""
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
+    """`bnpo` is what the released scripts run as DAPO; `ppo` has a value function in the place of groups."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl: Annotated[float, Field(ge=0)] = 0.0
@@ -222,6 +248,8 @@ class LossSettings(Settings):
     correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
     """Importance weights that correct for the difference between sampler and trainer; `off` as in the paper."""
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
+    ppo: PPOSettings = PPOSettings()
+    """Used by `ppo` only."""
 
 
 class OptimizerSettings(Settings):
@@ -268,6 +296,15 @@ class RunSettings(Settings):
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
+        if self.loss.name == "ppo" and self.method == "full":
+            raise ValueError("loss.name=ppo needs method=lora: policy and value function share a frozen base")
+        if self.rollout.group_size == 1 and self.loss.name != "ppo":
+            raise ValueError(
+                f"rollout.group_size=1 leaves loss.name={self.loss.name} nothing to compare a completion with; "
+                "use at least 2, or loss.name=ppo"
+            )
+        if self.rollout.group_size == 1 and self.rollout.resample:
+            raise ValueError("rollout.resample compares rewards within a group; use rollout.group_size >= 2")
         if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
         return self

@@ -51,6 +51,7 @@ SECTIONS = (
     config.SamplingSettings,
     config.RewardSettings,
     config.LossSettings,
+    config.PPOSettings,
     config.OptimizerSettings,
     config.EvaluationSettings,
     config.TaskSettings,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +19,25 @@ from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+#: PEFT's names of the adapters; the value's is also the folder that it is saved in.
+POLICY_ADAPTER, VALUE_ADAPTER = "default", "value"
+#: Names the head of the value function among what is trained, and its file.
+VALUE_HEAD = "value_head"
+
+
+@contextmanager
+def same_requires_grad(model: nn.Module) -> Iterator[None]:
+    """After the block, every parameter that was there before it requires a gradient exactly if it did before.
+
+    PEFT makes the adapter that it switches to trainable and freezes all others.
+    """
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in before:
+            parameter.requires_grad_(flag)
 
 
 @dataclass
@@ -30,6 +50,8 @@ class Policy:
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     peft: PeftModel | None = None
+    #: From the hidden state to the value of a state, with the adapter "value" (`qerl.models.value`); PPO only.
+    value_head: nn.Linear | None = None
 
     @property
     def device(self) -> torch.device:
@@ -45,23 +67,33 @@ class Policy:
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters that the optimizer updates."""
-        return ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
+        yield from ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
+        if self.value_head is not None:
+            yield from self.value_head.named_parameters(VALUE_HEAD)
 
     def autocast(self) -> AbstractContextManager:
         """Products in the base's 16-bit dtype while what is trained stays float32; nothing to do in float32."""
         dtype = self.lm.dtype
         return torch.autocast(self.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
-    def reference(self) -> AbstractContextManager:
+    @contextmanager
+    def reference(self) -> Iterator[None]:
         """The base without what was trained on it, for the length of the block: no second model is needed."""
         if self.peft is None:
             raise ValueError("a policy trained in full has no reference in it; use method=lora with loss.kl")
-        return self.peft.disable_adapter()
+        with same_requires_grad(self.peft), self.peft.disable_adapter():
+            yield
 
     def save(self, folder: Path) -> None:
-        """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's."""
+        """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's.
+
+        A value function goes into the folder `value` there: its adapter in the same layout, and its head.
+        """
         if self.peft is not None:
             self.peft.save_pretrained(str(folder))
+            if self.value_head is not None:
+                head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
+                save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
         else:
             self.lm.bfloat16().save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -125,5 +157,6 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def weight_bytes(policy: Policy) -> int:
     """Bytes of all weights as they are held, adapters and packed buffers included."""
-    held = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers())}
+    head = policy.value_head.parameters() if policy.value_head is not None else ()
+    held = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
     return sum(t.numel() * t.element_size() for t in held.values())

@@ -24,7 +24,7 @@ class BatchSize:
 def policy_loss(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantages_N: torch.Tensor,
+    advantages: torch.Tensor,
     mask_NT: torch.Tensor,
     settings: LossSettings,
     whole: BatchSize,
@@ -34,12 +34,14 @@ def policy_loss(
     """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
     `old_logprobs` are those of the policy before the first update on this rollout; `mask` is 1.0 where a token counts;
-    `importance` [N, T] or [N, 1] are constant weights (see `importance_weights`). The losses differ in two things:
-    gspo has one ratio a sequence, the others one a token; and `_reduce` has the normalizations.
+    `advantages` are of sequences [N] or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights (see
+    `importance_weights`). The losses differ in two things: gspo has one ratio a sequence, the others one a token; and
+    `_reduce` has the normalizations.
     """
     ratio = _ratio(logprobs_NT, old_logprobs_NT, mask_NT, settings)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss_NT = -torch.minimum(ratio * advantages_N[:, None], clipped * advantages_N[:, None])
+    by_token = advantages if advantages.ndim == 2 else advantages[:, None]
+    loss_NT = -torch.minimum(ratio * by_token, clipped * by_token)
     if importance_NT is not None:
         loss_NT = loss_NT * importance_NT
     if reference_logprobs_NT is not None:
@@ -76,13 +78,13 @@ def clipped(
 def _reduce(loss_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings, whole: BatchSize) -> torch.Tensor:
     """The micro-batch's share of the batch's loss.
 
-    grpo, gspo: mean over tokens, then over sequences. dapo: mean over the tokens of the whole batch. dr_grpo: sum over
-    tokens by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch, then over
+    grpo, gspo: mean over tokens, then over sequences. dapo, ppo: mean over the tokens of the whole batch. dr_grpo: sum
+    over tokens by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch, then over
     micro-batches (what the released scripts run as DAPO; it depends on how the batch is split).
     """
     if settings.name in ("grpo", "gspo"):
         return (loss_NT.sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / whole.sequences
-    if settings.name == "dapo":
+    if settings.name in ("dapo", "ppo"):
         return loss_NT.sum() / max(whole.tokens, 1)
     if settings.name == "dr_grpo":
         return loss_NT.sum() / (whole.sequences * whole.longest)

@@ -39,7 +39,11 @@ RUN = {"model": "m", "dataset": "d"}
         ({"adapter": {"rank": 0}}, "use rank >= 1 or method=full"),
         ({"weights": "int4"}, "`weights`"),
         ({"noise": {"schedule": "linear", "sigma_end": 1.0}}, "sigma_end must be above 0 and not above"),
-        ({"rollout": {"group_size": 1}}, "`rollout.group_size`"),
+        ({"rollout": {"group_size": 0}}, "`rollout.group_size`"),
+        ({"rollout": {"group_size": 1}}, "use at least 2, or loss.name=ppo"),
+        ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
+        ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
+        ({"loss": {"ppo": {"lam": 1.5}}}, "`loss.ppo.lam`"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_key(values, sentence):
