@@ -23,6 +23,7 @@ class Sample:
 
     prompt: list[int]
     completion: Completion
+    reward: float
     advantage: float
 
     @property
@@ -42,6 +43,7 @@ class MicroBatch:
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
     finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
     sampler_logprobs_NT: torch.Tensor  # [N, T]
+    rewards_N: torch.Tensor  # [N]
     advantages_N: torch.Tensor  # [N]
 
 
@@ -63,6 +65,7 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], torch.float32, device),
         finished_N=torch.tensor([float(c.finished) for c in completions], device=device),
         sampler_logprobs_NT=_padded([c.logprobs for c in completions], torch.float32, device),
+        rewards_N=torch.tensor([s.reward for s in chosen], dtype=torch.float32, device=device),
         advantages_N=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
     )
 

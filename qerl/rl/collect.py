@@ -112,11 +112,13 @@ class Collector:
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
-        advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages).tolist()
+        advantages_PG = torch.zeros_like(rewards_PG)
+        if self.settings.loss.name != "ppo":  # whose advantages come from its values, in the update
+            advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
         return [
-            Sample(group.prompt, completion, advantage)
-            for group, advantages in zip(groups, advantages_PG, strict=True)
-            for completion, advantage in zip(group.completions, advantages, strict=True)
+            Sample(group.prompt, *of_completion)
+            for group, advantages in zip(groups, advantages_PG.tolist(), strict=True)
+            for of_completion in zip(group.completions, group.rewards, advantages, strict=True)
         ]
 
 

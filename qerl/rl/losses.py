@@ -24,7 +24,7 @@ class BatchSize:
 def policy_loss(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantages: torch.Tensor,
+    advantages_NT: torch.Tensor,
     mask_NT: torch.Tensor,
     settings: LossSettings,
     whole: BatchSize,
@@ -34,14 +34,13 @@ def policy_loss(
     """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
     `old_logprobs` are those of the policy before the first update on this rollout; `mask` is 1.0 where a token counts;
-    `advantages` are of sequences [N] or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights (see
-    `importance_weights`). The losses differ in two things: gspo has one ratio a sequence, the others one a token; and
-    `_reduce` has the normalizations.
+    `advantages` are of sequences [N, 1] or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights
+    (see `importance_weights`). The losses differ in two things: gspo has one ratio a sequence, the others one a token;
+    and `_reduce` has the normalizations.
     """
     ratio = _ratio(logprobs_NT, old_logprobs_NT, mask_NT, settings)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    by_token = advantages if advantages.ndim == 2 else advantages[:, None]
-    loss_NT = -torch.minimum(ratio * by_token, clipped * by_token)
+    loss_NT = -torch.minimum(ratio * advantages_NT, clipped * advantages_NT)
     if importance_NT is not None:
         loss_NT = loss_NT * importance_NT
     if reference_logprobs_NT is not None:
@@ -56,22 +55,21 @@ def _ratio(
     log_ratio = logprobs_NT - old_logprobs_NT
     if settings.name == "gspo":
         log_ratio = ((log_ratio * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1))[:, None]
-    ratio = torch.exp(log_ratio)
-    return ratio
+    return torch.exp(log_ratio)
 
 
 def clipped(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantages_N: torch.Tensor,
+    advantages_NT: torch.Tensor,
     mask_NT: torch.Tensor,
     settings: LossSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many ratios the clip holds back, below and above, of how many: tokens, or sequences for gspo."""
     ratio = _ratio(logprobs_NT.detach(), old_logprobs_NT, mask_NT, settings)
     counted = torch.ones_like(ratio) if settings.name == "gspo" else mask_NT
-    low = (ratio < 1 - settings.clip_low) & (advantages_N[:, None] < 0)
-    high = (ratio > 1 + settings.clip_high) & (advantages_N[:, None] > 0)
+    low = (ratio < 1 - settings.clip_low) & (advantages_NT < 0)
+    high = (ratio > 1 + settings.clip_high) & (advantages_NT > 0)
     return (low * counted).sum(), (high * counted).sum(), counted.sum()
 
 

@@ -12,6 +12,7 @@ from qerl.config import RunSettings, parse
 from qerl.data.sources import read_meta, read_split
 from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
+from qerl.models.value import add_value
 from qerl.progress import log
 from qerl.provenance import code_version, stamp, write_json
 from qerl.rl.checkpoint import Checkpoints
@@ -27,7 +28,10 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy that a run starts from."""
     if settings.method == "full":
         return trained_in_full(checkpoint)
-    return with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+    policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+    if settings.loss.name == "ppo":
+        add_value(policy, settings.loss.ppo)
+    return policy
 
 
 def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Trainer:

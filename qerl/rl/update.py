@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 
-from qerl.config import OptimizerSettings, RunSettings
+from qerl.config import RunSettings
 from qerl.models.policy import Policy
+from qerl.models.value import is_value, values
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.losses import BatchSize, clipped, importance_weights, k3, mismatch, policy_loss
+from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.processes import Processes
 
 
-def make_optimizer(policy: Policy, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """AdamW over what is trained; matrices decay, vectors (norms, biases) don't."""
-    parameters = [p for _, p in policy.trainable()]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
+    """AdamW over what is trained; matrices decay, vectors (norms, biases) don't. `peak` is a group's learning rate."""
+    optimizer = settings.optimizer
+    groups = []
+    for of_value, rate in ((False, optimizer.learning_rate), (True, settings.loss.ppo.learning_rate)):
+        parameters = [p for name, p in policy.trainable() if is_value(name) == of_value]
+        matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+        groups.append({"params": matrices, "weight_decay": optimizer.weight_decay, "peak": rate})
+        groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if settings.name == "adamw8bit":
+    if optimizer.name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
         kind = AdamW8bit
-    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
+    return kind([g for g in groups if g["params"]], lr=optimizer.learning_rate, betas=optimizer.betas)  # type: ignore[call-arg]
 
 
-def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
-    """Linear warm-up, then a cosine to zero; `step` counts from 1."""
-    warmup = math.ceil(settings.warmup_ratio * total_steps)
+def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
+    """The share of the learning rate at a step, counted from 1: linear warm-up, then a cosine to zero."""
+    warmup = math.ceil(warmup_ratio * total_steps)
     if step <= warmup:
-        return settings.learning_rate * step / warmup
+        return step / warmup
     progress = (step - 1 - warmup) / max(total_steps - warmup, 1)
-    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 def dropout_seed(seed: int, step: int, number: int) -> int:
@@ -52,13 +56,27 @@ class _Part:
     batch: MicroBatch
     seed: int
     mask_NT: torch.Tensor  # [N, T] 1.0 on the tokens that carry a loss
+    advantages_NT: torch.Tensor  # [N, 1], or for ppo [N, T]
     old_NT: torch.Tensor | None = None
     reference_NT: torch.Tensor | None = None
     importance: torch.Tensor | None = None
+    old_values_NT: torch.Tensor | None = None
+    returns_NT: torch.Tensor | None = None
 
 
 #: What is added up over micro-batches and processes.
-_SUMS = ("loss", "tokens", "entropy", "mismatch/kl", "reference/kl", "ratios", "clip_ratio/low", "clip_ratio/high")
+_SUMS = (
+    "loss",
+    "tokens",
+    "entropy",
+    "mismatch/kl",
+    "reference/kl",
+    "ratios",
+    "clip_ratio/low",
+    "clip_ratio/high",
+    "value/loss",
+    "value/clipped",
+)
 
 
 class Updater:
@@ -68,33 +86,39 @@ class Updater:
         self.settings = settings
         self.policy = policy
         self.processes = processes
-        self.optimizer = make_optimizer(policy, settings.optimizer)
+        self.optimizer = make_optimizer(policy, settings)
 
     def update(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """All updates of one rollout; `samples` is the whole batch, the same in every process.
 
-        Clipping is counted over all updates; the other figures are those of the first, by the policy that sampled.
+        Clipping and the value's loss are means over all updates; the other figures are those of the first, by the
+        policy that sampled.
         """
-        rate = learning_rate(self.settings.optimizer, step, self.settings.steps)
+        schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["peak"] * schedule
         rows = split(samples, self.settings.micro_batch_tokens, self.processes.count)
         whole = self._batch_size(samples, len(rows))
         parts = list(self._parts(step, samples, rows))
         sums = dict.fromkeys(_SUMS, 0.0)
         self.policy.lm.train()
+        estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else {}
         worst, norm = self._first_update(parts, whole, sums)
-        for _ in range(self.settings.loss.updates_per_rollout - 1):
+        updates = self.settings.loss.updates_per_rollout
+        for _ in range(updates - 1):
             self._further_update(parts, whole, sums)
         self.policy.lm.eval()
         totals = dict(zip(_SUMS, self.processes.sum(list(sums.values())), strict=True))
+        of_values = {name: totals[name] / updates for name in ("value/loss", "value/clipped") if estimated}
         return {
             "loss": totals["loss"],
             **{name: totals[name] / totals["tokens"] for name in ("entropy", "mismatch/kl", "reference/kl")},
             **{name: totals[name] / max(totals["ratios"], 1) for name in ("clip_ratio/low", "clip_ratio/high")},
+            **estimated,
+            **of_values,
             "mismatch/max_ratio": self.processes.max(worst),
             "grad_norm": norm,
-            "learning_rate": rate,
+            "learning_rate": self.settings.optimizer.learning_rate * schedule,
         }
 
     # --- the batch ---
@@ -109,7 +133,8 @@ class Updater:
         for number in range(self.processes.rank, len(rows), self.processes.count):
             batch = micro_batch(samples, rows[number], self.policy.device)
             mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
-            yield _Part(batch, dropout_seed(self.settings.seed, step, number), mask)
+            seed = dropout_seed(self.settings.seed, step, number)
+            yield _Part(batch, seed, mask, batch.advantages_N[:, None])
 
     # --- gradients ---
 
@@ -155,20 +180,62 @@ class Updater:
     def _backward(self, logprobs: torch.Tensor, part: _Part, whole: BatchSize, sums: dict[str, float]) -> float:
         """Add the gradient of a micro-batch and count what is clipped; returns its share of the loss."""
         assert part.old_NT is not None
-        ratios = (logprobs, part.old_NT, part.batch.advantages_N, part.mask_NT, self.settings.loss)
+        ratios = (logprobs, part.old_NT, part.advantages_NT, part.mask_NT, self.settings.loss)
         loss = policy_loss(*ratios, whole, part.reference_NT, part.importance)
         loss.backward()
         counted = zip(("clip_ratio/low", "clip_ratio/high", "ratios"), clipped(*ratios), strict=True)
         for name, number in counted:
             sums[name] += number.item()
+        if part.returns_NT is not None:
+            self._fit_values(part, whole, sums)
         return loss.item()
 
     def _optimize(self) -> float:
-        """Add up the processes' gradients, clip, step; the norm before clipping."""
-        parameters = [p for _, p in self.policy.trainable()]
-        self.processes.add_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
-        if not torch.isfinite(norm):
+        """Add up the processes' gradients, clip, step; the norm of the policy's before clipping.
+
+        The value's gradient is clipped on its own: a large error of the value must not shrink the policy's step.
+        """
+        trained = list(self.policy.trainable())
+        self.processes.add_gradients(p for _, p in trained)
+        norms = []
+        for of_value in (False, True):
+            parameters = [p for name, p in trained if is_value(name) == of_value]
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
+        if not all(torch.isfinite(norm) for norm in norms):
             raise FloatingPointError("the gradient is not finite; lower optimizer.learning_rate or use dtype=float32")
         self.optimizer.step()
-        return norm.item()
+        return norms[0].item()
+
+    # --- ppo ---
+
+    def _estimate_advantages(self, parts: list[_Part]) -> dict[str, float]:
+        """Advantages and returns from the values before the first update; how well the values foresaw the returns."""
+        ppo = self.settings.loss.ppo
+        moments, of_returns, of_errors = Moments(), Moments(), Moments()
+        for part in parts:
+            mask = part.batch.mask_NT
+            with torch.no_grad():
+                part.old_values_NT = values(self.policy, part.batch)
+            rewards = terminal_rewards(part.batch.rewards_N, mask)
+            part.advantages_NT, part.returns_NT = gae(rewards, part.old_values_NT, mask, ppo.gamma, ppo.lam)
+            moments += Moments.of(part.advantages_NT, part.mask_NT)
+            of_returns += Moments.of(part.returns_NT, mask)
+            of_errors += Moments.of(part.returns_NT - part.old_values_NT, mask)
+        moments, of_returns, of_errors = (
+            Moments(*self.processes.sum(astuple(one))) for one in (moments, of_returns, of_errors)
+        )
+        if ppo.whiten:
+            for part in parts:
+                part.advantages_NT = whiten(part.advantages_NT, part.mask_NT, moments)
+        explained = 1 - of_errors.variance / of_returns.variance if of_returns.variance else 0.0
+        return {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
+
+    def _fit_values(self, part: _Part, whole: BatchSize, sums: dict[str, float]) -> None:
+        """Add the gradient of the value's loss."""
+        assert part.old_values_NT is not None
+        assert part.returns_NT is not None
+        ppo, now = self.settings.loss.ppo, values(self.policy, part.batch)
+        loss, held = value_loss(now, part.old_values_NT, part.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens)
+        (ppo.value_coefficient * loss).backward()
+        sums["value/loss"] += loss.item()
+        sums["value/clipped"] += held.item()

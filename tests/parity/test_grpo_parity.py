@@ -79,7 +79,7 @@ def batch(seed: int) -> tuple[list[Sample], torch.Tensor]:
     for i, advantage in enumerate(advantages):
         prompt = torch.randint(2, 100, (3 + 4 * (i // 4),), generator=numbers).tolist()
         ids = torch.randint(2, 100, (1 + int(torch.randint(9, (), generator=numbers)),), generator=numbers).tolist()
-        samples.append(Sample(prompt, Completion(ids, [-1.0] * len(ids), i % 3 > 0), advantage))
+        samples.append(Sample(prompt, Completion(ids, [-1.0] * len(ids), i % 3 > 0), 0.0, advantage))
     return samples, torch.randn(8, 16, generator=numbers)
 
 
@@ -176,11 +176,18 @@ def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
         old, reference = rows("old_per_token_logps"), rows("ref_per_token_logps")
         weights = importance_weights(old, sampled[part.index, : mask.shape[1]], mask, settings)
         piece = policy_loss(
-            logprobs, old, part.advantages_N, mask, settings, whole, reference if settings.kl else None, weights
+            logprobs,
+            old,
+            part.advantages_N[:, None],
+            mask,
+            settings,
+            whole,
+            reference if settings.kl else None,
+            weights,
         )
         piece.backward()
         loss += piece.detach()
-        counts += torch.stack(clipped(logprobs, old, part.advantages_N, mask, settings))
+        counts += torch.stack(clipped(logprobs, old, part.advantages_N[:, None], mask, settings))
     return loss, counts
 
 

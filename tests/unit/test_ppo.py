@@ -170,7 +170,7 @@ def test_equal_advantages_of_all_tokens_are_that_of_the_sequence(name):
     whole = BatchSize(len(mask), mask.sum().item(), mask.shape[1], 1)
     of_rows, settings = advantages[:, 0], LossSettings(name=name)
     arguments = (mask, settings, whole)
-    by_row = policy_loss(old + moved, old, of_rows, *arguments)
+    by_row = policy_loss(old + moved, old, of_rows[:, None], *arguments)
     torch.testing.assert_close(policy_loss(old + moved, old, of_rows[:, None].expand_as(mask), *arguments), by_row)
 
 

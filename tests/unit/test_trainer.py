@@ -2,18 +2,20 @@
 
 import json
 from itertools import count, pairwise
+from statistics import fmean
 
 import pytest
 import torch
 
-from qerl.config import OptimizerSettings, RunSettings, parse
+from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
-from qerl.models.policy import trained_in_full, with_adapter
+from qerl.models.policy import load_policy, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
 from qerl.rl.collect import Collector, Task, problem_index
+from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
-from qerl.rl.update import learning_rate
+from qerl.rl.update import warmup_cosine
 from qerl.rollout.native import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from tests.tiny import tiny_qwen2
@@ -45,8 +47,7 @@ def checkpoints(tmp_path_factory):
 def trainer(checkpoints, work, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     base = checkpoints / settings.weights
-    full = settings.method == "full"
-    policy = trained_in_full(base, CPU) if full else with_adapter(base, settings.adapter, "float32", settings.seed, CPU)
+    policy = make_policy(settings, base)
     collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
     return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
 
@@ -69,8 +70,17 @@ def untimed(rows):
     return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
 
 
+PPO = {
+    "weights": "nvfp4",
+    "loss": {"name": "ppo", "updates_per_rollout": 2, "ppo": {"rank": 4, "learning_rate": 1e-2}},
+    "noise": {"schedule": "constant", "mode": "consistent"},
+}
+
+
 @pytest.mark.parametrize(
-    "changes", [{"weights": "nvfp4", "noise": {"schedule": "linear"}}, {"weights": "bf16", "method": "full"}]
+    "changes",
+    [{"weights": "nvfp4", "noise": {"schedule": "linear"}}, {"weights": "bf16", "method": "full"}, PPO],
+    ids=["aqn", "full", "ppo"],
 )
 def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, changes):
     whole = trainer(checkpoints, tmp_path / "whole", **changes)
@@ -156,6 +166,53 @@ def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
     assert any(moved)
 
 
+#: The logits of a random policy are small, and its embedding is frozen.
+SHARP = {"max_tokens": 6, "temperature": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"name": "grpo"}, "rollout": {"prompts": 2, "group_size": 4, "sampling": SHARP}},
+        {
+            "loss": {"name": "ppo", "ppo": {"rank": 4, "learning_rate": 1e-2}},
+            "rollout": {"prompts": 8, "group_size": 1, "sampling": SHARP},
+        },
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_the_reward_rises(checkpoints, tmp_path, monkeypatch, changes):
+    """On a packed base; PPO needs no groups."""
+    parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
+    settings = {"weights": "nvfp4", "steps": 20, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
+    rewards = [row["reward"] for row in trainer(checkpoints, tmp_path, **settings).run()]
+    assert rewards[0] < 4
+    assert fmean(rewards[-5:]) > 5.5  # of 6 letters
+
+
+def test_ppo_estimates_values_and_saves_them_apart(checkpoints, tmp_path):
+    made = trainer(checkpoints, tmp_path, **PPO)
+    rows = made.run()
+    assert rows[0]["value/mean"] == 0  # a head of zeros
+    assert abs(rows[-1]["value/mean"]) > 1e-3
+    assert all(row["value/loss"] > 0 and row["value/explained_variance"] <= 1 for row in rows)
+    made.policy.save(tmp_path / "policy")
+    assert (tmp_path / "policy/value/adapter_model.safetensors").is_file()
+    # What samples afterwards is the policy without its values.
+    saved = load_policy(checkpoints / "nvfp4", tmp_path / "policy", "float32", CPU)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(saved.lm(ids).logits, made.policy.lm(ids).logits)
+
+
+def test_gradients_of_ppo_accumulate_over_micro_batches(checkpoints, tmp_path):
+    whole = trainer(checkpoints, tmp_path / "a", **PPO, adapter={"rank": 4}).step(1, 0)
+    parts = trainer(checkpoints, tmp_path / "b", **PPO, adapter={"rank": 4}, micro_batch_tokens=20).step(1, 0)
+    for key in ("loss", "grad_norm", "value/loss", "value/clipped", "value/explained_variance"):
+        assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
+
+
 def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
     made = trainer(checkpoints, tmp_path)
     made.run()
@@ -204,8 +261,7 @@ def test_every_problem_is_seen_once_an_epoch():
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
-    settings = OptimizerSettings(learning_rate=1.0, warmup_ratio=0.1)
-    rates = [learning_rate(settings, step, 100) for step in range(1, 101)]
+    rates = [warmup_cosine(0.1, step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
     assert rates[10] == 1.0
     assert all(a > b for a, b in pairwise(rates[10:]))

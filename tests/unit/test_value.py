@@ -36,7 +36,7 @@ def samples(count=5):
     generator = torch.Generator().manual_seed(0)
     draw = lambda length: torch.randint(2, 90, (length,), generator=generator).tolist()  # noqa: E731
     lengths = [(3 + i % 3, 1 + 2 * i % 7) for i in range(count)]
-    return [Sample(draw(p), Completion(draw(c), [-1.0] * c, True), 0.0) for p, c in lengths]
+    return [Sample(draw(p), Completion(draw(c), [-1.0] * c, True), 0.0, 0.0) for p, c in lengths]
 
 
 def batch(rows=None, drawn=None):
