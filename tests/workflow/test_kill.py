@@ -43,6 +43,7 @@ def train(tmp_path):
             sys.executable,
             "-m",
             "qerl",
+            "rule",
             "train",
             "--settings",
             json.dumps(row),
