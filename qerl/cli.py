@@ -51,9 +51,9 @@ def quantize(
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
     report = json.loads((api.quantize(model, out, weights) / api.REPORT).read_text())
-    errors = {f"{layer}/relative_error": error for layer, error in report["relative_error"].items()}
     sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
-    _print_table(str(out), {**sizes, **errors})
+    _print_table(str(out), [sizes])
+    _print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
 
 
 @app.command()
@@ -127,7 +127,7 @@ def evaluate(
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-    _print_table(str(out), {**measures, **interval, "completion_tokens": about["completion_tokens"]})
+    _print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
 
 
 def _run_of(model: str) -> api.Run | None:
@@ -169,10 +169,10 @@ def _console() -> Console:
     return Console(width=None if Console().is_terminal else WIDTH)
 
 
-def _print_table(title: str, row: dict[str, Any]) -> None:
+def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
     from qerl.report.summary import rich_table
 
-    _console().print(rich_table(title, pd.DataFrame([row])))
+    _console().print(rich_table(title, pd.DataFrame(rows)))
 
 
 def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
