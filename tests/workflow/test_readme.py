@@ -56,9 +56,10 @@ def test_one_run_by_hand(folder):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()
     assert said.count("A crate holds 7 pears.") == 4
-    held_out = {json.loads(line)["question"] for line in (run / "data/test.jsonl").open()}
+    held_out = [json.loads(line)["question"] + ":" for line in (run / "data/test.jsonl").open()]
     prompts = {json.loads(line)["prompt"] for line in (run / "eval/samples.jsonl").open()}
-    assert prompts == {f"{question}:" for question in held_out}
+    # The tiny tokenizer puts spaces between its characters.
+    assert {"".join(prompt.split()) for prompt in prompts} == {"".join(question.split()) for question in held_out}
     assert json.loads((folder / "my-model-mxfp4/report.json").read_text())["weights"] == "mxfp4"
 
 
