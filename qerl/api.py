@@ -82,7 +82,7 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """One row a step; docs/algorithms.md defines the columns."""
+        """One row a step: reward and its parts, loss, entropy, lengths, mismatch, noise, seconds, memory."""
         return pd.read_json(self.folder / "metrics.jsonl", lines=True)
 
     @cached_property
