@@ -1,3 +1,19 @@
 """Reinforcement learning of language models on 4-bit NVFP4 weights (QeRL, arXiv 2510.11696)."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl.api import Evaluation, Run, evaluate, load, quantize, sample, train
+
 __version__ = "0.1.0"
+__all__ = ["Evaluation", "Run", "evaluate", "load", "quantize", "sample", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The API on first use: Snakemake imports this package at every call, and must not wait for torch."""
+    if name in __all__:
+        return getattr(import_module("qerl.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

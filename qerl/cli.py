@@ -1,132 +1,195 @@
-"""The command line: one command a rule of the workflow. Each reads its settings as JSON and writes files."""
+"""Reinforcement learning of language models on 4-bit weights: quantize, train, sample, evaluate."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
+import yaml
+from rich.console import Console
+from rich.text import Text
 
-from qerl.config import (
-    BenchSettings,
-    ConfigError,
-    DatasetSettings,
-    EvaluationSettings,
-    PretrainSettings,
-    RolloutBench,
-    StepBench,
-    parse,
-)
+from qerl import api, rules
+from qerl.config import ConfigError, EvaluationSettings, SamplingSettings
 from qerl.progress import configure_logging
 
+if TYPE_CHECKING:
+    from qerl.evals.policy import Drawn
+
+WORKFLOW = "The workflow"
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
 
-SettingsJson = Annotated[str, typer.Option("--settings", help="Settings as JSON.")]
-Out = Annotated[Path, typer.Option("--out", help="Where results go.")]
-Named = Annotated[list[str], typer.Option("--data", help="NAME=FOLDER of a prepared data set.")]
+_ROLLOUT: SamplingSettings = SamplingSettings()
+_EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
+_REPEATS: int = EvaluationSettings.model_fields["repeats"].default
 
-
-def _pairs(values: list[str]) -> dict[str, Path]:
-    return {name: Path(path) for name, _, path in (value.partition("=") for value in values)}
-
-
-@app.command()
-def data(settings: SettingsJson, out: Out) -> None:
-    """Prepare a data set: generated, from a local file or from the hub."""
-    from qerl.data.sources import prepare
-
-    prepare(parse(DatasetSettings, json.loads(settings), "data set"), out)
+Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name@revision of the hub.")]
+ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
+MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
+Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
+Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
+Instruction = Annotated[str | None, typer.Option(help="Appended to each prompt; default: that of the run's data set.")]
 
 
-@app.command()
-def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
-    """Train the miniature base policy from scratch."""
-    from qerl.models.base import pretrain_base
-
-    pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
+# --- for people ------------------------------------------------------------------------------------------------------
 
 
 @app.command()
-def fetch(repo: str, revision: str, out: Out) -> None:
-    """Download a model of the hub at a pinned revision."""
-    from qerl.models.base import fetch_model
-
-    fetch_model(repo, revision, out)
-
-
-@app.command()
-def quantize(model: str, weights: str, source: Path, out: Out) -> None:
-    """Make a base in one weight format, with a report on size and error."""
-    from qerl.models.base import make_checkpoint
-
-    make_checkpoint(model, weights, source, out)
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
+    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+) -> None:
+    """Quantize a dense checkpoint to 4 bits."""
+    report = json.loads((api.quantize(model, out, weights) / api.REPORT).read_text())
+    sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
+    _print_table(str(out), [sizes])
+    _print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
 
 
 @app.command()
-def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out: Out) -> None:
-    """Train one run; a run that was killed goes on from its last checkpoint in WORK."""
-    from qerl.rl.train import train_run
-
-    train_run(json.loads(settings), checkpoint, data, work, out)
+def train(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml", help="Model, data, settings: RunFile of config/README.md.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="A new folder for the run, before the `out` of RUN.yaml.")] = None,
+) -> None:
+    """Train one run; after a kill, the same command goes on where it was."""
+    made = api.train(run, out)
+    for what, path in {
+        "settings": made.folder / api.RUN_FILE,
+        "checkpoint": made.checkpoint,
+        "trained": made.adapter,
+        "metrics": made.folder / "metrics.jsonl",
+    }.items():
+        _console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
 
 @app.command()
+def sample(
+    model: ModelOrRun,
+    prompt: Annotated[list[str] | None, typer.Argument(help="Each is one message of a user.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt a line.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    temperature: Temperature = _ROLLOUT.temperature,
+    top_p: TopP = _ROLLOUT.top_p,
+    max_tokens: MaxTokens = _ROLLOUT.max_tokens,
+    seed: Seed = 0,
+    instruction: Instruction = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each completion.")] = False,
+) -> None:
+    """Print completions of a model or of a trained policy."""
+    asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
+    if not asked:
+        raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    added = _instruction(model) if instruction is None else instruction
+    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
+    for text, completions in zip(asked, drawn, strict=True):
+        for completion in completions:
+            _print_completion(text, completion, as_json)
+
+
+@app.command(name="eval")
 def evaluate(
-    settings: SettingsJson,
-    row: Annotated[str, typer.Option(help="Which policy this is, as JSON; goes into the result.")],
-    checkpoint: Path,
-    data: Named,
-    out: Out,
-    trained: Annotated[Path | None, typer.Option(help="Outcome of a run.")] = None,
+    model: ModelOrRun,
+    out: Annotated[Path, typer.Option(help="A new folder for result.json and samples.jsonl.")],
+    problems: Annotated[
+        Path | None, typer.Option(help="A file of records, all asked; default: the test split of the run's data.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Or a data set whose test split is asked, as in RUN.yaml: '{format: …}'.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = _REPEATS,
+    temperature: Temperature = _EVALUATION.temperature,
+    top_p: TopP = _EVALUATION.top_p,
+    max_tokens: MaxTokens = _EVALUATION.max_tokens,
+    seed: Seed = 0,
+    instruction: Instruction = None,
+    dtype: Dtype = None,
 ) -> None:
-    """Score a base or a trained policy on every task."""
-    from qerl.evals.job import evaluate_policy
-
-    parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
-    evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
-
-
-@app.command()
-def profile(
-    bench: str, settings: SettingsJson, points: Annotated[str, typer.Option(help="Inputs as JSON.")], out: Out
-) -> None:
-    """Measure rollout throughput or the time of a training step."""
-    from pydantic import TypeAdapter
-
-    parsed: RolloutBench | StepBench = TypeAdapter(BenchSettings).validate_json(settings)
-    inputs: Any = json.loads(points)
-    if isinstance(parsed, RolloutBench):
-        from qerl.bench.rollout import bench_rollout
-
-        bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
-    else:
-        from qerl.bench.step import bench_step
-
-        bench_step(bench, parsed, inputs, out)
+    """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
+    asked = _problems(model, problems, dataset)
+    added = _instruction(model) if instruction is None else instruction
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    policy = api.load(model, dtype)
+    outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, instruction=added, **sampling)
+    about, accuracy = outcome.metrics, outcome.accuracy
+    measures = {key: about[key] for key in ("harness", "problems", "repeats")}
+    interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+    _print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
 
 
-Results = Annotated[list[Path], typer.Argument(help="Result files of the workflow.")]
+def _run_of(model: str) -> api.Run | None:
+    return api.Run(Path(model)) if (Path(model) / api.RUN_FILE).is_file() else None
 
 
-@app.command()
-def table(name: str, results: Results, out: Out) -> None:
-    """Make one table from stored results."""
-    from qerl.report.job import make_table
-
-    make_table(name, results, out)
+def _instruction(model: str) -> str:
+    run = _run_of(model)
+    return run.settings.dataset.instruction if run else ""
 
 
-@app.command()
-def figure(name: str, results: Results, out: Out) -> None:
-    """Make one figure from stored results."""
-    from qerl.report.job import make_figure
+def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
+    from qerl.data.sources import check_problem_file
 
-    make_figure(name, results, out)
+    run = _run_of(model)
+    if problems and dataset:
+        raise ConfigError("give --problems or --dataset, not both")
+    if dataset:
+        values = yaml.safe_load(dataset)
+        if not isinstance(values, dict):
+            raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
+        return values
+    if problems is None and run is None:
+        raise ConfigError("nothing to evaluate on: give --problems or --dataset")
+    if problems:
+        check_problem_file(problems)  # here, before a model is loaded
+    return problems or run.data  # type: ignore[union-attr]
 
 
-@app.command()
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ConfigError(f"file of prompts {path} doesn't exist")
+    return [line for line in path.read_text().splitlines() if line.strip()]
+
+
+def _console() -> Console:
+    from qerl.report.summary import WIDTH
+
+    return Console(width=None if Console().is_terminal else WIDTH)
+
+
+def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    from qerl.report.summary import rich_table
+
+    _console().print(rich_table(title, pd.DataFrame(rows)))
+
+
+def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
+    if as_json:
+        row = {"prompt": prompt, "completion": completion.text}
+        typer.echo(json.dumps({**row, "tokens": completion.tokens, "finished": completion.finished}))
+        return
+    console = _console()
+    console.print(Text(prompt, style="bold"), soft_wrap=True)
+    console.print(Text(completion.text), soft_wrap=True)
+    console.print(Text(f"{completion.tokens} tokens{'' if completion.finished else ', cut off'}\n", style="dim"))
+
+
+# --- around the workflow ---------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel=WORKFLOW)
 def keys() -> None:
     """Print config/README.md."""
     from qerl.reference import markdown
@@ -134,7 +197,7 @@ def keys() -> None:
     typer.echo(markdown(), nl=False)
 
 
-@app.command()
+@app.command(rich_help_panel=WORKFLOW)
 def where(
     config: Path,
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")] = None,
@@ -146,7 +209,7 @@ def where(
     typer.echo(plan_from(given, config).folder)
 
 
-@app.command()
+@app.command(rich_help_panel=WORKFLOW)
 def summary(root: Path) -> None:
     """Print the main table of a folder of results, and where everything lies."""
     from qerl.report.summary import print_summary
@@ -157,6 +220,9 @@ def summary(root: Path) -> None:
 def main() -> None:
     """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
     configure_logging()
+    # A user's own rewards and data sets are imported from the working directory, which `python -m qerl` has on its path
+    # and the installed command hasn't. It comes last: a file in it can't take the place of a package.
+    sys.path.append(os.getcwd())
     try:
         app()
     except (ConfigError, ValueError) as error:

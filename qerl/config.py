@@ -310,6 +310,56 @@ class RunSettings(Settings):
         return self
 
 
+class RunFile(RunSettings):
+    """One run by hand, `qerl train run.yaml`: the keys of `RunSettings`, with model, data and outcome in place.
+
+    Relative paths count from the working directory; they are stored as absolute ones.
+    """
+
+    model: str
+    """A folder in the hub's layout, dense or quantized to `weights` already, or `org/name@revision` of the hub."""
+    dataset: DatasetSettings  # type: ignore[assignment]
+    """A file or folder of records, or a mapping as under DatasetSettings."""
+    out: Path
+    """A new folder for all that the run makes. A killed run goes on from what is in it."""
+
+    @field_validator("model", mode="after")
+    @classmethod
+    def _folder_is_absolute(cls, model: str) -> str:
+        return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _path_is_local_data(cls, dataset: Any) -> Any:
+        return local_dataset(Path(dataset)) if isinstance(dataset, (str, Path)) else dataset
+
+    @field_validator("dataset", mode="after")
+    @classmethod
+    def _data_path_is_absolute(cls, dataset: DatasetSettings) -> DatasetSettings:
+        if not isinstance(dataset.origin, LocalData):
+            return dataset
+        origin = dataset.origin.model_copy(update={"path": dataset.origin.path.resolve()})
+        return dataset.model_copy(update={"origin": origin})
+
+    @field_validator("out", mode="after")
+    @classmethod
+    def _out_is_absolute(cls, out: Path) -> Path:
+        return out.resolve()
+
+    @property
+    def settings(self) -> RunSettings:
+        """What determines the run, wherever its folder lies."""
+        values = {name: getattr(self, name) for name in RunSettings.model_fields}
+        return RunSettings(**{**values, "dataset": "data"})
+
+
+def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
+    """Values of `DatasetSettings` for a file or folder of records, which tell their format themselves."""
+    from qerl.data.sources import check_problem_file
+
+    return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
+
+
 # --- evaluation and profiling ----------------------------------------------------------------------------------------
 
 

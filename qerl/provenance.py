@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from qerl.config import ConfigError
+
 PACKAGE = Path(__file__).parent
 #: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
 TELLING = ("qerl.config", "qerl.plan", "qerl.progress", "qerl.provenance")
@@ -35,7 +37,7 @@ LIBRARIES = (
 def _git(*arguments: str) -> str:
     answer = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True, check=False)
     if answer.returncode:
-        raise RuntimeError(
+        raise ConfigError(
             "results need the commit of the code that made them: run from a git clone, "
             f"or set QERL_COMMIT to the commit (git said: {answer.stderr.strip()})"
         )

@@ -45,6 +45,7 @@ SECTIONS = (
     config.HubModel,
     config.Experiment,
     config.RunSettings,
+    config.RunFile,
     config.AdapterSettings,
     config.NoiseSettings,
     config.RolloutSettings,
@@ -86,7 +87,9 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _section(settings: type[config.Settings]) -> str:
-    rows = [_row(name, field) for name, field in settings.model_fields.items()]
+    # Inherited keys stand in the section of the parent.
+    own = inspect.get_annotations(settings)
+    rows = [_row(name, field) for name, field in settings.model_fields.items() if name in own]
     head = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join([f"## {settings.__name__}", "", inspect.getdoc(settings) or "", "", *head, *rows])
 

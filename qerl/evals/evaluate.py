@@ -57,6 +57,11 @@ def evaluate(
     return metrics
 
 
+def harness_of(record_format: RecordFormat) -> Harness:
+    """The harness that has a task for a record format."""
+    return next(harness for harness, formats in SCORED.items() if record_format in formats)
+
+
 def summarize(samples: Iterable[Row]) -> Row:
     """Return the metrics of one task from its samples (rows of samples.jsonl of one data set and harness)."""
     rows = list(samples)
@@ -81,10 +86,9 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
     folder = datasets[task.dataset]
     about = read_meta(folder)
     if about["format"] not in SCORED[task.harness]:
-        other = next(harness for harness, formats in SCORED.items() if about["format"] in formats)
         raise EvaluationError(
             f"evaluation.tasks: {task.harness} has no task for {task.dataset!r}, whose format is {about['format']}; "
-            f"use harness: {other}"
+            f"use harness: {harness_of(about['format'])}"
         )
     problems = read_split(folder, "test")
     if not problems:

@@ -7,10 +7,12 @@ from typing import Any
 
 from qerl.config import EvaluationSettings
 from qerl.evals.evaluate import evaluate
-from qerl.models.policy import load_policy
+from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
 from qerl.rollout.native import NativeSampler
+
+RESULT = "result.json"
 
 
 def evaluate_policy(
@@ -21,7 +23,13 @@ def evaluate_policy(
     datasets: dict[str, Path],
     out: Path,
 ) -> None:
-    """Score a policy, noise-free, on every task of `settings`; `row` says which policy it is."""
-    policy = load_policy(checkpoint, trained, settings.dtype)
+    """Score a base or the outcome of a run on every task of `settings`; `row` says which policy it is."""
+    score_policy(load_policy(checkpoint, trained, settings.dtype), settings, row, datasets, out)
+
+
+def score_policy(
+    policy: Policy, settings: EvaluationSettings, row: dict[str, Any], datasets: dict[str, Path], out: Path
+) -> None:
+    """Score a policy, noise-free, on every task of `settings`; `out` gets samples.jsonl, then result.json."""
     tasks = evaluate(NativeSampler(policy), policy.tokenizer, settings, datasets, out, log.info)
-    write_json(out / "result.json", {**row, "tasks": tasks, "provenance": stamp(settings.seed)})
+    write_json(out / RESULT, {**row, "tasks": tasks, "provenance": stamp(settings.seed)})

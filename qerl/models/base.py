@@ -20,35 +20,37 @@ def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target:
     write_json(target / "pretrain.json", {**outcome, "provenance": stamp(settings.seed)})
 
 
-def fetch_model(repo: str, revision: str, target: Path) -> None:
-    """Download a model of the hub; offline, the error names the command that would have fetched it."""
+def fetch_model(repo: str, revision: str, target: Path | None = None) -> Path:
+    """Download a model of the hub to `target`, or to the hub's cache; return its folder.
+
+    Offline, the error names the command that would have fetched it.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
     try:
-        snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=patterns)
+        return Path(snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         command = f"hf download {repo} --revision {revision} --local-dir FOLDER"
         raise ConfigError(
             f"can't download {repo} ({type(error).__name__}): on a machine with network run `{command}`, "
-            "then name the folder as a model with source: local"
+            "then give that folder (in a workflow's configuration: a model with source: local)"
         ) from error
 
 
-def make_checkpoint(model: str, weights: str, source: Path, target: Path) -> None:
-    """`target/checkpoint` in one weight format, `target/report.json` about it; bf16 is the source, linked."""
+def make_checkpoint(model: str, weights: str, source: Path, checkpoint: Path, report: Path) -> None:
+    """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked."""
     from qerl.quant.quantize import quantize_checkpoint
 
-    checkpoint = target / "checkpoint"
-    report = quantize_checkpoint(source, checkpoint, weights)
+    about = quantize_checkpoint(source, checkpoint, weights)
     if weights == "bf16":
-        _link(source, checkpoint)
-    write_json(target / "report.json", {"model": model, "weights": weights, **report, "provenance": stamp()})
+        link_checkpoint(source, checkpoint)
+    write_json(report, {"model": model, "weights": weights, **about, "provenance": stamp()})
 
 
-def _link(source: Path, target: Path) -> None:
-    """A folder of symbolic links: a second copy of the unquantized weights would only take room."""
+def link_checkpoint(source: Path, target: Path) -> None:
+    """A folder of symbolic links: a second copy of the weights would only take room."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.resolve().iterdir():
         if file.is_file() and not (target / file.name).exists():

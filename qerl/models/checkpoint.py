@@ -46,6 +46,11 @@ def check_base(folder: Path) -> None:
     check_checkpoint(folder)
     if (found := weights_format_of(folder)) != "bf16":
         raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
+    check_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `CheckpointError` unless there is a tokenizer with a chat template."""
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file() or not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json and tokenizer_config.json are needed")

@@ -25,7 +25,7 @@ def print_summary(root: Path, console: Console | None = None) -> None:
         raise ResultError(f"{file} doesn't exist; run the workflow to its end first")
     table = pd.read_csv(file)
     for dataset in dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column):
-        console.print(_rich_table(f"{root.name}: accuracy on {dataset}", _of_dataset(table, dataset)))
+        console.print(rich_table(f"{root.name}: accuracy on {dataset}", _of_dataset(table, dataset)))
     for kind, paths in _written(root).items():
         console.print(Text(f"{kind}:", style="bold"))
         for path in paths:
@@ -41,7 +41,8 @@ def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
     return table[kept + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
 
 
-def _rich_table(title: str, frame: pd.DataFrame) -> Table:
+def rich_table(title: str, frame: pd.DataFrame) -> Table:
+    """A table for a terminal; columns are shown as `qerl.report.formatting` has them."""
     shown = present(frame)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in shown:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl import provenance
+from qerl.config import ConfigError
 
 SCRIPT = "import sys; from qerl.provenance import code_version; print(code_version(sys.argv[1]))"
 
@@ -60,7 +61,7 @@ def test_unknown_commit_is_an_error(monkeypatch, tmp_path):
     monkeypatch.delenv("QERL_COMMIT", raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
-    with pytest.raises(RuntimeError, match="QERL_COMMIT"):
+    with pytest.raises(ConfigError, match="QERL_COMMIT"):
         provenance.code_state()
 
 

@@ -44,6 +44,7 @@ def train(tmp_path):
             sys.executable,
             "-m",
             "qerl",
+            "rule",
             "train",
             "--settings",
             json.dumps(row),

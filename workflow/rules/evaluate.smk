@@ -27,5 +27,5 @@ rule evaluate:
         out=subpath(output.result, parent=True),
         code=code_version("qerl.evals.job"),
     shell:
-        "python -m qerl evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
+        "python -m qerl rule evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
         " {params.trained} {params.data} --out {params.out:q} > {log:q} 2>&1"

@@ -21,7 +21,7 @@ rule prepare_data:
         out=subpath(output.meta, parent=True),
         code=code_version("qerl.data.sources"),
     shell:
-        "python -m qerl data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
 
 
 rule pretrain:
@@ -47,7 +47,7 @@ rule pretrain:
         data=pretrain_folders,
         code=code_version("qerl.models.miniature", "qerl.rollout.native"),
     shell:
-        "python -m qerl pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
 
 
 rule fetch_model:
@@ -63,4 +63,4 @@ rule fetch_model:
     params:
         model=hub_model,
     shell:
-        "python -m qerl fetch {params.model} {output:q} > {log:q} 2>&1"
+        "python -m qerl rule fetch {params.model} {output:q} > {log:q} 2>&1"

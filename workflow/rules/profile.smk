@@ -22,5 +22,5 @@ rule profile:
         points=bench_points,
         code=code_version("qerl.bench.rollout", "qerl.bench.step"),
     shell:
-        "python -m qerl profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
+        "python -m qerl rule profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
         " --out {output:q} > {log:q} 2>&1"

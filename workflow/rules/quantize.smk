@@ -22,4 +22,4 @@ rule quantize:
         out=subpath(output.report, parent=True),
         code=code_version("qerl.quant.quantize"),
     shell:
-        "python -m qerl quantize {params.which} {input:q} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule quantize {params.which} {input:q} --out {params.out:q} > {log:q} 2>&1"

@@ -24,7 +24,7 @@ rule tables:
         code=code_version("qerl.report.job"),
         out=subpath(output[0], parent=True),
     shell:
-        "python -m qerl table {wildcards.table} --out {params.out:q} {input:q} > {log:q} 2>&1"
+        "python -m qerl rule table {wildcards.table} --out {params.out:q} {input:q} > {log:q} 2>&1"
 
 
 rule figures:
@@ -49,4 +49,4 @@ rule figures:
         code=code_version("qerl.report.job"),
         out=subpath(output[0], parent=True),
     shell:
-        "python -m qerl figure {wildcards.figure} --out {params.out:q} {input:q} > {log:q} 2>&1"
+        "python -m qerl rule figure {wildcards.figure} --out {params.out:q} {input:q} > {log:q} 2>&1"

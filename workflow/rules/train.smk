@@ -28,5 +28,5 @@ rule train:
         out=subpath(output.run, parent=True),
         code=code_version("qerl.rl.train"),
     shell:
-        "python -m qerl train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
+        "python -m qerl rule train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
         " --out {params.out:q} >> {log:q} 2>&1"

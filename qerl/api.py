@@ -1,0 +1,366 @@
+"""The library: quantize, train, load, sample, evaluate. The command line calls these functions.
+
+A model is given as a folder in the hub's layout, as the folder of a finished run, or as `org/name@revision` of the hub.
+Mistakes raise a `ValueError` of one sentence before anything long starts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
+import yaml
+
+from qerl.config import (
+    GROUP_SIZE,
+    ConfigError,
+    DatasetSettings,
+    EvaluationSettings,
+    RunFile,
+    SamplingSettings,
+    local_dataset,
+    parse,
+    read_yaml,
+)
+from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
+from qerl.progress import log
+from qerl.provenance import code_state
+
+if TYPE_CHECKING:
+    from qerl.evals.policy import Drawn
+    from qerl.models.policy import Policy
+    from qerl.report.intervals import Interval
+
+PathLike = str | Path
+Packed = Literal["nvfp4", "mxfp4", "nf4"]
+Dtype = Literal["float32", "bfloat16"]
+Problems = PathLike | Mapping[str, Any] | DatasetSettings
+
+RUN_FILE = "run.yaml"
+REPORT = "report.json"
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run in its folder: run.yaml, data, checkpoint, policy, metrics.jsonl, run.json."""
+
+    folder: Path
+
+    @cached_property
+    def settings(self) -> RunFile:
+        """Its run.yaml, every setting resolved."""
+        return _read_run(self.folder / RUN_FILE, self.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was trained to its last step."""
+        return (self.folder / "run.json").is_file()
+
+    @property
+    def checkpoint(self) -> Path:
+        """The base in the run's format; linked where it was so already."""
+        return self.folder / "checkpoint"
+
+    @property
+    def adapter(self) -> Path:
+        """What was trained: an adapter in PEFT's layout, or after method=full a whole model."""
+        return self.folder / "policy"
+
+    @property
+    def data(self) -> Path:
+        """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
+        return self.folder / "data"
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row a step: reward and its parts, loss, entropy, lengths, mismatch, noise, seconds, memory."""
+        return pd.read_json(self.folder / "metrics.jsonl", lines=True)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The trained policy, loaded on first use."""
+        return load(self.folder)
+
+
+def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None) -> Run:
+    """Prepare the problems, fetch and quantize the model, train; `out` goes before the `out` of `run`.
+
+    `run` is a `RunFile`, its values, or a YAML file with them. Parts that are finished are kept: a run that was killed
+    goes on where it was, for a finished one there is nothing to do.
+    """
+    settings = _read_run(run, out)
+    made = Run(settings.out)
+    _check_same(made.folder, settings)
+    if made.finished:
+        log.info("%s is finished: nothing to do", made.folder)
+        return made
+    code_state()  # no result without it, so it must not be missing only after hours
+    source = _source(settings.model, settings.weights)
+    _write_run_file(settings)
+    _prepare(settings.dataset, made.data)
+    _whole(made.checkpoint, lambda target: _base(settings, source, target))
+    _train(made)
+    return made
+
+
+def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
+    if isinstance(run, RunFile):
+        values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
+    elif isinstance(run, Mapping):
+        values, where = dict(run), "run"
+    else:
+        values, where = read_yaml(Path(run)), str(run)
+    return parse(RunFile, {**values, **({} if out is None else {"out": out})}, where)
+
+
+def _check_same(folder: Path, settings: RunFile) -> None:
+    """A folder belongs to one run: refuse another one's."""
+    if not (folder / RUN_FILE).is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
+        return
+    there, here = (
+        pd.json_normalize(s.model_dump(mode="json")).loc[0].to_dict() for s in (Run(folder).settings, settings)
+    )
+    for key in {**here, **there}:
+        if there.get(key) != here.get(key):
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({key}: {there.get(key)} there, {here.get(key)} here); "
+                "give another folder as `out`, or delete this one"
+            )
+
+
+def _write_run_file(settings: RunFile) -> None:
+    settings.out.mkdir(parents=True, exist_ok=True)
+    partial = settings.out / f".{RUN_FILE}.partial"
+    partial.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    partial.replace(settings.out / RUN_FILE)
+
+
+def _prepare(settings: DatasetSettings, target: Path) -> None:
+    from qerl.data.records import DataError
+    from qerl.data.sources import prepare, read_meta
+
+    _whole(target, lambda folder: prepare(settings, folder))
+    if not read_meta(target)["rows"]["train"]:
+        raise DataError(f"dataset has no training problems: give it a split train, then delete {target}")
+
+
+def _base(settings: RunFile, source: Path, target: Path) -> None:
+    """The checkpoint that the run trains on."""
+    from qerl.models.base import link_checkpoint, make_checkpoint
+
+    if weights_format_of(source) == settings.weights:
+        link_checkpoint(source, target)
+    else:
+        make_checkpoint(settings.model, settings.weights, source, target, target / REPORT)
+
+
+def _train(run: Run) -> None:
+    from qerl.rl.train import train_run
+
+    name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
+    row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings}
+    train_run(row, run.checkpoint, run.data, run.folder / "work", run.folder)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
+    """Write the dense `model` into the new folder `out` in 4 bits; report.json in it tells size and error.
+
+    The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
+    """
+    from qerl.models.base import make_checkpoint
+
+    target = Path(out)
+    if weights not in GROUP_SIZE:
+        raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    code_state()
+    source = _source(str(model))
+    _whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
+    return target
+
+
+def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
+    """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
+
+    `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
+    """
+    run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
+    if run and not run.finished:
+        raise ConfigError(f"{model} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
+    checkpoint = run.checkpoint if run else _folder(str(model))
+    check_checkpoint(checkpoint)
+    check_tokenizer(checkpoint)
+    from qerl.models.policy import load_policy
+
+    return load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
+
+
+def _folder(model: str) -> Path:
+    """Where a model lies; one of the hub is downloaded to its cache."""
+    from qerl.models.base import fetch_model
+
+    repo, at, revision = model.rpartition("@")
+    if Path(model).is_dir():
+        return Path(model)
+    if at:
+        return fetch_model(repo, revision)
+    raise CheckpointError(
+        f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub with its "
+        "revision: org/name@revision"
+    )
+
+
+def _source(model: str, weights: str | None = None) -> Path:
+    """The folder of a base, checked: dense, or in the format `weights` already."""
+    folder = _folder(model)
+    if weights is None or weights_format_of(folder) != weights:
+        check_base(folder)
+    else:
+        check_checkpoint(folder)
+        check_tokenizer(folder)
+    return folder
+
+
+def _whole(target: Path, make: Callable[[Path], object]) -> None:
+    """Have `make` write the folder `target` unless it's there: whole or not at all, whenever the process is killed."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    make(partial / target.name)
+    (partial / target.name).rename(target)
+    partial.rmdir()
+
+
+# --- sampling and evaluation -----------------------------------------------------------------------------------------
+
+
+def sample(
+    policy: Policy, prompts: Sequence[str], *, count: int = 1, seed: int = 0, instruction: str = "", **sampling: float
+) -> list[list[Drawn]]:
+    """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
+
+    A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template.
+    `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`.
+    """
+    from qerl.data.prompts import prompt_ids
+    from qerl.evals.policy import Policy as Drawing
+    from qerl.rollout.native import NativeSampler
+    from qerl.rollout.sampler import SamplingParams
+
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be a list of strings, not one string")
+    settings = parse(SamplingSettings, sampling, "sampling")
+    params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
+    ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
+    return Drawing(NativeSampler(policy), policy.tokenizer, params).draw(ids)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The outcome of an evaluation in its folder: result.json and samples.jsonl."""
+
+    folder: Path
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The harness and its version, accuracy, accuracy of each repeat, tokens, share of truncated completions."""
+        [metrics] = json.loads((self.folder / "result.json").read_text())["tasks"].values()
+        return metrics
+
+    @cached_property
+    def samples(self) -> pd.DataFrame:
+        """One row a completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
+        text_columns = {"problem": str, "extracted": str, "gold": str}
+        return pd.read_json(self.folder / "samples.jsonl", lines=True, dtype=text_columns)
+
+    @property
+    def accuracy(self) -> Interval:
+        """Mean over problems and repeats, with its 95 % interval over problems."""
+        from qerl.report.intervals import accuracy_interval
+
+        by_problem = self.samples.groupby("problem", sort=False)["correct"].mean()
+        return accuracy_interval(by_problem.to_numpy(dtype=float)[None])
+
+
+def evaluate(
+    policy: Policy,
+    problems: Problems,
+    out: PathLike,
+    *,
+    repeats: int | None = None,
+    seed: int = 0,
+    instruction: str = "",
+    **sampling: float,
+) -> Evaluation:
+    """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
+
+    `problems` is a file of records (all are asked, with `instruction`), a folder with a file test.jsonl (as the data
+    of a run), or the values of `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats`
+    have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
+    """
+    from qerl.data.sources import read_meta
+    from qerl.evals.evaluate import harness_of
+    from qerl.evals.job import RESULT, score_policy
+
+    folder = Path(out)
+    if (folder / RESULT).exists():
+        raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
+    code_state()
+    data = _problem_folder(problems, instruction, folder)
+    dtype = str(policy.lm.dtype).removeprefix("torch.")
+    settings = _evaluation_settings(harness_of(read_meta(data)["format"]), repeats, seed, dtype, sampling)
+    about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
+    row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
+    score_policy(policy, settings, row, {_TASK: data}, folder)
+    return Evaluation(folder)
+
+
+_TASK = "problems"
+
+
+def _evaluation_settings(
+    harness: str, repeats: int | None, seed: int, dtype: str, sampling: Mapping[str, float]
+) -> EvaluationSettings:
+    default: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
+    values: dict[str, Any] = {
+        "tasks": [{"dataset": _TASK, "harness": harness}],
+        "sampling": {**default.model_dump(), **sampling},
+        "dtype": dtype,
+        "seed": seed,
+    }
+    return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
+
+
+def _problem_folder(problems: Problems, instruction: str, out: Path) -> Path:
+    """A folder of prepared problems: the one given, or one made in `out`."""
+    from qerl.data.sources import prepare
+
+    if isinstance(problems, (str, Path)) and (Path(problems) / "dataset.json").is_file():
+        return Path(problems)
+    if isinstance(problems, DatasetSettings):
+        settings = problems
+    elif isinstance(problems, Mapping):
+        settings = parse(DatasetSettings, problems, "problems")
+    else:
+        all_of_it = {"validation_fraction": 0, "test_fraction": 1}
+        values = {**local_dataset(Path(problems), **all_of_it), "instruction": instruction}
+        settings = parse(DatasetSettings, values, "problems")
+    prepare(settings, out / "data")
+    return out / "data"

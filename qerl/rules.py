@@ -1,0 +1,123 @@
+"""`qerl rule`: what the workflow's rules call. Each command reads its settings as JSON and writes files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qerl.config import (
+    BenchSettings,
+    DatasetSettings,
+    EvaluationSettings,
+    PretrainSettings,
+    RolloutBench,
+    StepBench,
+    parse,
+)
+
+app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
+
+SettingsJson = Annotated[str, typer.Option("--settings", help="Settings as JSON.")]
+Out = Annotated[Path, typer.Option("--out", help="Where results go.")]
+Named = Annotated[list[str], typer.Option("--data", help="NAME=FOLDER of a prepared data set.")]
+
+
+def _pairs(values: list[str]) -> dict[str, Path]:
+    return {name: Path(path) for name, _, path in (value.partition("=") for value in values)}
+
+
+@app.command()
+def data(settings: SettingsJson, out: Out) -> None:
+    """Prepare a data set: generated, from a local file or from the hub."""
+    from qerl.data.sources import prepare
+
+    prepare(parse(DatasetSettings, json.loads(settings), "data set"), out)
+
+
+@app.command()
+def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
+    """Train the miniature base policy from scratch."""
+    from qerl.models.base import pretrain_base
+
+    pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
+
+
+@app.command()
+def fetch(repo: str, revision: str, out: Out) -> None:
+    """Download a model of the hub at a pinned revision."""
+    from qerl.models.base import fetch_model
+
+    fetch_model(repo, revision, out)
+
+
+@app.command()
+def quantize(model: str, weights: str, source: Path, out: Out) -> None:
+    """Make a base in one weight format, with a report on size and error."""
+    from qerl.models.base import make_checkpoint
+
+    make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json")
+
+
+@app.command()
+def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out: Out) -> None:
+    """Train one run; a run that was killed goes on from its last checkpoint in WORK."""
+    from qerl.rl.train import train_run
+
+    train_run(json.loads(settings), checkpoint, data, work, out)
+
+
+@app.command()
+def evaluate(
+    settings: SettingsJson,
+    row: Annotated[str, typer.Option(help="Which policy this is, as JSON; goes into the result.")],
+    checkpoint: Path,
+    data: Named,
+    out: Out,
+    trained: Annotated[Path | None, typer.Option(help="Outcome of a run.")] = None,
+) -> None:
+    """Score a base or a trained policy on every task."""
+    from qerl.evals.job import evaluate_policy
+
+    parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
+    evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
+
+
+@app.command()
+def profile(
+    bench: str, settings: SettingsJson, points: Annotated[str, typer.Option(help="Inputs as JSON.")], out: Out
+) -> None:
+    """Measure rollout throughput or the time of a training step."""
+    from pydantic import TypeAdapter
+
+    parsed: RolloutBench | StepBench = TypeAdapter(BenchSettings).validate_json(settings)
+    inputs: Any = json.loads(points)
+    if isinstance(parsed, RolloutBench):
+        from qerl.bench.rollout import bench_rollout
+
+        bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
+    else:
+        from qerl.bench.step import bench_step
+
+        bench_step(bench, parsed, inputs, out)
+
+
+Results = Annotated[list[Path], typer.Argument(help="Result files of the workflow.")]
+
+
+@app.command()
+def table(name: str, results: Results, out: Out) -> None:
+    """Make one table from stored results."""
+    from qerl.report.job import make_table
+
+    make_table(name, results, out)
+
+
+@app.command()
+def figure(name: str, results: Results, out: Out) -> None:
+    """Make one figure from stored results."""
+    from qerl.report.job import make_figure
+
+    make_figure(name, results, out)

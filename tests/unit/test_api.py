@@ -1,0 +1,227 @@
+"""The library on a tiny checkpoint: parts are kept, a run's folder is its own, mistakes are told before any work."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import qerl
+from qerl.config import ConfigError, RunFile, parse
+from qerl.data.records import DataError
+from qerl.data.sources import prepare
+from qerl.models.checkpoint import CheckpointError, weights_format_of
+from tests.tiny import edit_config, tiny_qwen2
+
+SETTINGS = {
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 2,
+    "checkpoint_every": 1,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "reward": {"format": 1.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_qwen2(tmp_path_factory.mktemp("models") / "dense")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+    file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def values(model, problems, tmp_path):
+    return {**SETTINGS, "model": str(model), "dataset": str(problems), "out": str(tmp_path / "run")}
+
+
+@pytest.fixture(scope="module")
+def packed(model, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
+
+
+def test_import_is_free_of_torch():
+    code = "import sys, qerl, qerl.config, qerl.cli; assert callable(qerl.train); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_attributes_are_told():
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        qerl.trian  # noqa: B018
+
+
+def test_quantize_makes_a_checkpoint_with_a_report(packed, model):
+    assert weights_format_of(packed) == "nvfp4"
+    assert json.loads((packed / "report.json").read_text())["model"] == str(model)
+    assert [path.name for path in packed.parent.iterdir()] == ["nvfp4"]
+    with pytest.raises(CheckpointError, match="exists already"):
+        qerl.quantize(model, packed)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        qerl.quantize(packed, packed.parent / "again")
+    with pytest.raises(ConfigError, match="no 4-bit format"):
+        qerl.quantize(model, packed.parent / "again", weights="int4")
+
+
+def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
+    run = qerl.train({**values, "model": str(packed), "weights": "nvfp4"})
+    assert (run.checkpoint / "model.safetensors").resolve() == (packed / "model.safetensors").resolve()
+    assert any("lora_A" in name for name, _ in run.policy.lm.named_parameters())
+    with pytest.raises(CheckpointError, match=r"quantized already \(nvfp4\)"):
+        qerl.train({**values, "model": str(packed), "weights": "mxfp4", "out": run.folder.parent / "other"})
+
+
+def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
+    run = qerl.train(values)
+    assert run.finished
+    assert list(run.metrics["step"]) == [1, 2]
+    assert not (run.folder / "work").exists()
+    stored = parse(RunFile, yaml.safe_load((run.folder / "run.yaml").read_text()), "stored")
+    assert stored == parse(RunFile, values, "given")
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    assert qerl.train(run.folder / "run.yaml").folder == run.folder
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+    with pytest.raises(ConfigError, match=r"other settings \(adapter.rank: 4 there, 8 here\)"):
+        qerl.train({**values, "adapter": {"rank": 8}})
+    moved = run.folder.rename(run.folder.parent / "moved")
+    assert qerl.train(values, out=moved).finished
+
+
+def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monkeypatch):
+    whole = qerl.train(values, out=tmp_path / "whole")
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.models.base.link_checkpoint", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    run = qerl.Run(whole.folder.parent / "run")
+    assert (run.data / "dataset.json").is_file()
+    assert not run.checkpoint.exists()
+    with pytest.raises(ConfigError, match="isn't finished"):
+        qerl.load(run.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.trainer.Trainer._write", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    kept = (run.data / "dataset.json").stat().st_mtime_ns
+    assert qerl.train(values).finished
+    assert (run.data / "dataset.json").stat().st_mtime_ns == kept
+    assert list(run.metrics["reward"]) == list(whole.metrics["reward"])
+
+
+def test_a_folder_of_something_else_is_left_alone(values, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        qerl.train(values)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stepz": 3}, "unknown key `stepz`"),
+        ({"model": "no/where"}, "org/name@revision"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl doesn't exist"),
+        ({"dataset": {"format": "gsm8k", "orign": {}}}, "`dataset.origin`"),
+        ({"out": None}, "`out`"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        qerl.train({**values, **change})
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_records_are_told_with_their_line(values, tmp_path):
+    file = tmp_path / "wrong.jsonl"
+    file.write_text('{"question": "1 and 1?", "answer": "two"}\n')
+    with pytest.raises(ValueError, match=r"wrong.jsonl, line 1 states no answer"):
+        qerl.train({**values, "dataset": str(file)})
+    with pytest.raises(DataError, match=r"wrong.jsonl, line 1 states no answer"):
+        qerl.train({**values, "dataset": {"format": "gsm8k", "origin": {"source": "local", "path": str(file)}}})
+
+
+def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tmp_path):
+    folder = tiny_qwen2(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="no chat template"):
+        qerl.train({**values, "model": str(folder)})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        qerl.load(folder)
+    edit_config(folder, model_type="gpt2")
+    with pytest.raises(CheckpointError, match="model_type='gpt2'"):
+        qerl.quantize(folder, tmp_path / "out")
+
+
+def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
+    policy = qerl.load("org/name@abc", dtype="float32")
+    assert policy.lm.config.hidden_size == 64
+    assert [(repo, how["revision"], how["local_dir"]) for repo, how in asked] == [("org/name", "abc", None)]
+
+
+def test_samples_follow_the_seed_and_the_instruction(model):
+    policy = qerl.load(model, dtype="float32")
+    first, again = (qerl.sample(policy, ["a", "b"], count=3, seed=1, max_tokens=5) for _ in range(2))
+    assert first == again
+    assert [len(row) for row in first] == [3, 3]
+    assert all(drawn.tokens <= 5 for row in first for drawn in row)
+    assert first != qerl.sample(policy, ["a", "b"], count=3, seed=2, max_tokens=5)
+    [[drawn]] = qerl.sample(policy, ["a"], instruction="Be brief.", max_tokens=5)
+    assert "".join(drawn.prompt.split()) == "aBebrief.:"
+    with pytest.raises(ConfigError, match="unknown key `max_token`"):
+        qerl.sample(policy, ["a"], max_token=5)
+    with pytest.raises(TypeError, match="list of strings"):
+        qerl.sample(policy, "a")
+
+
+def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    outcome = qerl.evaluate(policy, problems, tmp_path / "e", repeats=2, max_tokens=4)
+    assert (outcome.metrics["problems"], outcome.metrics["repeats"]) == (40, 2)
+    assert outcome.metrics["harness"] == "lm-eval"
+    assert len(outcome.samples) == 80
+    assert outcome.accuracy.mean == pytest.approx(outcome.metrics["accuracy"])
+    assert outcome.accuracy.low <= outcome.accuracy.mean <= outcome.accuracy.high
+    with pytest.raises(ConfigError, match="holds an evaluation already"):
+        qerl.evaluate(policy, problems, tmp_path / "e")
+
+
+def test_math_records_go_to_lighteval(model, tmp_path):
+    origin = {"source": "generated", "train": 4, "validation": 2, "test": 3}
+    outcome = qerl.evaluate(
+        qerl.load(model, dtype="float32"), {"format": "math", "origin": origin}, tmp_path / "e", repeats=1, max_tokens=4
+    )
+    assert (outcome.metrics["harness"], outcome.metrics["problems"]) == ("lighteval", 3)
+
+
+def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
+    settings = parse(RunFile, {"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
+    prepare(settings, tmp_path / "data")
+    outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
+    rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
+    assert 0 < len(rows) < 40
+    assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}

@@ -1,0 +1,141 @@
+"""The command line: what people call is the library, what rules call is set apart, a mistake is one sentence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import qerl
+from qerl import cli
+from tests.tiny import tiny_qwen2
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint, problems, and a finished run of them."""
+    folder = tmp_path_factory.mktemp("cli")
+    model = tiny_qwen2(folder / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(30)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    origin = {"source": "local", "path": str(folder / "sums.jsonl")}
+    values = {
+        "model": str(model),
+        "dataset": {"format": "gsm8k", "origin": origin, "instruction": "Be brief."},
+        "weights": "bf16",
+        "dtype": "float32",
+        "steps": 1,
+        "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 4}},
+    }
+    (folder / "run.yaml").write_text(json.dumps(values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        qerl.train(folder / "run.yaml", folder / "run")
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.chdir(folder)
+
+    def call(*arguments: str) -> str:
+        result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return call
+
+
+def test_what_rules_call_is_set_apart(call):
+    people, _, workflow = call("--help").partition("The workflow")
+    assert all(f" {name} " in people for name in ("quantize", "train", "sample", "eval"))
+    assert " rule " in workflow
+    assert " pretrain " not in people + workflow
+    assert " pretrain " in call("rule", "--help")
+
+
+def test_every_rule_calls_a_command_that_there_is():
+    commands = {command.name or command.callback.__name__ for command in cli.rules.app.registered_commands}
+    called = [
+        line.split("python -m qerl ")[1].split()[:2]
+        for file in (ROOT / "workflow/rules").glob("*.smk")
+        for line in file.read_text().splitlines()
+        if "python -m qerl " in line
+    ]
+    assert {first for first, _ in called} == {"rule"}
+    assert {name for _, name in called} == commands
+
+
+def test_train_again_shows_where_the_finished_run_lies(call, folder):
+    said = call("train", "run.yaml", "--out", "run")
+    assert str(folder / "run/metrics.jsonl") in said.replace("\n", "")
+
+
+def test_sample_prints_one_json_object_a_completion(call):
+    said = call("sample", "run", "first", "second", "--count", "2", "--max-tokens", "3", "--json")
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row["prompt"] for row in rows] == ["first", "first", "second", "second"]
+    policy = qerl.Run(Path("run")).policy
+    expected = qerl.sample(policy, ["first", "second"], count=2, max_tokens=3, instruction="Be brief.")
+    assert [row["completion"] for row in rows] == [drawn.text for group in expected for drawn in group]
+
+
+def test_sample_reads_prompts_from_a_file_and_prints_them_for_people(call, folder):
+    (folder / "prompts.txt").write_text("one [bold]\n\ntwo\n")
+    said = call("sample", "model", "--prompts", "prompts.txt", "--max-tokens", "3")
+    assert said.index("one [bold]") < said.index("two")
+    assert said.count("token") == 2
+
+
+def test_eval_asks_what_was_held_out_of_the_run(call, folder):
+    said = call("eval", "run", "--out", "held-out", "--repeats", "1", "--max-tokens", "3")
+    held_out = (folder / "run/data/test.jsonl").read_text().splitlines()
+    outcome = qerl.Evaluation(folder / "held-out")
+    assert outcome.metrics["problems"] == len(held_out) > 0
+    assert f"{100 * outcome.accuracy.mean:.1f} [" in said
+    assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "absent.yaml"], "configuration file absent.yaml doesn't exist"),
+        (["train", "run.yaml"], "run.yaml: `out`: Field required"),
+        (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),
+        (["sample", "model"], "nothing to sample from"),
+        (["eval", "model", "--out", "e"], "nothing to evaluate on"),
+        (["eval", "model", "--out", "e", "--problems", "absent.jsonl"], "absent.jsonl doesn't exist"),
+        (["eval", "model", "--out", "e", "--dataset", "gsm8k"], "--dataset must be a mapping"),
+    ],
+)
+def test_a_mistake_is_one_sentence(call, folder, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.setattr(sys, "argv", ["qerl", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("qerl: ")
+    assert said.count("\n") == 1
+    assert not (folder / "e").exists()
+
+
+def test_the_installed_command_imports_from_the_working_directory(tmp_path):
+    """A script's own folder is on the path, the working directory isn't; and it may not hide a package."""
+    (tmp_path / "mine.py").write_text("VALUE = 7\n")
+    (tmp_path / "pydantic.py").write_text("raise SystemExit('hidden')\n")
+    (tmp_path / "bin").mkdir()
+    code = "import sys\nfrom qerl.cli import main\nsys.argv = ['qerl', 'keys']\ntry:\n    main()\n"
+    code += "except SystemExit:\n    pass\nimport mine\nprint(mine.VALUE)\n"
+    (tmp_path / "bin/qerl").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "bin/qerl")]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "7"

@@ -1,0 +1,84 @@
+"""The README on runs by hand and on the library: its blocks work as they stand, on a checkpoint of random weights."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl.config import RewardSettings
+from tests.tiny import tiny_qwen2
+
+from .conftest import ROOT
+
+pytestmark = [pytest.mark.slow]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    return (ROOT / "README.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    model = tiny_qwen2(folder / "my-model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    rows = [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run_blocks(text: str, folder: Path) -> str:
+    """Write the blocks that begin with the name of a file, run the others in order; what they print."""
+    said = ""
+    for language, block in BLOCK.findall(text):
+        # As it stands but for its length.
+        block = block.replace("steps: 200", "steps: 3").replace('"steps": 200', '"steps": 3').replace("1024", "6")
+        if named := re.match(r"# ([\w.]+\.(?:py|yaml))\n", block):
+            (folder / named[1]).write_text(block)
+            continue
+        command = ["bash", "-ec", block] if language == "sh" else [sys.executable, "-c", block]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test"}
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, block + run.stdout + run.stderr
+        said += run.stdout
+    return said
+
+
+def test_one_run_by_hand(folder):
+    said = run_blocks(section("One run by hand"), folder)
+    run = folder / "runs/first"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (run / "policy/adapter_model.safetensors").is_file()
+    assert said.count("A crate holds 7 pears.") == 4
+    held_out = [json.loads(line)["question"] + ":" for line in (run / "data/test.jsonl").open()]
+    prompts = {json.loads(line)["prompt"] for line in (run / "eval/samples.jsonl").open()}
+    # The tiny tokenizer puts spaces between its characters.
+    assert {"".join(prompt.split()) for prompt in prompts} == {"".join(question.split()) for question in held_out}
+    assert json.loads((folder / "my-model-mxfp4/report.json").read_text())["weights"] == "mxfp4"
+
+
+def library(own: bool) -> str:
+    before, found, after = section("As a library").partition("A reward and a data set of your own")
+    assert found
+    return after if own else before
+
+
+def test_as_a_library(folder):
+    said = run_blocks(library(own=False), folder)
+    assert "completion_length" in said
+    assert "trained Interval(mean=" in said
+    assert (folder / "runs/second/trained/result.json").is_file()
+
+
+@pytest.mark.skipif("function" not in RewardSettings.model_fields, reason="needs reward.function")
+def test_a_reward_and_a_data_set_of_ones_own(folder):
+    run_blocks(library(own=True), folder)
+    metrics = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").open()]
+    assert all(row["reward"] < 0.2 for row in metrics)
+    assert "What is" in (folder / "runs/own/data/train.jsonl").read_text()
