@@ -6,17 +6,19 @@ Unknown keys and impossible combinations are errors that name the key and the fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RecordFormat = Literal["gsm8k", "math", "aime"]
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
 Harness = Literal["lm-eval", "lighteval"]
 Split = Literal["train", "validation", "test"]
+AnswerForm = Literal["native", "tags"]
 
 #: Weights that share one scale, by format (NF4: bitsandbytes' block, along the flattened tensor).
 GROUP_SIZE: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
@@ -36,6 +38,15 @@ class Settings(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _names_a_function(path: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", path):
+        raise ValueError(f"{path!r} is no import path; write `module:function`")
+    return path
+
+
+FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -73,13 +84,27 @@ class HubData(Settings):
     splits: dict[Split, str] = {"train": "train", "test": "test"}
 
 
+class FunctionData(Settings):
+    """Records that a function of the user returns: a list, split by a hash of the question, or a mapping from split
+    names (train, validation, test) to lists."""
+
+    source: Literal["python"]
+    function: FunctionPath
+    """`module:function`, importable from the working directory or installed; called without an argument."""
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.2
+
+
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers."""
 
     format: RecordFormat
-    origin: Annotated[Generated | LocalData | HubData, Field(discriminator="source")]
+    origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
     instruction: str = ""
     """Appended to each question, on a line of its own; it tells the policy how to state the answer."""
+    answer: AnswerForm = "native"
+    """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
+    `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -194,14 +219,39 @@ class RolloutSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
 
 
+RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
+
+#: The released scripts' values: GSM8K since 27 Nov 2025 and before; BigMath; DAPO-Math and MiroMind.
+REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
+    "upstream-gsm8k": {"correct": 2.0, "format": 0.2},
+    "upstream-gsm8k-hashes": {"correct": 1.0, "format": 0.2},
+    "upstream-bigmath": {"correct": 1.0, "format": 0.2},
+    "upstream-dapomath": {"correct": 1.0, "format": 0.0},
+}
+
+
 class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
+    preset: RewardPreset | None = None
+    """Values of `correct` and `format` as in the released scripts; keys given beside it win. Values only: the grading
+    is this project's, because the scripts' graders are among their defects."""
     correct: float = 1.0
     format: float = 0.1
+    custom: float = 1.0
+    """Weight of `function`."""
+    function: FunctionPath | None = None
+    """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
+    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a finite number."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, Mapping) else None
+        return {**REWARD_PRESETS.get(preset, {}), **values} if isinstance(preset, str) else values
 
 
 class LossSettings(Settings):

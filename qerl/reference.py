@@ -40,6 +40,7 @@ SECTIONS = (
     config.Generated,
     config.LocalData,
     config.HubData,
+    config.FunctionData,
     config.PretrainSettings,
     config.LocalModel,
     config.HubModel,

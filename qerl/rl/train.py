@@ -18,6 +18,7 @@ from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.trainer import Trainer
 from qerl.rollout.native import NativeSampler
+from qerl.userfunction import source_version
 
 METRICS = "metrics.jsonl"
 
@@ -33,14 +34,15 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
     policy = make_policy(settings, checkpoint)
     meta = read_meta(data)
-    task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
+    task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
     collector = Collector(settings, policy, NativeSampler(policy), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _fingerprint(settings: RunSettings) -> str:
-    text = settings.model_dump_json() + code_version("qerl.rl.train")
+    function = settings.reward.function
+    text = settings.model_dump_json() + code_version("qerl.rl.train") + (source_version(function) if function else "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
