@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -250,8 +250,9 @@ class RewardSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
-        preset = values.get("preset") if isinstance(values, Mapping) else None
-        return {**REWARD_PRESETS.get(preset, {}), **values} if isinstance(preset, str) else values
+        if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
+            return values
+        return {**REWARD_PRESETS[values["preset"]], **values}
 
 
 class LossSettings(Settings):
@@ -413,6 +414,11 @@ class Config(Settings):
             if isinstance(model, PretrainSettings):
                 for dataset in model.datasets:
                     _require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                    if self.datasets[dataset].answer == "tags":
+                        raise ValueError(
+                            f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                            "without tags; give it a data set with answer: native"
+                        )
         for name, bench in self.benches.items():
             if isinstance(bench, RolloutBench):
                 _require(bench.model, self.models, f"benches.{name}.model", "models")

@@ -168,8 +168,9 @@ def _shortened(config: Config) -> Config:
     if config.problems is not None:
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
-        same = (known.instruction for known in config.datasets.values() if known.format == record_format)
-        values = {"format": record_format, "origin": origin, "instruction": next(same, "")}
+        same = next((known for known in config.datasets.values() if known.format == record_format), None)
+        asked = {"instruction": same.instruction, "answer": same.answer} if same else {}
+        values = {"format": record_format, "origin": origin, **asked}
         dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, problems: dataset}
         harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
@@ -250,9 +251,11 @@ def check_inputs(plan_: Plan) -> None:
     """Local checkpoints, problem files and functions are there, whole and readable; a sentence names what isn't."""
     config = plan_.config
     origins = [dataset.origin for dataset in config.datasets.values()]
-    rewards = {run.settings.reward.function for run in plan_.runs.values()} - {None}
-    for function in [*sorted(rewards), *(o.function for o in origins if isinstance(o, FunctionData))]:  # type: ignore[type-var]
-        load(function)  # type: ignore[arg-type]
+    rewards = [run.settings.reward.function for run in plan_.runs.values()]
+    data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
+    for function in dict.fromkeys([*rewards, *data]):
+        if function is not None:
+            load(function)
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)

@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import NoReturn
+import traceback
+from typing import BinaryIO, NoReturn, cast
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 2 << 30
@@ -46,10 +47,13 @@ class _Helper:
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.process = self._start()
-            assert self.process.stdin and self.process.stdout
-            self.process.stdin.write(question)
-            self.process.stdin.flush()
-            reply = self.process.stdout.readline()
+            stdin, stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
+            try:
+                stdin.write(question)
+                stdin.flush()
+                reply = stdout.readline()
+            except BrokenPipeError:  # it couldn't start
+                reply = b""
         if reply not in (_EQUAL, _DIFFERENT, _LIMIT):
             raise RuntimeError(f"the comparison of {question.decode().strip()} failed; its error stands above")
         return reply
@@ -101,9 +105,9 @@ def _judge(question: bytes) -> NoReturn:
         status = 0 if _compare(*json.loads(question)) else 10
     except (MemoryError, RecursionError):
         status = 11
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
+        if status == 1:
+            traceback.print_exc()
         os._exit(status)
 
 

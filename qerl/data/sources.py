@@ -2,8 +2,8 @@
 prepared folder.
 
 A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl (records in their own format, empty
-for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, rows and SHA-256 of each file,
-origin).
+for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, origin, rows and
+SHA-256 of each file).
 """
 
 from __future__ import annotations
