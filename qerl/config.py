@@ -41,8 +41,8 @@ class Settings(BaseModel):
 
 
 def _names_a_function(path: str) -> str:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", path):
-        raise ValueError(f"{path!r} is no import path; write `module:function`")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", path) or ".py:" in path:
+        raise ValueError(f"{path!r} is no import path; write `module:function` (no .py)")
     return path
 
 

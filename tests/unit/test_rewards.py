@@ -72,7 +72,7 @@ def test_explicit_keys_win_over_the_preset():
 
 
 def test_an_unknown_preset_is_an_error():
-    with pytest.raises(ConfigError, match="reward.preset.*upstream-gsm8k"):
+    with pytest.raises(ConfigError, match=r"reward\.preset.*upstream-gsm8k"):
         parse(RunSettings, {"model": "m", "dataset": "d", "reward": {"preset": "upstream"}}, "test")
 
 

@@ -57,16 +57,15 @@ def test_errors_of_the_module_itself_are_passed_on(folder):
         load("other:f")
 
 
-@pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine.py:f()", "a b:c", "../mine:f"])
+@pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine:f()", "mine.py:f", "a b:c", "../mine:f"])
 def test_what_is_no_import_path_is_an_error_of_the_configuration(path):
-    with pytest.raises(ConfigError, match="`function`.*is no import path; write `module:function`"):
+    with pytest.raises(ConfigError, match=r"`function`.*is no import path; write `module:function`"):
         parse(RewardSettings, {"function": path}, "test")
 
 
 def version(folder, text):
     (folder / "mine.py").write_text(text)
-    for name in ("mine",):
-        sys.modules.pop(name, None)
+    sys.modules.pop("mine", None)
     return source_version("mine:f")
 
 
