@@ -106,6 +106,15 @@ class DatasetSettings(Settings):
     """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
     `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
 
+    @model_validator(mode="after")
+    def _tags_are_asked_for(self) -> DatasetSettings:
+        if self.answer == "tags" and not all(tag in self.instruction for tag in ("<think>", "<answer>")):
+            raise ValueError(
+                "answer: tags needs an instruction that asks for <think>...</think><answer>...</answer>; "
+                "the given one doesn't name both tags"
+            )
+        return self
+
 
 # --- models ----------------------------------------------------------------------------------------------------------
 

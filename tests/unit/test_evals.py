@@ -21,7 +21,7 @@ from qerl.config import (
     parse,
 )
 from qerl.data.prompts import prompt_ids, prompt_text
-from qerl.data.sources import prepare, read_split
+from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
 
@@ -32,6 +32,7 @@ INSTRUCTION = {
     "math": "State the answer in \\boxed{} {{question}}.",
     "aime": "",
 }
+TAGS = " Think in <think></think>, answer in <answer></answer>."
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -76,7 +77,7 @@ class Scripted:
 def number_prompts(tokenizer, datasets):
     """Data set and number of the problem that each prompt asks."""
     return {
-        tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name])): (name, number)
+        tuple(prompt_ids(tokenizer, problem.question, read_meta(folder)["instruction"])): (name, number)
         for name, folder in datasets.items()
         for number, problem in enumerate(read_split(folder, "test"))
     }
@@ -87,10 +88,11 @@ def tokenizer():
     return make_tokenizer()
 
 
-def prepared_in(root, **settings):
+def prepared_in(root, answer="native"):
     for name, instruction in INSTRUCTION.items():
         origin = Generated(train=4, validation=4, test=PROBLEMS)
-        prepare(DatasetSettings(format=name, origin=origin, instruction=instruction, **settings), root / name)
+        asked = instruction + (TAGS if answer == "tags" else "")
+        prepare(DatasetSettings(format=name, origin=origin, instruction=asked, answer=answer), root / name)
     return {name: root / name for name in INSTRUCTION}
 
 

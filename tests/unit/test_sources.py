@@ -9,6 +9,8 @@ from qerl.config import DatasetSettings, FunctionData, Generated, HubData, Local
 from qerl.data.records import DataError
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
 
+TAGS = "Write <think>steps</think><answer>number</answer>."
+
 
 def gsm8k(count, start=0):
     return [
@@ -23,8 +25,7 @@ def write_lines(path, records):
 
 
 def prepared(tmp_path, origin, record_format="gsm8k", name="out"):
-    settings = DatasetSettings(format=record_format, origin=origin, instruction="Go.", answer="tags")
-    prepare(settings, tmp_path / name)
+    prepare(DatasetSettings(format=record_format, origin=origin, instruction=TAGS, answer="tags"), tmp_path / name)
     return tmp_path / name
 
 
@@ -35,7 +36,7 @@ def questions(folder):
 def test_a_generated_set_is_described_by_its_meta(tmp_path):
     folder = prepared(tmp_path, Generated(train=20, validation=5, test=7), "aime")
     meta = read_meta(folder)
-    assert (meta["format"], meta["instruction"], meta["answer"]) == ("aime", "Go.", "tags")
+    assert (meta["format"], meta["instruction"], meta["answer"]) == ("aime", TAGS, "tags")
     assert meta["origin"]["source"] == "generated"
     assert meta["rows"] == {"train": 20, "validation": 5, "test": 7}
     for split in SPLITS:

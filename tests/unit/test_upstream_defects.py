@@ -13,6 +13,7 @@ import torch
 
 from qerl.config import (
     AdapterSettings,
+    ConfigError,
     DatasetSettings,
     EvaluationSettings,
     Generated,
@@ -125,6 +126,13 @@ def test_defect_f_a_plain_number_in_the_answer_tags_earns_the_reward(base, tagge
     in_tags = float("<answer>" in text)
     assert (metrics["reward/correct"], metrics["reward/format"]) == (right, in_tags)
     assert metrics["reward"] == pytest.approx(1.0 * right + 0.2 * in_tags)
+
+
+@pytest.mark.parametrize("instruction", ["", "Box the answer.", "Write <think>steps</think> first."])
+def test_defect_f_tags_that_are_not_asked_for_are_refused(instruction):
+    values = {"format": "math", "origin": {"source": "generated"}, "answer": "tags", "instruction": instruction}
+    with pytest.raises(ConfigError, match="answer: tags needs an instruction"):
+        parse(DatasetSettings, values, "test")
 
 
 def test_defect_f_format_and_accuracy_look_at_the_same_place(base, tagged, tmp_path):

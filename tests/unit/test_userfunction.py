@@ -116,7 +116,7 @@ def test_functions_are_imported_before_any_job_starts(folder):
 
 def test_pretraining_takes_no_tagged_data_set():
     values = configuration({}, {"source": "generated"})
-    values["datasets"]["sums"]["answer"] = "tags"
+    values["datasets"]["sums"] |= {"answer": "tags", "instruction": "<think></think><answer></answer>"}
     with pytest.raises(ConfigError, match=r"models.tiny.datasets.*answer: native"):
         parse(Config, values, "test")
 
