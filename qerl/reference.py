@@ -55,6 +55,7 @@ experiments:
 def problems():
     return [{"question": f"What is {n} plus 1?", "answer": f"#### {n + 1}"} for n in range(1000)]
 
+
 def brevity(answer, problem):  # answer: text, tokens, limit; problem: question, answer, solution, level
     return 1 - answer.tokens / answer.limit
 ```

@@ -30,10 +30,10 @@ _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 _HASHES = re.compile(rf"####\s?(-?{_DIGITS})")
 _NUMBER = re.compile(rf"([-+\u2212]?)({_DIGITS})\.?")
 _THOUSANDS = re.compile(r"[-+\u2212]?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
-_CURRENCY = r"(?:\\?\$|[€£¥])?"
+_CURRENCY = r"(?:\\?\$|[€£¥])"
 _WORD = r"[^\W\d_]"
 _UNIT = rf"(?:\\?%|[€£¥°]|{_WORD}(?:{_WORD}|[\s/°²³])*)?"
-_AMOUNT = re.compile(rf"{_CURRENCY}\s*([-+\u2212]?)\s*{_CURRENCY}\s*({_DIGITS})\s*{_UNIT}\.?")
+_AMOUNT = re.compile(rf"(?:{_CURRENCY}\s*)?(?:([-+\u2212])\s*)?(?:{_CURRENCY}\s*)?({_DIGITS})\s*{_UNIT}\.?")
 _DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
 _AFTER_BOX = re.compile(r"[\s.$]*")
@@ -102,7 +102,7 @@ def _tagged(spoken: str, record_format: RecordFormat) -> str | None:
     if amount is None:
         return None
     sign, digits = amount.groups()
-    return _in_format(digits if sign in ("", "+") else f"-{digits}", record_format)
+    return _in_format(digits if sign in (None, "+") else f"-{digits}", record_format)
 
 
 def _bare(content: str) -> str | None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -282,6 +284,18 @@ def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, 
         _, _, extracted = cases[sample["repeat"]]
         if name != "aime" or extracted != "98765":  # no answer of an AIME problem
             assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    ["<answer>" * 12_000, "<answer>1</answer>" * 6_000, "<answer>" + "1," * 50_000, "<answer>$" + " " * 100_000],
+)
+def test_the_regular_expression_for_tags_takes_no_time(garbage):
+    from qerl.evals.lm_eval import _IN_TAGS
+
+    start = time.process_time()
+    re.findall(_IN_TAGS, garbage + "x")
+    assert time.process_time() - start < 2
 
 
 def test_tagged_amounts_are_read_alike(run, problems, tagged):
