@@ -154,9 +154,7 @@ def run_data_folder(wildcards) -> str:
 
 def run_code(wildcards) -> str:
     """The code that trains a run, the user's own reward included."""
-    return code_with(
-        "qerl.rl.train", PLAN.runs[wildcards.run].settings.reward.function
-    )
+    return code_with("qerl.rl.train", PLAN.runs[wildcards.run].settings.reward.function)
 
 
 def run_work_folder(wildcards) -> str:
