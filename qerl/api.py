@@ -19,6 +19,7 @@ import yaml
 
 from qerl.config import (
     GROUP_SIZE,
+    AnswerForm,
     ConfigError,
     DatasetSettings,
     EvaluationSettings,
@@ -31,6 +32,7 @@ from qerl.config import (
 from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.progress import log
 from qerl.provenance import code_state
+from qerl.userfunction import load as load_function
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -104,6 +106,9 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         log.info("%s is finished: nothing to do", made.folder)
         return made
     code_state()  # no result without it, so it must not be missing only after hours
+    for function in (settings.reward.function, getattr(settings.dataset.origin, "function", None)):
+        if function is not None:
+            load_function(function)
     source = _source(settings.model, settings.weights)
     _write_run_file(settings)
     _prepare(settings.dataset, made.data)
@@ -307,13 +312,15 @@ def evaluate(
     repeats: int | None = None,
     seed: int = 0,
     instruction: str = "",
+    answer: AnswerForm = "native",
     **sampling: float,
 ) -> Evaluation:
     """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
 
-    `problems` is a file of records (all are asked, with `instruction`), a folder with a file test.jsonl (as the data
-    of a run), or the values of `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats`
-    have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
+    `problems` is a file of records (all are asked, with `instruction`, for an answer of the form `answer`), a folder
+    with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`; of the latter two the test split
+    is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four
+    repeats.
     """
     from qerl.data.sources import read_meta
     from qerl.evals.evaluate import harness_of
@@ -323,7 +330,7 @@ def evaluate(
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     code_state()
-    data = _problem_folder(problems, instruction, folder)
+    data = _problem_folder(problems, {"instruction": instruction, "answer": answer}, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     settings = _evaluation_settings(harness_of(read_meta(data)["format"]), repeats, seed, dtype, sampling)
     about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
@@ -348,7 +355,7 @@ def _evaluation_settings(
     return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
 
 
-def _problem_folder(problems: Problems, instruction: str, out: Path) -> Path:
+def _problem_folder(problems: Problems, asked: Mapping[str, str], out: Path) -> Path:
     """A folder of prepared problems: the one given, or one made in `out`."""
     from qerl.data.sources import prepare
 
@@ -360,7 +367,7 @@ def _problem_folder(problems: Problems, instruction: str, out: Path) -> Path:
         settings = parse(DatasetSettings, problems, "problems")
     else:
         all_of_it = {"validation_fraction": 0, "test_fraction": 1}
-        values = {**local_dataset(Path(problems), **all_of_it), "instruction": instruction}
+        values = {**local_dataset(Path(problems), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
     prepare(settings, out / "data")
     return out / "data"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from qerl import api, rules
-from qerl.config import ConfigError, EvaluationSettings, SamplingSettings
+from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -123,7 +122,9 @@ def evaluate(
     added = _instruction(model) if instruction is None else instruction
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     policy = api.load(model, dtype)
-    outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, instruction=added, **sampling)
+    outcome = api.evaluate(
+        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=_answer(model), **sampling
+    )
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
@@ -137,6 +138,11 @@ def _run_of(model: str) -> api.Run | None:
 def _instruction(model: str) -> str:
     run = _run_of(model)
     return run.settings.dataset.instruction if run else ""
+
+
+def _answer(model: str) -> AnswerForm:
+    run = _run_of(model)
+    return run.settings.dataset.answer if run else "native"
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
@@ -220,9 +226,6 @@ def summary(root: Path) -> None:
 def main() -> None:
     """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
     configure_logging()
-    # A user's own rewards and data sets are imported from the working directory, which `python -m qerl` has on its path
-    # and the installed command hasn't. It comes last: a file in it can't take the place of a package.
-    sys.path.append(os.getcwd())
     try:
         app()
     except (ConfigError, ValueError) as error:

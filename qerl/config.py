@@ -6,17 +6,19 @@ Unknown keys and impossible combinations are errors that name the key and the fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RecordFormat = Literal["gsm8k", "math", "aime"]
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
 Harness = Literal["lm-eval", "lighteval"]
 Split = Literal["train", "validation", "test"]
+AnswerForm = Literal["native", "tags"]
 
 #: Weights that share one scale, by format (NF4: bitsandbytes' block, along the flattened tensor).
 GROUP_SIZE: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
@@ -36,6 +38,15 @@ class Settings(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _names_a_function(path: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", path) or ".py:" in path:
+        raise ValueError(f"{path!r} is no import path; write `module:function` (no .py)")
+    return path
+
+
+FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -73,13 +84,36 @@ class HubData(Settings):
     splits: dict[Split, str] = {"train": "train", "test": "test"}
 
 
+class FunctionData(Settings):
+    """Records that a function of the user returns: a list, split by a hash of the question, or a mapping from split
+    names (train, validation, test) to lists."""
+
+    source: Literal["python"]
+    function: FunctionPath
+    """`module:function`, importable from the working directory or installed; called without an argument."""
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.2
+
+
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers."""
 
     format: RecordFormat
-    origin: Annotated[Generated | LocalData | HubData, Field(discriminator="source")]
+    origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
     instruction: str = ""
     """Appended to each question, on a line of its own; it tells the policy how to state the answer."""
+    answer: AnswerForm = "native"
+    """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
+    `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
+
+    @model_validator(mode="after")
+    def _tags_are_asked_for(self) -> DatasetSettings:
+        if self.answer == "tags" and not all(tag in self.instruction for tag in ("<think>", "<answer>")):
+            raise ValueError(
+                "answer: tags needs an instruction that asks for <think>...</think><answer>...</answer>; "
+                "the given one doesn't name both tags"
+            )
+        return self
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -194,14 +228,40 @@ class RolloutSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
 
 
+RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
+
+#: The released scripts' values: GSM8K since 27 Nov 2025 and before; BigMath; DAPO-Math and MiroMind.
+REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
+    "upstream-gsm8k": {"correct": 2.0, "format": 0.2},
+    "upstream-gsm8k-hashes": {"correct": 1.0, "format": 0.2},
+    "upstream-bigmath": {"correct": 1.0, "format": 0.2},
+    "upstream-dapomath": {"correct": 1.0, "format": 0.0},
+}
+
+
 class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
+    preset: RewardPreset | None = None
+    """Values of `correct` and `format` as in the released scripts; keys given beside it win. Values only: the grading
+    is this project's, because the scripts' graders are among their defects."""
     correct: float = 1.0
     format: float = 0.1
+    custom: float = 1.0
+    """Weight of `function`."""
+    function: FunctionPath | None = None
+    """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
+    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a finite number."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
+            return values
+        return {**REWARD_PRESETS[values["preset"]], **values}
 
 
 class PPOSettings(Settings):
@@ -453,6 +513,11 @@ class Config(Settings):
             if isinstance(model, PretrainSettings):
                 for dataset in model.datasets:
                     _require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                    if self.datasets[dataset].answer == "tags":
+                        raise ValueError(
+                            f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                            "without tags; give it a data set with answer: native"
+                        )
         for name, bench in self.benches.items():
             if isinstance(bench, RolloutBench):
                 _require(bench.model, self.models, f"benches.{name}.model", "models")

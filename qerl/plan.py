@@ -16,6 +16,7 @@ from qerl.config import (
     ConfigError,
     DatasetSettings,
     Experiment,
+    FunctionData,
     LocalData,
     LocalModel,
     PretrainSettings,
@@ -27,6 +28,7 @@ from qerl.config import (
     read_yaml,
 )
 from qerl.models.checkpoint import check_base
+from qerl.userfunction import load
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,9 @@ def _shortened(config: Config) -> Config:
     if config.problems is not None:
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
-        same = (known.instruction for known in config.datasets.values() if known.format == record_format)
-        values = {"format": record_format, "origin": origin, "instruction": next(same, "")}
+        same = next((known for known in config.datasets.values() if known.format == record_format), None)
+        asked = {"instruction": same.instruction, "answer": same.answer} if same else {}
+        values = {"format": record_format, "origin": origin, **asked}
         dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, problems: dataset}
         harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
@@ -244,8 +247,15 @@ def _widths(model: Any) -> dict[str, int]:
     return {}
 
 
-def check_inputs(config: Config) -> None:
-    """Local checkpoints and problem files are there, whole and readable; a sentence names what isn't."""
+def check_inputs(plan_: Plan) -> None:
+    """Local checkpoints, problem files and functions are there, whole and readable; a sentence names what isn't."""
+    config = plan_.config
+    origins = [dataset.origin for dataset in config.datasets.values()]
+    rewards = [run.settings.reward.function for run in plan_.runs.values()]
+    data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
+    for function in dict.fromkeys([*rewards, *data]):
+        if function is not None:
+            load(function)
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
@@ -261,5 +271,5 @@ def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
     """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`."""
     values = given if "name" in given else {**read_yaml(default), **given}
     plan_ = plan(parse(Config, values, "configuration" if "name" in given else str(default)))
-    check_inputs(plan_.config)
+    check_inputs(plan_)
     return plan_

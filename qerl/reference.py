@@ -32,6 +32,33 @@ experiments:
       optimizer.learning_rate: [1.0e-3, 3.0e-3]
       seed: [0, 1, 2]
 ```
+
+Answers in tags, and a data set and a reward of your own, from `mine.py` in the working directory (a change of that file
+reruns what depends on it):
+
+```yaml
+datasets:
+  sums:
+    format: gsm8k
+    answer: tags
+    instruction: "Reason in <think></think>, then give the number in <answer></answer>."
+    origin: {source: python, function: "mine:problems"}
+experiments:
+  short:
+    base:
+      model: miniature
+      dataset: sums
+      reward: {preset: upstream-gsm8k, function: "mine:brevity", custom: 0.5}
+```
+
+```python
+def problems():
+    return [{"question": f"What is {n} plus 1?", "answer": f"#### {n + 1}"} for n in range(1000)]
+
+
+def brevity(answer, problem):  # answer: text, tokens, limit; problem: question, answer, solution, level
+    return 1 - answer.tokens / answer.limit
+```
 """
 
 SECTIONS = (
@@ -40,6 +67,7 @@ SECTIONS = (
     config.Generated,
     config.LocalData,
     config.HubData,
+    config.FunctionData,
     config.PretrainSettings,
     config.LocalModel,
     config.HubModel,

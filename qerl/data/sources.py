@@ -1,7 +1,9 @@
-"""Where problems come from: generated, a local file or folder, the Hugging Face hub; and the prepared folder.
+"""Where problems come from: generated, a local file or folder, the Hugging Face hub, a function of the user; and the
+prepared folder.
 
 A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl (records in their own format, empty
-for a split that the origin doesn't have) and dataset.json (format, instruction, rows and SHA-256 of each file, origin).
+for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, origin, rows and
+SHA-256 of each file).
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
 
-from qerl.config import DatasetSettings, Generated, HubData, LocalData, RecordFormat, Split
+from qerl.config import DatasetSettings, FunctionData, Generated, HubData, LocalData, RecordFormat, Split
 from qerl.data.arithmetic import generate
 from qerl.data.records import DataError, Problem, Record, detect_format, parse_record, question_id
+from qerl.userfunction import load
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -27,12 +30,14 @@ _Splits = dict[Split, list[Record]]
 
 
 def prepare(settings: DatasetSettings, target: Path) -> None:
-    """Write the prepared data set into the folder `target`; a `DataError` names the file and line of a bad record."""
+    """Write the prepared data set into the folder `target`; a `DataError` names the place of a bad record."""
     origin = settings.origin
     if isinstance(origin, Generated):
         splits = generate(settings.format, origin)
     elif isinstance(origin, LocalData):
         splits = _read_local(origin, settings.format)
+    elif isinstance(origin, FunctionData):
+        splits = _call(origin, settings.format)
     else:
         splits = _load_hub(origin)
     splits = _without_leaks(splits, settings.format)
@@ -41,6 +46,7 @@ def prepare(settings: DatasetSettings, target: Path) -> None:
     meta = {
         "format": settings.format,
         "instruction": settings.instruction,
+        "answer": settings.answer,
         "rows": {split: len(splits.get(split, [])) for split in SPLITS},
         "sha256": files,
         "origin": origin.model_dump(mode="json"),
@@ -54,7 +60,7 @@ def split_file(folder: Path, split: Split) -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read dataset.json of a prepared folder: format, instruction, rows, sha256, origin."""
+    """Read dataset.json of a prepared folder: format, instruction, answer, rows, sha256, origin."""
     meta: dict[str, Any] = json.loads((folder / "dataset.json").read_text())
     return meta
 
@@ -122,9 +128,9 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _as_record(value: Any, where: str) -> Record:
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
-    return value
+    return dict(value)
 
 
 def _split_files(folder: Path) -> dict[Split, list[Path]]:
@@ -146,15 +152,46 @@ def _read_local(origin: LocalData, record_format: RecordFormat) -> _Splits:
     if origin.path.is_dir():
         files = _split_files(origin.path)
         return {split: [r for path in paths for _, r in _records(path)] for split, paths in files.items()}
+    return _split_by_hash(_records(origin.path), origin, record_format)
+
+
+def _call(origin: FunctionData, record_format: RecordFormat) -> _Splits:
+    """The records that the user's function returns, each validated like one of a file."""
+    returned = load(origin.function)()
+    if not isinstance(returned, Mapping):
+        return _split_by_hash(_numbered(returned, origin.function), origin, record_format)
+    if unknown := [name for name in returned if name not in SPLITS]:
+        raise DataError(f"{origin.function} returned a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
+    splits: _Splits = {}
+    for split, records in returned.items():
+        numbered = list(_numbered(records, f"{origin.function}, split {split}"))
+        for where, record in numbered:
+            parse_record(record, record_format, where)
+        splits[split] = [record for _, record in numbered]
+    return splits
+
+
+def _numbered(records: Any, source: str) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a list, each with its place in words."""
+    if not isinstance(records, list) or not records:
+        found = "an empty one" if records == [] else type(records).__name__
+        raise DataError(f"{source} must return a list of records (or a mapping of split names to lists), not {found}")
+    for number, record in enumerate(records, start=1):
+        yield f"{source}, record {number}", _as_record(record, f"{source}, record {number}")
+
+
+def _split_by_hash(
+    records: Iterator[tuple[str, Record]], origin: LocalData | FunctionData, record_format: RecordFormat
+) -> _Splits:
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
     splits: _Splits = {split: [] for split in SPLITS}
-    for where, record in _records(origin.path):
+    for where, record in records:
         splits[_hashed_split(parse_record(record, record_format, where), origin)].append(record)
     return splits
 
 
-def _hashed_split(problem: Problem, origin: LocalData) -> Split:
+def _hashed_split(problem: Problem, origin: LocalData | FunctionData) -> Split:
     """Place a problem by the hash of its question, so that adding records moves none of the others."""
     position = int(problem.id, 16) / 16 ** len(problem.id)
     if position < origin.test_fraction:
@@ -202,4 +239,4 @@ def _plain(value: Any) -> Any:
     """Numbers and arrays of parquet columns as JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"can't write {type(value).__name__} as JSON")
+    raise DataError(f"a record holds a value of type {type(value).__name__}, which can't be written as JSON")

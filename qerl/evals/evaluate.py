@@ -95,7 +95,7 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         raise EvaluationError(
             f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
         )
-    return EvaluationSet(task.dataset, about["format"], about["instruction"], problems)
+    return EvaluationSet(task.dataset, about["format"], about["instruction"], problems, about["answer"])
 
 
 def _harness(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
@@ -123,7 +123,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Ver
                 "extracted": verdict.extracted,
                 "gold": problem.answer,
                 "correct": int(verdict.correct),
-                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, dataset.format),
+                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, dataset.format, dataset.answer),
                 "tokens": drawn.tokens,
                 "finished": drawn.finished,
             }

@@ -2,6 +2,7 @@
 
 lighteval's Pipeline is left aside: its registry imports every task module, one of which downloads at import.
 The task, its documents and its metric are lighteval's own objects, put together as the Pipeline does.
+Of completions that state their answer in tags, the metric is given that answer in a box.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lighteval.tasks.requests import Doc
 from lighteval.utils.utils import remove_reasoning_tags
 from transformers import PreTrainedTokenizerBase
 
+from qerl.data.answers import extract
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
 
@@ -28,11 +30,29 @@ _SPLIT = "test"
 _REASONING_TAGS = [("<think>", "</think>")]
 
 
-class SamplerModel(LightevalModel):
-    """lighteval's model interface over a policy; it generates only, and nothing is cached."""
+def _without_thinking(text: str) -> str:
+    return str(remove_reasoning_tags(text, _REASONING_TAGS))
 
-    def __init__(self, policy: Policy) -> None:
+
+def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
+    """What the metric is given of a completion."""
+
+    def boxed(text: str) -> str:
+        answer = extract(text, dataset.format, dataset.answer)
+        return "" if answer is None else f"$\\boxed{{{answer}}}$"
+
+    return boxed if dataset.answer == "tags" else _without_thinking
+
+
+class SamplerModel(LightevalModel):
+    """lighteval's model interface over a policy; it generates only, and nothing is cached.
+
+    `read` makes of a completion the text that metrics see.
+    """
+
+    def __init__(self, policy: Policy, read: Callable[[str], str] = _without_thinking) -> None:
         self.policy = policy
+        self.read = read
         self.drawn: list[list[Drawn]] = []
 
     @property
@@ -57,7 +77,7 @@ class SamplerModel(LightevalModel):
         return [
             ModelResponse(
                 text=[drawn.text for drawn in repeats],
-                text_post_processed=[remove_reasoning_tags(drawn.text, _REASONING_TAGS) for drawn in repeats],
+                text_post_processed=[self.read(drawn.text) for drawn in repeats],
             )
             for repeats in self.drawn
         ]
@@ -118,7 +138,7 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     extracted: list[str | None] = []
     metric = _recording(Metrics.pass_at_k_math(sample_params={"k": 1, "n": 1}), extracted)
     docs = _documents(LightevalTask(task_config(dataset, metric)), dataset)
-    model = SamplerModel(policy)
+    model = SamplerModel(policy, _reader(dataset))
     responses = model.greedy_until(docs)
     # lighteval's own metric over samples would average the repeats: each is a response of its own.
     pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]

@@ -1,9 +1,13 @@
-"""gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, zero-shot, strict match."""
+"""gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, zero-shot, strict match.
+
+Of completions that state their answer in tags, the strict match's regular expression reads the tags; metric and all
+else stay the stock task's.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +20,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from qerl.data.answers import after_thinking
 from qerl.data.prompts import prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
 
@@ -24,6 +29,8 @@ _STRICT = "strict-match"
 _METRIC = "exact_match"
 #: What lm-eval's regex filter returns where nothing matches.
 _INVALID = "[invalid]"
+#: The number in the last answer tag, with what `qerl.data.answers` lets stand around it.
+_IN_TAGS = r"(?s)<answer>[\s$€£¥+]*(?:\\boxed\{)?(\-?[0-9\.\,]*[0-9])[^0-9<]*</answer>(?!.*<answer>)"
 
 
 class SamplerLM(LM):
@@ -73,6 +80,7 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     stock = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
     records = [{"question": problem.question, "answer": problem.solution} for problem in dataset.problems]
     [strict] = [filters["filter"] for filters in stock["filter_list"] if filters["name"] == _STRICT]
+    read = _from_tags(strict) if dataset.answer == "tags" else strict
     return {
         **{key: stock[key] for key in ("output_type", "doc_to_target", "metric_list", "generation_kwargs", "metadata")},
         "task": dataset.name,
@@ -82,17 +90,28 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
         "doc_to_text": lambda record: prompt_text(record["question"], dataset.instruction),
         "num_fewshot": 0,
         "repeats": repeats,
-        "filter_list": [{"name": str(repeat), "filter": [_only(repeat), *strict]} for repeat in range(repeats)],
+        "filter_list": [{"name": str(repeat), "filter": [_only(repeat), *read]} for repeat in range(repeats)],
     }
 
 
+def _custom(change: Callable[[list[str]], list[str]]) -> dict[str, Any]:
+    """The filter step that changes the list of a problem's responses."""
+
+    def apply(responses: Iterable[list[str]], records: Any) -> list[list[str]]:
+        return [change(texts) for texts in responses]
+
+    return {"function": "custom", "filter_fn": apply}
+
+
 def _only(repeat: int) -> dict[str, Any]:
-    """The filter step that hands on one repeat of each problem."""
+    return _custom(lambda texts: [texts[repeat]])
 
-    def select(responses: Iterable[list[str]], records: Any) -> list[list[str]]:
-        return [[texts[repeat]] for texts in responses]
 
-    return {"function": "custom", "filter_fn": select}
+def _from_tags(strict: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stock strict-match steps, reading the answer tags that follow the thinking."""
+    [regex, first] = strict
+    spoken = _custom(lambda texts: [after_thinking(text) for text in texts])
+    return [spoken, {**regex, "regex_pattern": _IN_TAGS}, first]
 
 
 def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:

@@ -8,7 +8,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import RecordFormat
+from qerl.config import AnswerForm, RecordFormat
 from qerl.data.records import Problem
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
@@ -34,12 +34,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set's problems, the form that their records have, and the instruction appended to each question."""
+    """A data set's problems, their records' format, the instruction appended to each question, the answers' form."""
 
     name: str
     format: RecordFormat
     instruction: str
     problems: list[Problem]
+    answer: AnswerForm = "native"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qerl.config import RecordFormat, RunSettings
+from qerl.config import AnswerForm, RecordFormat, RunSettings
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
 from qerl.rl.batches import Sample
 from qerl.rl.processes import Processes
-from qerl.rl.rewards import PARTS, Answer, reward_parts, total
+from qerl.rl.rewards import Answer, reward_parts, total
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
 
@@ -26,6 +26,7 @@ class Task:
     problems: list[Problem]
     format: RecordFormat
     instruction: str
+    answer: AnswerForm = "native"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Collector:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
         texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
         answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
-        parts = [reward_parts(answer, problem, self.task.format, weights) for answer in answers]
+        parts = [reward_parts(answer, problem, self.task.format, weights, self.task.answer) for answer in answers]
         return Group(prompt, completions, parts, [total(p, weights) for p in parts])
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
@@ -134,7 +135,7 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
     return {
         "reward": statistics.fmean(rewards),
         "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in PARTS},
+        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in parts[0]},
         "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
         "completion_tokens": sum(len(c.token_ids) for c in completions),
         "completion_length": statistics.fmean(len(c.token_ids) for c in completions),

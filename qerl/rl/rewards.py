@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
-from qerl.config import RecordFormat, RewardSettings
+from qerl.config import AnswerForm, RecordFormat, RewardSettings
 from qerl.data.answers import is_correct, well_formed
 from qerl.data.records import Problem
-
-PARTS = ("correct", "format", "overlong")
+from qerl.userfunction import load
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,35 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
     return min(0.0, (limit - buffer - tokens) / buffer) if buffer else 0.0
 
 
+def custom_reward(answer: Answer, problem: Problem, function: str) -> float:
+    """What the user's `module:function` returns for a completion; a `ValueError` if that is no finite number."""
+    value = load(function)(answer, problem)
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(
+            f"reward.function {function} returned {value!r} for problem {problem.id}; it must return a finite number"
+        )
+    return float(value)
+
+
 def reward_parts(
-    answer: Answer, problem: Problem, record_format: RecordFormat, settings: RewardSettings
+    answer: Answer,
+    problem: Problem,
+    record_format: RecordFormat,
+    settings: RewardSettings,
+    form: AnswerForm = "native",
 ) -> dict[str, float]:
     """correct, 0 or 1: the final answer is right. format, 0 or 1: it is stated once and in the form of the data set.
 
-    overlong, -1 to 0: see `overlong_penalty`.
+    overlong, -1 to 0: see `overlong_penalty`. custom: the user's function, if the settings name one.
     """
-    return {
-        "correct": float(is_correct(answer.text, problem.answer, record_format)),
-        "format": float(well_formed(answer.text, record_format)),
+    parts = {
+        "correct": float(is_correct(answer.text, problem.answer, record_format, form)),
+        "format": float(well_formed(answer.text, record_format, form)),
         "overlong": overlong_penalty(answer.tokens, answer.limit, settings.overlong_buffer),
     }
+    return {**parts, "custom": custom_reward(answer, problem, settings.function)} if settings.function else parts
 
 
 def total(parts: dict[str, float], settings: RewardSettings) -> float:
     """The weighted sum of the parts."""
-    return sum(getattr(settings, part) * parts[part] for part in PARTS)
+    return sum(getattr(settings, part) * value for part, value in parts.items())

@@ -20,6 +20,7 @@ from qerl.rl.collect import Collector, Task
 from qerl.rl.processes import Processes, run_in_processes
 from qerl.rl.trainer import Trainer
 from qerl.rollout.native import NativeSampler
+from qerl.userfunction import source_version
 
 METRICS = "metrics.jsonl"
 
@@ -39,14 +40,15 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     meta = read_meta(data)
-    task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
+    task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
     collector = Collector(settings, policy, NativeSampler(policy), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _fingerprint(settings: RunSettings) -> str:
-    text = settings.model_dump_json() + code_version("qerl.rl.train")
+    function = settings.reward.function
+    text = settings.model_dump_json() + code_version("qerl.rl.train") + (source_version(function) if function else "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from qerl.data.answers import extract, is_correct, well_formed
@@ -78,27 +76,6 @@ def test_aime_right(text):
 @pytest.mark.parametrize("text", ["33", "\\boxed{34}", "\\boxed{33.0}", "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}"])
 def test_aime_wrong(text):
     assert not is_correct(text, "33", "aime")
-
-
-@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        "#### " * 20_000,
-        "#### " + "9" * 100_000,
-        "\\boxed{" * 15_000,
-        "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
-        "\\boxed{" + "(1+" * 33_000 + "}",
-        "\\boxed{9^{9^{9^{9}}}}",
-        "\0\ud800é" * 30_000,
-        "####" + " " * 100_000,
-    ],
-)
-def test_garbage_is_wrong_in_bounded_time(garbage, record_format):
-    start = time.perf_counter()
-    assert not is_correct(garbage, "18", record_format)
-    well_formed(garbage, record_format)
-    assert time.perf_counter() - start < 15
 
 
 @pytest.mark.parametrize(

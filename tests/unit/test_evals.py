@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from qerl.config import (
     parse,
 )
 from qerl.data.prompts import prompt_ids, prompt_text
-from qerl.data.sources import prepare, read_split
+from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
 
@@ -32,6 +34,7 @@ INSTRUCTION = {
     "math": "State the answer in \\boxed{} {{question}}.",
     "aime": "",
 }
+TAGS = " Think in <think></think>, answer in <answer></answer>."
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -76,7 +79,7 @@ class Scripted:
 def number_prompts(tokenizer, datasets):
     """Data set and number of the problem that each prompt asks."""
     return {
-        tuple(prompt_ids(tokenizer, problem.question, INSTRUCTION[name])): (name, number)
+        tuple(prompt_ids(tokenizer, problem.question, read_meta(folder)["instruction"])): (name, number)
         for name, folder in datasets.items()
         for number, problem in enumerate(read_split(folder, "test"))
     }
@@ -87,20 +90,30 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
+def prepared_in(root, answer="native"):
     for name, instruction in INSTRUCTION.items():
         origin = Generated(train=4, validation=4, test=PROBLEMS)
-        prepare(DatasetSettings(format=name, origin=origin, instruction=instruction), root / name)
+        asked = instruction + (TAGS if answer == "tags" else "")
+        prepare(DatasetSettings(format=name, origin=origin, instruction=asked, answer=answer), root / name)
     return {name: root / name for name in INSTRUCTION}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    return prepared_in(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    """The same problems, whose answers are expected in tags."""
+    return prepared_in(tmp_path_factory.mktemp("tagged"), answer="tags")
 
 
 @pytest.fixture
 def run(tokenizer, datasets, tmp_path):
     """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
 
-    def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6):
+    def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6, datasets=datasets):
         sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), script)
         settings = EvaluationSettings(
             tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
@@ -232,6 +245,68 @@ def test_agreement_shows_where_the_project_grades_differently(run, problems):
     assert metrics["math"]["accuracy"] == 1.0
     assert metrics["math"]["agreement"] == 0.0
     assert not any(sample["agrees"] for sample in samples)
+
+
+#: What a completion says of the answer {n}; whether it is right; what the harness extracts.
+IN_TAGS = [
+    ("<think>well</think><answer>{n}</answer>", True, "{n}"),
+    ("<think>well</think>\n<answer> {n} </answer>\n", True, "{n}"),
+    ("so</think><answer>${n}$</answer>", True, "{n}"),
+    ("<answer>$\\boxed{{{n}}}$</answer>", True, "{n}"),
+    ("<answer>98765</answer> no, <answer>{n}</answer>", True, "{n}"),
+    ("<answer>{n}</answer> no, <answer>98765</answer>", False, "98765"),
+    ("<think><answer>{n}</answer></think><answer>98765</answer>", False, "98765"),
+    ("<think><answer>{n}</answer></think>", False, None),
+    ("<think>\\boxed{{{n}}}\n#### {n}</think>Done.", False, None),
+    ("<answer>{n}</answer> no, <answer>98765", False, None),
+    ("<answer>{n}", False, None),
+    ("<answer></answer>", False, None),
+    ("<answer>unknown {n} 7</answer>", False, None),
+    ("#### {n}", False, None),
+    ("\\boxed{{{n}}}", False, None),
+    ("{n}", False, None),
+    ("", False, None),
+]
+
+
+@pytest.mark.parametrize("name", HARNESS)
+def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, name):
+    """Every completion as one repeat of every problem; the harness, the expected verdict and the own grader agree."""
+    cases = [case for case in IN_TAGS if not (name == "math" and "unknown" in case[0])]
+
+    def script(name, number, repeat):
+        return cases[repeat][0].format(n=problems[name][number].answer)
+
+    metrics, samples, _ = run(script, repeats=len(cases), names=(name,), datasets=tagged)
+    assert metrics[name]["accuracies"] == [float(right) for _, right, _ in cases]
+    assert metrics[name]["agreement"] == 1.0
+    for sample in samples:
+        _, _, extracted = cases[sample["repeat"]]
+        if name != "aime" or extracted != "98765":  # no answer of an AIME problem
+            assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    ["<answer>" * 12_000, "<answer>1</answer>" * 6_000, "<answer>" + "1," * 50_000, "<answer>$" + " " * 100_000],
+)
+def test_the_regular_expression_for_tags_takes_no_time(garbage):
+    from qerl.evals.lm_eval import _IN_TAGS
+
+    start = time.process_time()
+    re.findall(_IN_TAGS, garbage + "x")
+    assert time.process_time() - start < 2
+
+
+def test_tagged_amounts_are_read_alike(run, problems, tagged):
+    forms = ["{n} apples", "${n}.", "{n} km/h", "{n}%", "+{n}", "{n} or 98765", "-{n}", "{n}7"]
+
+    def script(name, number, repeat):
+        return f"<think></think><answer>{forms[repeat].format(n=problems[name][number].answer)}</answer>"
+
+    metrics, _, _ = run(script, repeats=len(forms), names=("gsm8k",), datasets=tagged)
+    assert metrics["gsm8k"]["accuracies"] == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert metrics["gsm8k"]["agreement"] == 1.0
 
 
 def test_greedy_with_one_repeat(run, problems):

@@ -1,8 +1,10 @@
 """Rewards: parts and their sum."""
 
+import sys
+
 import pytest
 
-from qerl.config import RewardSettings
+from qerl.config import ConfigError, RewardSettings, RunSettings, parse
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
 
@@ -39,3 +41,99 @@ def test_the_overlong_penalty_grows_linearly_over_the_buffer(tokens, penalty):
 
 def test_no_buffer_no_penalty():
     assert overlong_penalty(100, 100, 0) == 0
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "right", "form"),
+    [
+        ("upstream-gsm8k", 2.0, 0.2),
+        ("upstream-gsm8k-hashes", 1.0, 0.2),
+        ("upstream-bigmath", 1.0, 0.2),
+        ("upstream-dapomath", 1.0, 0.0),
+    ],
+)
+def test_a_preset_has_the_values_of_the_released_scripts(preset, right, form):
+    settings = parse(RewardSettings, {"preset": preset}, "test")
+    only_right, only_formed, both = "#### 18\n#### 18", "#### 19", "#### 18"
+    rewards = [
+        total(reward_parts(Answer(text, 5, 20), PROBLEM, "gsm8k", settings), settings)
+        for text in (only_right, only_formed, both, "")
+    ]
+    assert rewards == pytest.approx([right, form, right + form, 0])
+
+
+def test_explicit_keys_win_over_the_preset():
+    settings = parse(RewardSettings, {"preset": "upstream-gsm8k", "format": 0.5, "overlong_buffer": 3}, "test")
+    assert (settings.correct, settings.format, settings.overlong_buffer) == (2.0, 0.5, 3)
+    assert parse(RewardSettings, settings.model_dump(), "test") == settings
+
+
+def test_an_unknown_preset_is_an_error():
+    with pytest.raises(ConfigError, match=r"reward\.preset.*upstream-gsm8k"):
+        parse(RunSettings, {"model": "m", "dataset": "d", "reward": {"preset": "upstream"}}, "test")
+
+
+# --- the user's own reward -------------------------------------------------------------------------------------------
+
+MODULE = """
+import math
+import numpy
+
+limit = 10
+
+def short(answer, problem):
+    return float(answer.tokens < limit and answer.text.endswith(problem.answer))
+
+def nothing(answer, problem):
+    pass
+
+def nan(answer, problem):
+    return math.nan
+
+def word(answer, problem):
+    return "1"
+
+def array(answer, problem):
+    return numpy.float32(0.5)
+
+def broken(answer, problem):
+    raise KeyError("mine")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module in the working directory, under a name of its own."""
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return name
+
+
+def test_an_own_reward_is_one_more_part(module):
+    settings = RewardSettings(function=f"{module}:short", custom=3.0)
+    short, long = (reward_parts(Answer("#### 18", n, 20), PROBLEM, "gsm8k", settings) for n in (5, 15))
+    assert list(short) == ["correct", "format", "overlong", "custom"]
+    assert (short["custom"], long["custom"]) == (1.0, 0.0)
+    assert total(short, settings) - total(long, settings) == pytest.approx(3.0)
+
+
+def test_a_number_of_numpy_is_a_number(module):
+    settings = RewardSettings(function=f"{module}:array")
+    assert reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)["custom"] == 0.5
+
+
+@pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("nan", "nan"), ("word", "'1'")])
+def test_what_is_no_number_is_an_error(module, name, value):
+    settings = RewardSettings(function=f"{module}:{name}")
+    with pytest.raises(ValueError, match=f"{module}:{name} returned {value} for problem 0; it must return a finite"):
+        reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)
+
+
+def test_exceptions_of_an_own_reward_are_passed_on(module):
+    with pytest.raises(KeyError, match="mine"):
+        reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", RewardSettings(function=f"{module}:broken"))

@@ -1,12 +1,15 @@
 import hashlib
 import json
+import sys
 
 import pandas as pd
 import pytest
 
-from qerl.config import DatasetSettings, Generated, HubData, LocalData
+from qerl.config import DatasetSettings, FunctionData, Generated, HubData, LocalData
 from qerl.data.records import DataError
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
+
+TAGS = "Write <think>steps</think><answer>number</answer>."
 
 
 def gsm8k(count, start=0):
@@ -22,7 +25,7 @@ def write_lines(path, records):
 
 
 def prepared(tmp_path, origin, record_format="gsm8k", name="out"):
-    prepare(DatasetSettings(format=record_format, origin=origin, instruction="Go."), tmp_path / name)
+    prepare(DatasetSettings(format=record_format, origin=origin, instruction=TAGS, answer="tags"), tmp_path / name)
     return tmp_path / name
 
 
@@ -33,7 +36,8 @@ def questions(folder):
 def test_a_generated_set_is_described_by_its_meta(tmp_path):
     folder = prepared(tmp_path, Generated(train=20, validation=5, test=7), "aime")
     meta = read_meta(folder)
-    assert (meta["format"], meta["instruction"], meta["origin"]["source"]) == ("aime", "Go.", "generated")
+    assert (meta["format"], meta["instruction"], meta["answer"]) == ("aime", TAGS, "tags")
+    assert meta["origin"]["source"] == "generated"
     assert meta["rows"] == {"train": 20, "validation": 5, "test": 7}
     for split in SPLITS:
         assert meta["sha256"][split] == hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest()
@@ -172,3 +176,74 @@ def test_a_hub_set_is_written_with_the_splits_it_has(tmp_path, monkeypatch):
     folder = prepared(tmp_path, origin, "aime")
     assert read_meta(folder)["rows"] == {"train": 0, "validation": 0, "test": 1}
     assert read_split(folder, "test")[0].answer == "2"
+
+
+# --- a function of the user ------------------------------------------------------------------------------------------
+
+OWN = """
+def good(count=400):
+    return [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\\n#### {n + 1}"} for n in range(count)]
+
+def splits():
+    return {"train": good(10), "test": good(12)[8:]}
+
+def bad():
+    return [*good(2), {"question": "Two?", "answer": "two"}]
+
+def bad_split():
+    return {"test": good(2), "train": [*good(4)[2:], {"question": "Two?"}]}
+
+def unknown():
+    return {"training": good(2)}
+
+def text():
+    return "rows"
+
+def empty():
+    return []
+
+def rows():
+    return [1]
+
+def unwritable():
+    return [{**good(1)[0], "when": object()}]
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Origins whose functions are in a module of the working directory."""
+    name = f"data_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return lambda function: FunctionData(source="python", function=f"{name}:{function}")
+
+
+def test_returned_records_are_split_like_those_of_a_file(tmp_path, own):
+    file = write_lines(tmp_path / "a.jsonl", gsm8k(400))
+    reference = questions(prepared(tmp_path, LocalData(source="local", path=file), name="reference"))
+    assert questions(prepared(tmp_path, own("good"))) == reference
+
+
+def test_returned_splits_are_kept_and_leaks_dropped(tmp_path, own):
+    found = questions(prepared(tmp_path, own("splits")))
+    expected = [record["question"] for record in gsm8k(12)]
+    assert found == {"train": expected[:8], "validation": [], "test": expected[8:]}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("bad", r":bad, record 3 states no answer: `answer` must end in `#### n`"),
+        ("bad_split", r":bad_split, split train, record 3 has no `answer`"),
+        ("unknown", "returned a split 'training'; the splits are train, validation, test"),
+        ("text", ":text must return a list of records .* not str"),
+        ("empty", ":empty must return a list of records .* not an empty one"),
+        ("rows", ":rows, record 1 is not a record"),
+        ("unwritable", "value of type object, which can't be written as JSON"),
+    ],
+)
+def test_bad_returned_records_are_named(tmp_path, own, function, message):
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path, own(function))

@@ -1,16 +1,19 @@
 """Mistakes of the released code that must not come back, where no other test carries their name.
 
 Elsewhere: noise that never fires (test_native_sampler), noise lost to bf16 rounding and too few stages (test_aqn),
-noise that accumulates (test_native_sampler), a scorer that compares one character (test_evals).
+noise that accumulates (test_native_sampler), a scorer that compares one character (test_evals, and F's here).
 """
 
+import dataclasses
 import json
+import sys
 
 import pytest
 import torch
 
 from qerl.config import (
     AdapterSettings,
+    ConfigError,
     DatasetSettings,
     EvaluationSettings,
     Generated,
@@ -23,6 +26,7 @@ from qerl.data.sources import prepare, read_split
 from qerl.evals.job import evaluate_policy
 from qerl.models.policy import with_adapter
 from qerl.rl.train import make_trainer
+from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -86,6 +90,81 @@ def test_defect_e_the_rollout_sees_question_and_instruction(base, data, tmp_path
     expected = [made.policy.tokenizer(text)["input_ids"] for text in texts]
     assert len(seen) == 2
     assert all(prompt in expected for prompt in seen)
+
+
+TAGGED = "Write <think>your steps</think><answer>the number</answer>."
+RIGHT, WRONG = "<think>9*2=18</think><answer>{}</answer>", "<think>It may be {}.</think><answer>1999</answer>"
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tagged"
+    origin = Generated(train=12, validation=4, test=4)
+    prepare(DatasetSettings(format="math", origin=origin, instruction=TAGGED, answer="tags"), folder)
+    return folder
+
+
+def answering(made, text):
+    """Make the sampler answer with `text`, filled with the problem's answer; a prompt without instruction fails."""
+    tokenizer, problems = made.policy.tokenizer, made.collector.task.problems
+    prompts = [tokenizer(f"{problem.question}\n{TAGGED}:")["input_ids"] for problem in problems]
+    answers = {tuple(prompt): problem.answer for prompt, problem in zip(prompts, problems, strict=True)}
+
+    def generate(prompts, params):
+        ids = [tokenizer.encode(text.format(answers[tuple(prompt)])) for prompt in prompts]
+        return [[Completion(one, [0.0] * len(one), True)] * params.count for one in ids]
+
+    made.collector.sampler.generate = generate
+
+
+@pytest.mark.parametrize(("text", "right"), [(RIGHT, 1.0), (WRONG, 0.0), ("\\boxed{{{}}}", 0.0), ("{}", 0.0)])
+def test_defect_f_a_plain_number_in_the_answer_tags_earns_the_reward(base, tagged, tmp_path, text, right):
+    """Upstream asks for tags and grades a box that it never asks for."""
+    made = trainer(base, tagged, tmp_path, reward={"preset": "upstream-bigmath"})
+    answering(made, text)
+    metrics = made.collector.collect(1, 0).metrics
+    in_tags = float("<answer>" in text)
+    assert (metrics["reward/correct"], metrics["reward/format"]) == (right, in_tags)
+    assert metrics["reward"] == pytest.approx(1.0 * right + 0.2 * in_tags)
+
+
+@pytest.mark.parametrize("instruction", ["", "Box the answer.", "Write <think>steps</think> first."])
+def test_defect_f_tags_that_are_not_asked_for_are_refused(instruction):
+    values = {"format": "math", "origin": {"source": "generated"}, "answer": "tags", "instruction": instruction}
+    with pytest.raises(ConfigError, match="answer: tags needs an instruction"):
+        parse(DatasetSettings, values, "test")
+
+
+def test_defect_f_format_and_accuracy_look_at_the_same_place(base, tagged, tmp_path):
+    """Upstream's two rewards read different parts of a completion, so that they can contradict each other."""
+    for text, expected in (("<think></think><answer></answer> \\boxed{{{}}}", 0.0), (RIGHT, 1.0)):
+        made = trainer(base, tagged, tmp_path)
+        answering(made, text)
+        metrics = made.collector.collect(1, 0).metrics
+        assert metrics["reward/correct"] == metrics["reward/format"] == expected
+
+
+def test_defect_b_the_reward_compares_whole_numbers(base, tagged, tmp_path):
+    """Upstream's scorer takes 1999 for 18."""
+    made = trainer(base, tagged, tmp_path)
+    made.collector.task = dataclasses.replace(
+        made.collector.task, problems=[dataclasses.replace(p, answer="18") for p in made.collector.task.problems]
+    )
+    for text, right in ((WRONG, 0.0), (RIGHT.format("1"), 0.0), (RIGHT.format("18"), 1.0)):
+        answering(made, text)
+        assert made.collector.collect(1, 0).metrics["reward/correct"] == right
+
+
+def test_an_own_reward_is_logged_only_when_set(base, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own_reward.py").write_text("def half(answer, problem): return 0.5")
+    plain = trainer(base, data, tmp_path / "a").collector.collect(1, 0).metrics
+    own = trainer(base, data, tmp_path / "b", reward={"function": "own_reward:half", "custom": 4.0})
+    metrics = own.collector.collect(1, 0).metrics
+    assert "reward/custom" not in plain
+    assert metrics["reward/custom"] == 0.5
+    assert metrics["reward"] == pytest.approx(plain["reward"] + 2.0)
 
 
 def test_defect_l_the_saved_adapter_lists_its_norms_and_any_rank_runs(base, data, tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import RewardSettings
 from tests.tiny import tiny_qwen2
 
 from .conftest import ROOT
@@ -76,7 +75,6 @@ def test_as_a_library(folder):
     assert (folder / "runs/second/trained/result.json").is_file()
 
 
-@pytest.mark.skipif("function" not in RewardSettings.model_fields, reason="needs reward.function")
 def test_a_reward_and_a_data_set_of_ones_own(folder):
     run_blocks(library(own=True), folder)
     metrics = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").open()]

@@ -14,6 +14,7 @@ from snakemake.exceptions import WorkflowError
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.plan import Plan, plan_from
 from qerl.provenance import code_version
+from qerl.userfunction import source_version
 
 
 def read_plan(given: dict) -> Plan:
@@ -59,6 +60,12 @@ def checkpoint_folder(checkpoint) -> str:
     return f"{RESULTS}/quantize/{checkpoint.id}/checkpoint"
 
 
+def code_with(module: str, function: str | None) -> str:
+    """The version of a module's code and of the file of a function that the user names."""
+    versions = [code_version(module), *([source_version(function)] if function else [])]
+    return " ".join(versions)
+
+
 # --- prepare, quantize
 
 
@@ -70,6 +77,12 @@ def dataset_source(wildcards) -> list[str]:
     """The user's own file or folder, so that a change there is seen."""
     origin = PLAN.config.datasets[wildcards.dataset].origin
     return [str(origin.path)] if origin.source == "local" else []
+
+
+def dataset_code(wildcards) -> str:
+    """The code that prepares a data set, the user's own function included."""
+    origin = PLAN.config.datasets[wildcards.dataset].origin
+    return code_with("qerl.data.sources", getattr(origin, "function", None))
 
 
 def pretrain_data(wildcards) -> list[str]:
@@ -141,6 +154,11 @@ def run_data(wildcards) -> list[str]:
 
 def run_data_folder(wildcards) -> str:
     return f"{RESULTS}/data/{PLAN.runs[wildcards.run].settings.dataset}"
+
+
+def run_code(wildcards) -> str:
+    """The code that trains a run, the user's own reward included."""
+    return code_with("qerl.rl.train", PLAN.runs[wildcards.run].settings.reward.function)
 
 
 def run_work_folder(wildcards) -> str:

@@ -19,7 +19,7 @@ rule prepare_data:
     params:
         settings=dataset_settings,
         out=subpath(output.meta, parent=True),
-        code=code_version("qerl.data.sources"),
+        code=dataset_code,
     shell:
         "python -m qerl rule data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
 

@@ -26,7 +26,7 @@ rule train:
         data=run_data_folder,
         work=run_work_folder,
         out=subpath(output.run, parent=True),
-        code=code_version("qerl.rl.train"),
+        code=run_code,
     shell:
         "python -m qerl rule train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
         " --out {params.out:q} >> {log:q} 2>&1"

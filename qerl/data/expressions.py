@@ -1,0 +1,130 @@
+"""Whether two LaTeX expressions are equal: math-verify in a helper process, under limits that hold for any input.
+
+math-verify bounds its time by SIGALRM, which works in a main thread only and can't interrupt the arithmetic of big
+numbers in C. Here a helper process forks for each comparison, and the kernel ends a fork that uses more than
+`CPU_SECONDS` or `MEMORY_BYTES`: in any thread of any process, whatever the expression. CPU time, not time of day, so
+that a busy machine gives the same verdicts as an idle one.
+
+This file is also the helper's program; it imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from typing import BinaryIO, NoReturn, cast
+
+CPU_SECONDS = 2.0
+MEMORY_BYTES = 2 << 30
+
+_EQUAL, _DIFFERENT, _LIMIT = b"equal\n", b"different\n", b"limit\n"
+#: Exit statuses of a fork; any other is an error of the comparison itself.
+_STATUS = {0: _EQUAL, 10: _DIFFERENT, 11: _LIMIT}
+#: math-verify's own limits, in seconds of the day: above ours at any load, so that they decide nothing.
+_NEVER = 3600
+
+
+def equal(expected: str, answer: str) -> bool:
+    """Whether `answer` is mathematically equal to `expected` (LaTeX, without delimiters); False above the limits."""
+    return _helper.ask(json.dumps([expected, answer]).encode() + b"\n") == _EQUAL
+
+
+class _Helper:
+    """The helper process, started with the first question; one question at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, question: bytes) -> bytes:
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self.process = self._start()
+            stdin, stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
+            try:
+                stdin.write(question)
+                stdin.flush()
+                reply = stdout.readline()
+            except BrokenPipeError:  # it couldn't start
+                reply = b""
+        if reply not in (_EQUAL, _DIFFERENT, _LIMIT):
+            raise RuntimeError(f"the comparison of {question.decode().strip()} failed; its error stands above")
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: the folder of this file isn't searched for modules, whose names could hide those of libraries.
+        command = [sys.executable, "-P", __file__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(_stop, process)
+        return process
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes the pipes, which ends the helper
+        pass
+
+
+def _start_anew() -> None:
+    """A forked process can't share its parent's pipes."""
+    global _helper
+    _helper = _Helper()
+
+
+_helper = _Helper()
+os.register_at_fork(after_in_child=_start_anew)
+
+
+# --- in the helper ---------------------------------------------------------------------------------------------------
+
+
+def _compare(expected: str, answer: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+    gold, target = (
+        parse(f"$\\boxed{{{content}}}$", extraction_config=latex, parsing_timeout=_NEVER)
+        for content in (expected, answer)
+    )
+    return bool(verify(gold, target, timeout_seconds=_NEVER))
+
+
+def _judge(question: bytes) -> NoReturn:
+    """Compare and exit with the verdict as status; the kernel's SIGPROF ends the process when its time is up."""
+    status = 1
+    try:
+        if sys.platform == "linux":
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        status = 0 if _compare(*json.loads(question)) else 10
+    except (MemoryError, RecursionError):
+        status = 11
+    finally:
+        if status == 1:
+            traceback.print_exc()
+        os._exit(status)
+
+
+def _serve() -> None:
+    # Ctrl-C is the asking process's affair; this one ends with its pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # math-verify prints
+    # Imported and warmed up once; every fork starts from there.
+    _compare("\\frac{1}{2}", "\\sqrt{x+1}")
+    for question in sys.stdin.buffer:
+        fork = os.fork()
+        if fork == 0:
+            _judge(question)
+        _, status = os.waitpid(fork, 0)
+        replies.write(_LIMIT if os.WIFSIGNALED(status) else _STATUS.get(os.WEXITSTATUS(status), b"error\n"))
+
+
+if __name__ == "__main__":
+    _serve()

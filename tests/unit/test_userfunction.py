@@ -1,0 +1,131 @@
+"""Functions named by import path: found, refused in one sentence, and part of a run's identity."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl.config import Config, ConfigError, RewardSettings, RunSettings, parse
+from qerl.plan import plan_from
+from qerl.rl.train import _fingerprint
+from qerl.userfunction import load, source_version
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory; what is imported from it is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
+    (folder / "mine_pkg").mkdir()
+    (folder / "mine_pkg/rewards.py").write_text("def one(): return 1")
+    assert load("mine_pkg.rewards:one")() == 1
+    assert load("json:dumps")([]) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("mine_gone:f", "no module mine_gone; put mine_gone.py into the working directory"),
+        ("mine_gone.sub:f", "no module mine_gone.sub; put mine_gone/sub.py"),
+        ("mine:gone", r"module mine \(.*mine.py\) has no function gone"),
+        ("mine:number", "number is no function but of type int"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(folder, path, message):
+    (folder / "mine.py").write_text("number = 1")
+    with pytest.raises(ConfigError, match=message) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_errors_of_the_module_itself_are_passed_on(folder):
+    (folder / "mine.py").write_text("import mine_gone")
+    with pytest.raises(ModuleNotFoundError, match="mine_gone"):
+        load("mine:f")
+    (folder / "other.py").write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        load("other:f")
+
+
+@pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine:f()", "mine.py:f", "a b:c", "../mine:f"])
+def test_what_is_no_import_path_is_an_error_of_the_configuration(path):
+    with pytest.raises(ConfigError, match=r"`function`.*is no import path; write `module:function`"):
+        parse(RewardSettings, {"function": path}, "test")
+
+
+def version(folder, text):
+    (folder / "mine.py").write_text(text)
+    sys.modules.pop("mine", None)
+    return source_version("mine:f")
+
+
+def test_the_version_follows_the_code_and_not_its_comments(folder):
+    first = version(folder, "def f(): return 1")
+    assert version(folder, "# one\ndef f():\n    return 1  # still") == first
+    assert version(folder, "def f(): return 2") != first
+    assert version(folder, "limit = 3\ndef f(): return 1") != first
+
+
+def test_a_function_without_source_is_refused(folder):
+    assert load("math:sqrt")(4) == 2
+    with pytest.raises(ConfigError, match="no source file"):
+        source_version("math:sqrt")
+
+
+def test_a_change_of_the_function_changes_the_fingerprint_of_a_run(folder):
+    values = {"model": "m", "dataset": "d"}
+    plain, own = (parse(RunSettings, {**values, "reward": r}, "test") for r in ({}, {"function": "mine:f"}))
+    version(folder, "def f(answer, problem): return 1")
+    first = _fingerprint(own)
+    assert first == _fingerprint(own) != _fingerprint(plain)
+    version(folder, "def f(answer, problem): return 2")
+    assert _fingerprint(own) != first
+
+
+def configuration(reward, origin):
+    return {
+        "name": "own",
+        "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
+        "datasets": {"sums": {"format": "gsm8k", "origin": origin}},
+        "experiments": {"only": {"base": {"model": "tiny", "dataset": "sums", "reward": reward}}},
+        "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
+    }
+
+
+def test_functions_are_imported_before_any_job_starts(folder):
+    (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []")
+    good_origin, good_reward = {"source": "python", "function": "mine:rows"}, {"function": "mine:f"}
+    plan_from(configuration(good_reward, good_origin), Path("unused"))
+    for reward, origin in (
+        ({"function": "mine:gone"}, good_origin),
+        (good_reward, {"source": "python", "function": "mine:gone"}),
+    ):
+        with pytest.raises(ConfigError, match="has no function gone"):
+            plan_from(configuration(reward, origin), Path("unused"))
+
+
+def test_pretraining_takes_no_tagged_data_set():
+    values = configuration({}, {"source": "generated"})
+    values["datasets"]["sums"] |= {"answer": "tags", "instruction": "<think></think><answer></answer>"}
+    with pytest.raises(ConfigError, match=r"models.tiny.datasets.*answer: native"):
+        parse(Config, values, "test")
+
+
+def test_neither_loading_nor_planning_imports_torch(folder):
+    (folder / "mine.py").write_text("def f(): return 1")
+    code = "import sys; from qerl.userfunction import load, source_version; import qerl.plan; load('mine:f'); "
+    code += "source_version('mine:f'); print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False\n"
