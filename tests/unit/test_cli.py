@@ -129,11 +129,10 @@ def test_a_mistake_is_one_sentence(call, folder, monkeypatch, capsys, arguments,
 
 def test_the_installed_command_imports_from_the_working_directory(tmp_path):
     """A script's own folder is on the path, the working directory isn't; and it may not hide a package."""
-    (tmp_path / "mine.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine.py").write_text("def value():\n    return 7\n")
     (tmp_path / "pydantic.py").write_text("raise SystemExit('hidden')\n")
     (tmp_path / "bin").mkdir()
-    code = "import sys\nfrom qerl.cli import main\nsys.argv = ['qerl', 'keys']\ntry:\n    main()\n"
-    code += "except SystemExit:\n    pass\nimport mine\nprint(mine.VALUE)\n"
+    code = "from qerl.userfunction import load\nimport pydantic\nprint(load('mine:value')())\n"
     (tmp_path / "bin/qerl").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "bin/qerl")]
