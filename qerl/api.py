@@ -105,6 +105,9 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     if made.finished:
         log.info("%s is finished: nothing to do", made.folder)
         return made
+    from qerl.rl.processes import check_processes
+
+    check_processes(settings.processes)
     code_state()  # no result without it, so it must not be missing only after hours
     for function in (settings.reward.function, getattr(settings.dataset.origin, "function", None)):
         if function is not None:

@@ -73,25 +73,24 @@ class Processes:
             parameter.grad = reduce(own, "sum")
 
 
-def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `count` processes of this machine; here, where torchrun already started them."""
-    if "WORLD_SIZE" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) != count:
-            raise ConfigError(
-                f"torchrun started {os.environ['WORLD_SIZE']} processes; set processes to that, not {count}"
-            )
-        function(*arguments)
-    elif count == 1:
-        function(*arguments)
-    else:
-        _check_devices(count)
-        _launch(count, function, arguments)
-
-
-def _check_devices(count: int) -> None:
+def check_processes(count: int) -> None:
+    """Whether a run can start so many processes here: a `ConfigError` says what is in the way."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "a run starts its processes itself: set `processes` in its settings, and call it without torchrun"
+        )
     gpus = torch.cuda.device_count()
     if gpus and gpus < count:
         raise ConfigError(f"processes={count} needs as many GPUs, and this machine has {gpus}; lower processes")
+
+
+def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments)` in `count` new processes of this machine; in this one, if it is to be one alone."""
+    check_processes(count)
+    if count == 1:
+        function(*arguments)
+    else:
+        _launch(count, function, arguments)
 
 
 def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -96,9 +96,15 @@ def test_the_failure_of_a_process_ends_the_run_and_is_told():
         run_in_processes(2, fail, 1)
 
 
-def test_torchrun_with_another_number_of_processes_is_an_error(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="torchrun started 4 processes; set processes to that"):
+def test_a_launcher_around_the_run_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without torchrun"):
+        run_in_processes(2, fail, 0)
+
+
+def test_more_processes_than_gpus_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="processes=2 needs as many GPUs, and this machine has 1"):
         run_in_processes(2, fail, 0)
 
 
