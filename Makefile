@@ -20,8 +20,9 @@ reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
 	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
 
+# A process a core, each with one thread.
 test: $(VENV)/installed
-	python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed
 	ruff check .
