@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from qerl.config import ConfigError, DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
+from qerl.models.policy import choose_device
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.aqn import NoisyRMSNorm
 from qerl.rl.processes import Processes, run_in_processes
@@ -116,3 +117,10 @@ def test_shares_are_whole_and_in_order(monkeypatch):
         shares.append(Processes().share(range(10, 18)))
     assert [first for first, _ in shares] == [0, 2, 5]
     assert [item for _, share in shares for item in share] == list(range(10, 18))
+
+
+def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
+    """A mere "cuda" means the first GPU to safetensors, whichever is current: both processes would share it and hang."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device() == torch.device("cuda:1")
