@@ -120,7 +120,7 @@ def test_shares_are_whole_and_in_order(monkeypatch):
 
 
 def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
-    """A mere "cuda" means the first GPU to safetensors, whichever is current: both processes would share it and hang."""
+    """safetensors takes "cuda" for the first GPU, whichever is current: both processes would share it and hang."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert choose_device() == torch.device("cuda:1")
