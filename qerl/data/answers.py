@@ -13,8 +13,7 @@ tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tag
 In both, thinking never counts: only what follows the last `</think>` does, and of that only what precedes a `<think>`.
 A `</think>` without a `<think>` is fine, since some chat templates open the thinking in the prompt. Tags are lower case
 and exact; `<Answer>` and `<answer >` are text. Commas in numbers are ignored wherever they stand, as lm-eval ignores
-them;
-but in math `1,2` is two numbers and only `1,200` is one.
+them; but in math `1,2` is two numbers and only `1,200` is one.
 """
 
 from __future__ import annotations
