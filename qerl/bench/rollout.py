@@ -14,16 +14,8 @@ from qerl.config import AdapterSettings, RolloutBench
 from qerl.measure import seconds
 from qerl.models.policy import Policy, load_policy, weight_bytes, with_adapter
 from qerl.provenance import stamp, write_json
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 from qerl.rollout.sampler import SamplingParams
-
-
-class _Endless(NativeSampler):
-    """Decodes to the last token: throughput must not depend on where a policy stops."""
-
-    def __init__(self, policy: Policy, max_sequences: int) -> None:
-        super().__init__(policy, max_sequences)
-        self.stops = frozenset()
 
 
 def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
@@ -38,7 +30,9 @@ def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
 
 def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, float]]:
     policy = _policy(checkpoint, rank, settings)
-    sampler = _Endless(policy, settings.sequences)
+    sampler = make_sampler(policy, settings, settings.sequences)
+    # Throughput must not depend on where a policy stops.
+    sampler.stops = frozenset()
     held = weight_bytes(policy)
 
     def once(round_: int) -> dict[str, float]:

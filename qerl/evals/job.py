@@ -10,7 +10,7 @@ from qerl.evals.evaluate import evaluate
 from qerl.models.policy import load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 
 
 def evaluate_policy(
@@ -23,5 +23,5 @@ def evaluate_policy(
 ) -> None:
     """Score a policy, noise-free, on every task of `settings`; `row` says which policy it is."""
     policy = load_policy(checkpoint, trained, settings.dtype)
-    tasks = evaluate(NativeSampler(policy), policy.tokenizer, settings, datasets, out, log.info)
+    tasks = evaluate(make_sampler(policy, settings), policy.tokenizer, settings, datasets, out, log.info)
     write_json(out / "result.json", {**row, "tasks": tasks, "provenance": stamp(settings.seed)})

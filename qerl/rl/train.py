@@ -17,7 +17,7 @@ from qerl.provenance import code_version, stamp, write_json
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.trainer import Trainer
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 
 METRICS = "metrics.jsonl"
 
@@ -35,7 +35,7 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
-    collector = Collector(settings, policy, NativeSampler(policy), task)
+    collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 

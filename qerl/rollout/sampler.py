@@ -20,6 +20,8 @@ class SamplingParams:
     top_k: int = 0
     count: int = 1
     seed: int = 0
+    first: int = 0
+    """Index of the first prompt in the whole batch, where several processes share one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Completion:
 
 class Sampler(Protocol):
     """Draws completions from a policy."""
+
+    #: Tokens that end a completion.
+    stops: frozenset[int]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""

@@ -1,0 +1,60 @@
+"""What a sampler outside of the policy's own tensors has to be told: adapter and norms, as they act now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+
+from qerl.models.policy import Policy
+from qerl.rl.aqn import ROLES, NoisyRMSNorm
+
+_ADAPTER = "default"
+
+
+def adapter_config(policy: Policy) -> LoraConfig | None:
+    """PEFT's configuration of the policy's adapter; None where it has none."""
+    if policy.peft is None:
+        return None
+    config = policy.peft.peft_config[_ADAPTER]
+    assert isinstance(config, LoraConfig)
+    return config
+
+
+def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A [rank, in] and B [out, rank] of every adapted layer by PEFT's name, in `dtype`, copied.
+
+    B carries PEFT's factor alpha / rank; the product with it happens in float32 and is rounded once.
+    """
+    config = adapter_config(policy)
+    if config is None:
+        return {}
+    scale = config.lora_alpha / config.r
+    assert policy.peft is not None
+    state = get_peft_model_state_dict(policy.peft, save_embedding_layers=False)
+    return {
+        name: (tensor.detach().float() * (scale if ".lora_B." in name else 1.0)).to(dtype)
+        for name, tensor in state.items()
+        if ".lora_" in name
+    }
+
+
+def norm_weights(policy: Policy) -> dict[str, Tensor]:
+    """`w + z` [features], float32, of the two norms of every block, by the weight's name in the base's checkpoint."""
+    return {
+        f"model.layers.{index}.{role}.weight": norm.weight.detach().float() + norm.noise
+        for index, role, norm in _active_norms(policy.lm)
+    }
+
+
+def _active_norms(lm: Any) -> Iterator[tuple[int, str, NoisyRMSNorm]]:
+    for index, layer in enumerate(lm.model.layers):
+        for role in ROLES:
+            norm = getattr(layer, role)
+            if isinstance(norm, ModulesToSaveWrapper):
+                norm = norm.modules_to_save[_ADAPTER]
+            yield index, role, norm
