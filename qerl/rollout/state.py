@@ -51,6 +51,11 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
     }
 
 
+def noisy_norms(policy: Policy) -> list[NoisyRMSNorm]:
+    """The norms that act now."""
+    return [norm for _, _, norm in _active_norms(policy.lm)]
+
+
 def _active_norms(lm: Any) -> Iterator[tuple[int, str, NoisyRMSNorm]]:
     for index, layer in enumerate(lm.model.layers):
         for role in ROLES:

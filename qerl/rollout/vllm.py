@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from qerl.config import ConfigError, VllmSettings
@@ -21,6 +20,7 @@ from qerl.models.export import write_dense
 from qerl.models.policy import Policy
 from qerl.progress import log
 from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.seeds import prompt_seed
 from qerl.rollout.state import adapter_config, lora_tensors, norm_weights
 
 #: Ranks that vLLM reserves room for; an adapter gets the next one.
@@ -43,11 +43,6 @@ class SyncReport:
     seconds: float
     bytes: int
     checksum: str
-
-
-def prompt_seed(seed: int, prompt: int) -> int:
-    """A seed of 62 bits for a prompt of the batch; vLLM adds the index of the completion to it."""
-    return int(np.random.SeedSequence([seed, prompt]).generate_state(1, np.uint64)[0]) >> 2
 
 
 def _import_vllm() -> Any:
