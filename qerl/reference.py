@@ -47,6 +47,8 @@ SECTIONS = (
     config.RunSettings,
     config.AdapterSettings,
     config.NoiseSettings,
+    config.EngineSettings,
+    config.VllmSettings,
     config.RolloutSettings,
     config.SamplingSettings,
     config.RewardSettings,

@@ -12,7 +12,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl.models.checkpoint import CONFIG, INDEX, WEIGHTS, CheckpointError, read_headers, weight_files, weights_format_of
+from qerl.models.checkpoint import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    read_headers,
+    weight_files,
+    weights_format_of,
+)
 from qerl.models.loading import packed_layers, read_packed, stream
 from qerl.quant.formats import dequantize
 from qerl.rl.aqn import ROLES

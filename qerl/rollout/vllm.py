@@ -193,9 +193,7 @@ class VllmSampler:
 
 
 def _completion(choice: Any) -> Completion:
-    logprobs = [
-        entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)
-    ]
+    logprobs = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
     return Completion(list(choice.token_ids), logprobs, choice.finish_reason == "stop")
 
 

@@ -99,7 +99,7 @@ class WorkerExtension:
             if lora:
                 self._qerl_replace_adapter(lora, rank, targets)
             held = {name: self._qerl_model().get_parameter(name) for name in norms}
-            return checksum({**held, **self._qerl_adapter(lora, rank)})
+            return checksum(held | (self._qerl_adapter(lora) if lora else {}))
 
     def qerl_adapters(self) -> list[int]:
         """Ids of the adapters that the engine holds."""
@@ -113,7 +113,7 @@ class WorkerExtension:
 
     def _qerl_replace_adapter(self, lora: dict[str, Tensor], rank: int, targets: list[str]) -> None:
         manager = self.model_runner.lora_manager._adapter_manager
-        # Scaling 1: it is in B already. vLLM multiplies B in place where it isn't, and a trainer's tensor may be its own.
+        # Scaling 1, since it is in B already: vLLM would multiply B in place, be it the caller's own tensor.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=targets)
         dtype = self.qerl_lora_dtype()
         model = LoRAModel.from_lora_tensors(ADAPTER_ID, lora, helper, device=str(self.device), dtype=dtype)
@@ -121,10 +121,10 @@ class WorkerExtension:
         manager.add_adapter(model)
         manager.activate_adapter(ADAPTER_ID)
 
-    def _qerl_adapter(self, lora: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    def _qerl_adapter(self, lora: dict[str, Tensor]) -> dict[str, Tensor]:
         """Views of the tensors that the engine's kernels read, by the names of `lora`."""
         manager = self.model_runner.lora_manager._adapter_manager
-        slot = manager.lora_index_to_id.index(ADAPTER_ID) if lora else 0
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
         places = {}
         for name, module in manager.modules.items():
             parts = manager.packed_modules.get(name, [name])
