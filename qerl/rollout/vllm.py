@@ -47,7 +47,7 @@ class SyncReport:
 
 def _import_vllm() -> Any:
     os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
     except ImportError as error:
@@ -75,7 +75,14 @@ class VllmSampler:
         self._vllm = _import_vllm()
         self._cpu = policy.device.type == "cpu"
         self._asleep = False
-        folder = Path(policy.lm.config.name_or_path)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ConfigError(
+                "an engine of vLLM within each of several processes isn't supported; use one process, engine=native or "
+                "engine=vllm-server"
+            )
+        if settings.sleep and self._cpu:
+            raise ConfigError("vLLM can't sleep on a CPU; set vllm.sleep=false")
+        folder = Path(str(policy.lm.name_or_path))
         self.weights = weights_format_of(folder)
         with _served_checkpoint(folder, self.weights, policy) as (served, self.weights), self._no_compiler():
             self.engine = self._vllm.LLM(model=str(served), **self._engine_arguments())

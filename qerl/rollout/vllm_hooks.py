@@ -7,6 +7,7 @@ only in engines that ask for it by `ADDITIONAL_CONFIG`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample.sampler import Sampler
 
+from qerl.config import ConfigError
+
 #: Releases whose internals were read and whose results were tested.
 TESTED = ("0.24", "0.31")
 _FLOAT32_NORMS = "qerl_float32_norms"
@@ -27,7 +30,7 @@ ADDITIONAL_CONFIG = {_FLOAT32_NORMS: True}
 ADAPTER_ID = 1
 
 if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
-    raise ImportError(
+    raise ConfigError(
         f"qerl pushes weights into vLLM {' and '.join(TESTED)}, and vLLM {vllm.__version__} is installed; install a "
         "tested release, or use rollout.engine=native or vllm-server"
     )
@@ -62,14 +65,20 @@ class UntruncatedSampler(Sampler):
 
 def checksum(tensors: dict[str, Tensor]) -> dict[str, int]:
     """A 64-bit sum over each tensor's bits, every element weighed by its place; equal tensors have equal sums."""
-    sums = torch.stack([_bit_sum(tensor) for tensor in tensors.values()])
-    return dict(zip(tensors, sums.tolist(), strict=True))
+    alike: dict[tuple, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        alike[tensor.shape, tensor.dtype].append(name)
+    # Tensors of one shape go together: a model has hundreds, and each call to the GPU costs.
+    sums = torch.cat([_bit_sums(torch.stack([tensors[name] for name in names])) for names in alike.values()])
+    order = (name for names in alike.values() for name in names)
+    return dict(zip(order, sums.tolist(), strict=True))
 
 
-def _bit_sum(tensor: Tensor) -> Tensor:
-    width = torch.int32 if tensor.element_size() == 4 else torch.int16
-    bits = tensor.detach().contiguous().flatten().view(width).long()
-    return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
+def _bit_sums(stacked: Tensor) -> Tensor:
+    """[N, ...] of a 2- or 4-byte dtype to [N] int64, modulo 2^64."""
+    width = torch.int32 if stacked.element_size() == 4 else torch.int16
+    bits = stacked.detach().flatten(1).view(width).long()
+    return (bits * (2 * torch.arange(bits.shape[1], device=bits.device) + 1)).sum(1)
 
 
 class WorkerExtension:
@@ -81,7 +90,7 @@ class WorkerExtension:
     def qerl_prepare(self) -> str:
         """Install the sampler; returns which kernels multiply by the weights of the blocks."""
         stock = self.model_runner.sampler
-        self.model_runner.sampler = UntruncatedSampler(stock.logprobs_mode)
+        self.model_runner.sampler = UntruncatedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
         return _kernel(self._qerl_blocks()[0].self_attn.qkv_proj)
 
     def qerl_lora_dtype(self) -> torch.dtype:

@@ -29,6 +29,7 @@ def test_the_reference_page_knows_every_settings_class():
 
 
 RUN = {"model": "m", "dataset": "d"}
+SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters": "/shared"}}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,9 @@ RUN = {"model": "m", "dataset": "d"}
         ({"weights": "int4"}, "`weights`"),
         ({"noise": {"schedule": "linear", "sigma_end": 1.0}}, "sigma_end must be above 0 and not above"),
         ({"rollout": {"group_size": 1}}, "`rollout.group_size`"),
+        ({"rollout": {"engine": "vllm-server"}}, "needs vllm.url and vllm.adapters"),
+        ({"rollout": SERVER}, "set adapter.train_norms=false and noise.schedule=off"),
+        ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_key(values, sentence):
