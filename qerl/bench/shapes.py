@@ -19,6 +19,7 @@ from qerl.quant.formats import nvfp4_global_scale, quantize, to_checkpoint
 #: hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied embeddings.
 SHAPES = {
     "tiny": (64, 2, 2, 1, 128, 1024, True),
+    "small": (512, 4, 4, 2, 1024, 1024, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
     "3B": (2048, 36, 16, 2, 11008, 151936, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, False),
