@@ -11,7 +11,8 @@ from typing import Protocol
 class SamplingParams:
     """How `count` completions of each prompt are drawn.
 
-    The completion c of prompt p depends on (seed, p's index, c) and the policy alone. `temperature=0` is greedy.
+    The completion c of prompt p depends on (seed, first + p's index, c) and the policy alone: a batch may be drawn in
+    parts. `temperature=0` is greedy.
     """
 
     max_tokens: int
@@ -20,8 +21,8 @@ class SamplingParams:
     top_k: int = 0
     count: int = 1
     seed: int = 0
+    #: Index of the first prompt in the whole batch.
     first: int = 0
-    """Index of the first prompt in the whole batch, where several processes share one."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from qerl.models.policy import Policy
 from qerl.rl.aqn import ROLES, NoisyRMSNorm
 
 _ADAPTER = "default"
+_PREFIX = "base_model.model."
 
 
 def adapter_config(policy: Policy) -> LoraConfig | None:
@@ -26,21 +28,17 @@ def adapter_config(policy: Policy) -> LoraConfig | None:
 
 
 def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A [rank, in] and B [out, rank] of every adapted layer by PEFT's name, in `dtype`, copied.
+    """A [rank, in] and B [out, rank] of every adapted layer by PEFT's name, in `dtype`.
 
     B carries PEFT's factor alpha / rank; the product with it happens in float32 and is rounded once.
     """
-    config = adapter_config(policy)
-    if config is None:
-        return {}
-    scale = config.lora_alpha / config.r
-    assert policy.peft is not None
-    state = get_peft_model_state_dict(policy.peft, save_embedding_layers=False)
-    return {
-        name: (tensor.detach().float() * (scale if ".lora_B." in name else 1.0)).to(dtype)
-        for name, tensor in state.items()
-        if ".lora_" in name
-    }
+    tensors = {}
+    for name, layer in policy.lm.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = layer.lora_A[_ADAPTER].weight.detach(), layer.lora_B[_ADAPTER].weight.detach()
+            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{_PREFIX}{name}.lora_B.weight"] = (b.float() * layer.scaling[_ADAPTER]).to(dtype)
+    return tensors
 
 
 def norm_weights(policy: Policy) -> dict[str, Tensor]:

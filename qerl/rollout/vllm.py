@@ -50,14 +50,14 @@ def _import_vllm() -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise ConfigError(_INSTALL) from None
-    # Refuses releases that it doesn't know, before an engine starts.
-    from qerl.rollout import vllm_hooks
+    # Refuses releases that it wasn't tested with, before an engine starts.
+    import qerl.rollout.vllm_hooks  # noqa: F401
 
-    return vllm if vllm_hooks else None
+    return vllm
 
 
 class VllmSampler:
