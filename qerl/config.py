@@ -216,10 +216,44 @@ class SamplingSettings(Settings):
     max_tokens: PositiveInt = 4096
 
 
-class RolloutSettings(Settings):
+class VllmSettings(Settings):
+    """vLLM as the sampler."""
+
+    utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs); the trainer needs the rest."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """GiB of the KV cache, whatever `utilization` leaves; unset on a CPU: 1."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of a prompt and its completion together; unset: what the model was made for."""
+    max_sequences: PositiveInt = 256
+    """Sequences that are decoded together."""
+    sleep: bool = False
+    """Give the engine's memory back between rollouts: weights go to host memory, the cache is dropped."""
+    eager: bool = False
+    """Neither compile nor capture CUDA graphs; starts faster, runs slower."""
+    url: str | None = None
+    """`vllm-server`: address of the server, such as http://host:8000."""
+    adapters: Path | None = None
+    """`vllm-server`: folder for adapters, at the same path on this host and the server's."""
+
+
+class EngineSettings(Settings):
+    """Who draws the completions."""
+
+    engine: Literal["native", "vllm", "vllm-server"] = "native"
+    """`vllm`: vLLM within this process; `vllm-server`: a running OpenAI-compatible server of vLLM."""
+    vllm: VllmSettings = VllmSettings()
+
+    @model_validator(mode="after")
+    def _server_is_known(self) -> EngineSettings:
+        if self.engine == "vllm-server" and not (self.vllm.url and self.vllm.adapters):
+            raise ValueError("engine=vllm-server needs vllm.url and vllm.adapters, a folder that both hosts see")
+        return self
+
+
+class RolloutSettings(EngineSettings):
     """One rollout a step: `prompts` problems, `group_size` completions of each (G of Eq. 3)."""
 
-    engine: Literal["native"] = "native"
     prompts: PositiveInt = 16
     group_size: PositiveInt = 8
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
@@ -354,6 +388,16 @@ class RunSettings(Settings):
             )
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
+        if self.method == "full" and self.rollout.engine != "native":
+            raise ValueError(
+                f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
+                "method=full"
+            )
+        if self.rollout.engine == "vllm-server" and (self.adapter.train_norms or self.noise.schedule != "off"):
+            raise ValueError(
+                "rollout.engine=vllm-server can't take norms, trained or noisy; set adapter.train_norms=false and "
+                "noise.schedule=off, or use rollout.engine=vllm"
+            )
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
         if self.loss.name == "ppo" and self.method == "full":
@@ -430,7 +474,7 @@ class TaskSettings(Settings):
     harness: Harness
 
 
-class EvaluationSettings(Settings):
+class EvaluationSettings(EngineSettings):
     """Paper section 4.1: temperature 0.6, top-p 0.95, several repeats; noise-free."""
 
     tasks: list[TaskSettings]
@@ -448,7 +492,7 @@ class EvaluationSettings(Settings):
         return self
 
 
-class RolloutBench(Settings):
+class RolloutBench(EngineSettings):
     """Rollout throughput by weight format and LoRA rank (paper Table 9); all points interleaved in one process."""
 
     kind: Literal["rollout"]

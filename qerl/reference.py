@@ -76,6 +76,8 @@ SECTIONS = (
     config.RunFile,
     config.AdapterSettings,
     config.NoiseSettings,
+    config.EngineSettings,
+    config.VllmSettings,
     config.RolloutSettings,
     config.SamplingSettings,
     config.RewardSettings,

@@ -17,8 +17,8 @@ class Point:
     """One thing to time. `measure` runs it once and returns its figures; `label` is what the table shows of it."""
 
     label: dict[str, Any]
-    make: Callable[[], Callable[[int], dict[str, float]]]
-    samples: list[dict[str, float]] = field(default_factory=list)
+    make: Callable[[], Callable[[int], dict[str, Any]]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
     peak_memory_bytes: int = 0
     status: str = "ok"
 
@@ -36,7 +36,7 @@ def run_points(points: Sequence[Point], repeats: int) -> list[Point]:
     return list(points)
 
 
-def _measure(point: Point, measure: Callable[[int], dict[str, float]], round_: int) -> None:
+def _measure(point: Point, measure: Callable[[int], dict[str, Any]], round_: int) -> None:
     reset_peak_memory()
     try:
         figures = measure(round_)

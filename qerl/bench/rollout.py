@@ -14,16 +14,8 @@ from qerl.config import AdapterSettings, RolloutBench
 from qerl.measure import seconds
 from qerl.models.policy import Policy, load_policy, weight_bytes, with_adapter
 from qerl.provenance import stamp, write_json
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 from qerl.rollout.sampler import SamplingParams
-
-
-class _Endless(NativeSampler):
-    """Decodes to the last token: throughput must not depend on where a policy stops."""
-
-    def __init__(self, policy: Policy, max_sequences: int) -> None:
-        super().__init__(policy, max_sequences)
-        self.stops = frozenset()
 
 
 def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
@@ -36,18 +28,24 @@ def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
     return policy
 
 
-def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, float]]:
+def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, Any]]:
     policy = _policy(checkpoint, rank, settings)
-    sampler = _Endless(policy, settings.sequences)
-    held = weight_bytes(policy)
+    sampler = make_sampler(policy, settings, settings.sequences)
+    # Throughput must not depend on where a policy stops.
+    sampler.stops = frozenset()
+    held, served = weight_bytes(policy), sampler.served
 
-    def once(round_: int) -> dict[str, float]:
+    def once(round_: int) -> dict[str, Any]:
         numbers = np.random.default_rng([settings.seed, round_])
         shape = (settings.sequences, settings.prompt_tokens)
         prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
         with seconds() as elapsed:
             sampler.generate(prompts, SamplingParams(max_tokens=settings.completion_tokens, seed=round_))
-        return {"rate": settings.sequences * settings.completion_tokens / elapsed.value, "weight_bytes": held}
+        return {
+            "rate": settings.sequences * settings.completion_tokens / elapsed.value,
+            "weight_bytes": held,
+            "sampler": served,
+        }
 
     return once
 
@@ -73,7 +71,7 @@ def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:
         "prompt_tokens": settings.prompt_tokens,
         "completion_tokens": settings.completion_tokens,
         "samples": [sample["rate"] for sample in point.samples],
-        "weight_bytes": point.samples[0]["weight_bytes"] if point.samples else None,
+        **{key: point.samples[0][key] if point.samples else None for key in ("weight_bytes", "sampler")},
         "peak_memory_bytes": point.peak_memory_bytes or None,
         "status": point.status,
     }

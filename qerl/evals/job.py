@@ -10,7 +10,7 @@ from qerl.evals.evaluate import evaluate
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 
 RESULT = "result.json"
 
@@ -31,5 +31,6 @@ def score_policy(
     policy: Policy, settings: EvaluationSettings, row: dict[str, Any], datasets: dict[str, Path], out: Path
 ) -> None:
     """Score a policy, noise-free, on every task of `settings`; `out` gets samples.jsonl, then result.json."""
-    tasks = evaluate(NativeSampler(policy), policy.tokenizer, settings, datasets, out, log.info)
-    write_json(out / RESULT, {**row, "tasks": tasks, "provenance": stamp(settings.seed)})
+    sampler = make_sampler(policy, settings)
+    tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info)
+    write_json(out / RESULT, {**row, "tasks": tasks, "sampler": sampler.served, "provenance": stamp(settings.seed)})

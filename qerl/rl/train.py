@@ -19,7 +19,7 @@ from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.processes import Processes, run_in_processes
 from qerl.rl.trainer import Trainer
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.make import make_sampler
 from qerl.userfunction import source_version
 
 METRICS = "metrics.jsonl"
@@ -42,7 +42,7 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
-    collector = Collector(settings, policy, NativeSampler(policy), task)
+    collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
@@ -81,6 +81,7 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
         "peak_memory_bytes": peak,
         "trainable_parameters": trained,
         "weight_bytes": held,
+        "sampler": trainer.collector.sampler.served,
         **_speeds(rows),
     }
     write_json(

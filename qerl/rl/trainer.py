@@ -49,8 +49,9 @@ class Trainer:
     def step(self, step: int, position: int) -> dict[str, float]:
         """One rollout and its updates; `position` problems were taken before."""
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
-            with seconds() as rollout_time:
+            with seconds() as sync_time:
                 self.collector.sampler.sync()
+            with seconds() as rollout_time:
                 rollout = self.collector.collect(step, position)
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
@@ -66,6 +67,7 @@ class Trainer:
             "noise/norm": report.norm,
             "tokens_per_second/rollout": completed / rollout_time.value,
             "tokens_per_second/update": read / update_time.value,
+            "seconds/sync": sync_time.value,
             "seconds/rollout": rollout_time.value,
             "seconds/update": update_time.value,
             "seconds/step": total.value,

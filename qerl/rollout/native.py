@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from qerl.models.policy import Policy
-from qerl.quant.linear import dense_weights
+from qerl.quant.linear import PackedLinear, dense_weights
 from qerl.rollout.sampler import Completion, SamplingParams
 
 
@@ -88,6 +88,17 @@ class NativeSampler:
         self.policy = policy
         self.max_sequences = max_sequences
         self.stops = frozenset(policy.stop_token_ids)
+
+    @property
+    def served(self) -> str:
+        """Engine, kernel and weights, in words."""
+        packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
+        dtype = str(self.policy.lm.dtype).removeprefix("torch.")
+        return (
+            f"native, PyTorch on {' '.join([*packed, 'unpacked to'])} {dtype}"
+            if packed
+            else f"native, PyTorch on {dtype}"
+        )
 
     def sync(self) -> None:
         """Nothing to do: it samples from the policy itself."""

@@ -40,6 +40,14 @@ class Completion:
 class Sampler(Protocol):
     """Draws completions from a policy."""
 
+    #: Tokens that end a completion.
+    stops: frozenset[int]
+
+    @property
+    def served(self) -> str:
+        """Engine, kernel and weights that completions come from, in words: it goes into results."""
+        ...
+
     def sync(self) -> None:
         """Take over the policy's adapter and norms, noise included, as they are now."""
         ...

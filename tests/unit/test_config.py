@@ -29,6 +29,7 @@ def test_the_reference_page_knows_every_settings_class():
 
 
 RUN = {"model": "m", "dataset": "d"}
+SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters": "/shared"}}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,9 @@ RUN = {"model": "m", "dataset": "d"}
         ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
         ({"loss": {"ppo": {"lam": 1.5}}}, "`loss.ppo.lam`"),
+        ({"rollout": {"engine": "vllm-server"}}, "needs vllm.url and vllm.adapters"),
+        ({"rollout": SERVER}, "set adapter.train_norms=false and noise.schedule=off"),
+        ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_key(values, sentence):

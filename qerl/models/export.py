@@ -1,0 +1,79 @@
+"""Checkpoints for other engines: unpacked, or with trained norms written in beside a pure LoRA adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qerl.models.checkpoint import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    read_headers,
+    weight_files,
+    weights_format_of,
+)
+from qerl.models.loading import packed_layers, read_packed, stream
+from qerl.quant.formats import dequantize
+from qerl.rl.aqn import ROLES
+
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+
+
+def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write a packed checkpoint into the folder `target` with all weights unpacked to `dtype`."""
+    weights_format = weights_format_of(source)
+    headers = read_headers(source)
+    layers = set(packed_layers(headers, weights_format))
+    kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
+    tensors = {name: tensor.to(dtype) for name, tensor in stream(kept)}
+    for layer, packed in read_packed(headers, weights_format):
+        tensors[f"{layer}.weight"] = dequantize(packed, dtype)
+    _copy_but_weights(source, target)
+    config = json.loads((source / CONFIG).read_text())
+    del config["quantization_config"]
+    (target / CONFIG).write_text(json.dumps(config, indent=1))
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+
+
+def export(checkpoint: Path, trained: Path, out: Path) -> None:
+    """Split a trained policy into what engines without trained norms can load: `out`/base and `out`/adapter.
+
+    The base is `checkpoint`, dense or packed, with the trained norms in its own dtype; the adapter is LoRA alone.
+    `trained` is the folder of an adapter in PEFT's layout.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; remove it or give another folder")
+    adapter = load_file(trained / ADAPTER)
+    norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
+    _copy_but_weights(checkpoint, out / "base")
+    if (checkpoint / INDEX).exists():
+        shutil.copyfile(checkpoint / INDEX, out / "base" / INDEX)
+    for path in weight_files(checkpoint):
+        _rewrite(path, out / "base" / path.name, lambda name, old: norms.get(name, old).to(old.dtype))
+    (out / "adapter").mkdir()
+    lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
+    save_file(lora, out / "adapter" / ADAPTER, metadata={"format": "pt"})
+    config = json.loads((trained / ADAPTER_CONFIG).read_text()) | {"modules_to_save": None}
+    (out / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+
+
+def _copy_but_weights(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Copy a safetensors file, each tensor passed through `change`."""
+    with safe_open(source, framework="pt") as shard:
+        tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
+        save_file(tensors, target, metadata=shard.metadata())

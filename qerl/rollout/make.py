@@ -1,0 +1,24 @@
+"""The sampler that the settings ask for."""
+
+from __future__ import annotations
+
+from qerl.config import EngineSettings
+from qerl.models.policy import Policy
+from qerl.rollout.native import NativeSampler
+from qerl.rollout.sampler import Sampler
+
+
+def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
+    """A sampler of `policy`, which it shares tensors with (native) or was handed a copy of (vLLM).
+
+    `max_sequences` bounds what the native sampler decodes together; `vllm.max_sequences` does for vLLM.
+    """
+    if settings.engine == "vllm":
+        from qerl.rollout.vllm import VllmSampler
+
+        return VllmSampler(policy, settings.vllm)
+    if settings.engine == "vllm-server":
+        from qerl.rollout.vllm_server import VllmServerSampler
+
+        return VllmServerSampler(policy, settings.vllm)
+    return NativeSampler(policy, max_sequences)

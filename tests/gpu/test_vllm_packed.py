@@ -1,0 +1,69 @@
+"""vLLM on a GPU: packed weights as they are, CUDA graphs, sleep."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.bench.shapes import write_shape
+from qerl.config import AdapterSettings, NoiseSettings, VllmSettings
+from qerl.models.checkpoint import weights_format_of
+from qerl.models.policy import with_adapter
+from qerl.rl.aqn import Noise
+from qerl.rollout.sampler import SamplingParams
+
+pytest.importorskip("vllm", reason="vLLM isn't installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117))]
+PARAMS = SamplingParams(max_tokens=24, count=4, seed=4)
+
+
+@pytest.fixture(params=["bf16", "nvfp4"])
+def policy(request, tmp_path):
+    write_shape(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    policy = with_adapter(tmp_path / "m", AdapterSettings(rank=16), "bfloat16", seed=0)
+    torch.manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return policy
+
+
+def kl(policy, groups):
+    """Mean over tokens of the k3 estimate between the sampler and one forward pass of the policy."""
+    terms = []
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            ids = torch.tensor([prompt + completion.token_ids], device="cuda")
+            with torch.no_grad(), policy.autocast():
+                logits = policy.lm(ids).logits[0, len(prompt) - 1 : -1].float()
+            ours = torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+            difference = ours - np.array(completion.logprobs)
+            terms.append(np.exp(difference) - 1 - difference)
+    return np.concatenate(terms).mean()
+
+
+def test_the_engine_follows_the_policy_through_syncs_and_sleep(policy):
+    from qerl.rollout.vllm import VllmSampler
+
+    # vLLM lets one engine a process sleep.
+    sleep = weights_format_of(Path(policy.lm.config.name_or_path)) == "nvfp4"
+    sampler = VllmSampler(policy, VllmSettings(utilization=0.2, kv_cache_gib=1, max_model_len=512, sleep=sleep))
+    assert (sampler.weights == "bf16") == (sampler.kernel == "UnquantizedLinearMethod")
+    first = sampler.generate(PROMPTS, PARAMS)
+    asleep = torch.cuda.mem_get_info()[0]
+    assert kl(policy, first) < 1e-3
+    before = sampler.last_sync.checksum
+    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.2), seed=0)
+    noise.set(1, 10)
+    sampler.sync()
+    assert not sleep or torch.cuda.mem_get_info()[0] < asleep - 2**30
+    noisy = sampler.generate(PROMPTS, PARAMS)
+    assert kl(policy, noisy) < 1e-3
+    noise.clear()
+    assert kl(policy, noisy) > 1e-2
+    sampler.sync()
+    assert sampler.last_sync.checksum == before
+    assert kl(policy, sampler.generate(PROMPTS, PARAMS)) < 1e-3
+    sampler.close()

