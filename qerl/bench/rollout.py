@@ -41,11 +41,8 @@ def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[i
         prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
         with seconds() as elapsed:
             sampler.generate(prompts, SamplingParams(max_tokens=settings.completion_tokens, seed=round_))
-        return {
-            "rate": settings.sequences * settings.completion_tokens / elapsed.value,
-            "weight_bytes": held,
-            "sampler": served,
-        }
+        rate = settings.sequences * settings.completion_tokens / elapsed.value
+        return {"rate": rate, "weight_bytes": held, "sampler": served}
 
     return once
 

@@ -45,6 +45,7 @@ class _Cut:
 
     def __post_init__(self) -> None:
         self.stops = self.sampler.stops
+        self.served = self.sampler.served
 
     def sync(self) -> None:
         self.sampler.sync()

@@ -94,11 +94,7 @@ class NativeSampler:
         """Engine, kernel and weights, in words."""
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
         dtype = str(self.policy.lm.dtype).removeprefix("torch.")
-        return (
-            f"native, PyTorch on {' '.join([*packed, 'unpacked to'])} {dtype}"
-            if packed
-            else f"native, PyTorch on {dtype}"
-        )
+        return f"native, PyTorch on {' '.join([*packed, 'unpacked to', dtype]) if packed else dtype}"
 
     def sync(self) -> None:
         """Nothing to do: it samples from the policy itself."""

@@ -19,7 +19,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 
 from qerl.config import ConfigError, VllmSettings
-from qerl.models.policy import Policy
+from qerl.models.policy import POLICY_ADAPTER, Policy
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.rollout.seeds import prompt_seed
 from qerl.rollout.state import noisy_norms
@@ -43,6 +43,11 @@ class VllmServerSampler:
         self._model: str = next(model["id"] for model in models if not model.get("parent"))
         self._loaded: str | None = None
         self.sync()
+
+    @property
+    def served(self) -> str:
+        """Engine and weights, in words."""
+        return f"vLLM server, {self._model}"
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`; the log-probabilities of a server are those at temperature 1."""
