@@ -34,10 +34,10 @@ def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors = {}
     for name, layer in policy.lm.named_modules():
         if isinstance(layer, LoraLayer):
-            layer: Any
-            a, b = layer.lora_A[POLICY_ADAPTER].weight.detach(), layer.lora_B[POLICY_ADAPTER].weight.detach()
+            adapter: Any = layer
+            a, b = adapter.lora_A[POLICY_ADAPTER].weight.detach(), adapter.lora_B[POLICY_ADAPTER].weight.detach()
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.to(dtype)
-            tensors[f"{_PREFIX}{name}.lora_B.weight"] = (b.float() * layer.scaling[POLICY_ADAPTER]).to(dtype)
+            tensors[f"{_PREFIX}{name}.lora_B.weight"] = (b.float() * adapter.scaling[POLICY_ADAPTER]).to(dtype)
     return tensors
 
 
