@@ -40,7 +40,7 @@ def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataF
     `delta_bf16` is to the untrained BF16 base, `delta_format` to the untrained base of the same weight format, both
     paired over problems. Raises ResultError where evaluations to be paired saw different problems.
     """
-    scores = _scores(evaluations, samples)
+    scores = scores_by_arm(evaluations, samples)
     bases: dict[tuple[str, str, str], list[pd.DataFrame]] = {}
     for (model, *_, weights, training, dataset), matrix in scores.items():
         if training == "none":
@@ -65,7 +65,7 @@ def accuracy(cells: pd.DataFrame) -> pd.DataFrame:
     return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
 
 
-def _scores(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
+def scores_by_arm(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
     """Share of right repeats, [evaluations, problems], by (*KEY, dataset)."""
     identities = evaluations[["eval", "dataset", "run", *KEY]]
     merged = samples.merge(identities, on=["eval", "dataset"], how="inner", validate="many_to_one")
@@ -237,9 +237,12 @@ def caption_text(title: str, records: pd.DataFrame) -> str:
     return ". ".join([*parts, "Commit: " + ", ".join(dict.fromkeys(records["commit"]))]) + "."
 
 
-def write_table(frame: pd.DataFrame, stem: Path, caption: str) -> None:
-    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs)."""
-    shown = present(frame)
+def write_table(frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFrame | None = None) -> None:
+    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs).
+
+    shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it.
+    """
+    shown = present(frame) if shown is None else shown
     stem.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(f"{stem}.csv", index=False)
     body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
