@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from scipy.optimize import isotonic_regression
 
 from qerl.config import NoiseSettings
@@ -129,7 +130,7 @@ def curves_beside(
     that was not run is named in its panel.
     """
     window = _window(metrics) if len(metrics) else 1
-    with _figure(len(panels), stem, height=_HEIGHT + 0.2) as axes:
+    with _figure(len(panels), stem, height=_HEIGHT + 0.4) as axes:
         for axis, panel in zip(axes, panels, strict=True):
             _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
 
@@ -150,23 +151,24 @@ def _groups(
 def _panel_beside(
     axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
 ) -> None:
-    ends, absent = [], []
+    handles = []
     for series, colour in zip(panel.series, _series_colours(panel.series), strict=True):
         points = reference[[fits(series.asked, _point_identity(row)) for row in reference.to_dict("records")]]
         if len(points):
             axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
                       label=f"paper: {series.label}")  # fmt: skip
-        if series.label in groups:
-            ends.append((_seeds(axis, groups[series.label], panel.metric, colour, window), series.label, colour))
-        else:
-            absent.append(series.label)
-            ends += [(float(points["value"].iloc[-1]), f"{series.label} (paper)", colour)] if len(points) else []
+        run = series.label in groups
+        if run:
+            _seeds(axis, groups[series.label], panel.metric, colour, window)
+        name = series.label if run else f"{series.label}, not run"
+        handles.append(Line2D([], [], color=colour, linestyle="-" if run else "--", label=name))
     axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
-    axis.set_xlabel("step" + (f"\nnot run: {', '.join(absent)}" if absent else ""))
-    axis.set_ylabel(_LABELS[panel.metric] + (f", mean of {window} steps" if window > 1 else ""))
+    axis.set_xlabel("step")
+    axis.set_ylabel(_LABELS[panel.metric] + (f", mean of {window} steps" if groups and window > 1 else ""))
     axis.margins(x=0)
-    if ends:
-        _label_ends(axis, ends)
+    if not axis.lines:
+        axis.set(xticks=[], yticks=[])
+    axis.legend(handles=handles, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=6)
 
 
 def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
@@ -187,7 +189,7 @@ def _series_colours(series: Sequence[Series]) -> list[str]:
 
 
 def schedules(stem: Path) -> None:
-    """Sigma by stage of each schedule as `qerl.rl.aqn` has it (paper Fig. 15), from both starts that the paper names."""
+    """Sigma by stage of each schedule as `qerl.rl.aqn` has it (paper Fig. 15), from both starts that the paper has."""
     from qerl.rl.aqn import sigma
 
     starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
@@ -199,7 +201,7 @@ def schedules(stem: Path) -> None:
                 values = [sigma(settings, stage + 1, len(stages)) for stage in stages]
                 axis.step(stages, values, where="mid", color=colour, label=name)
             axis.set_title(f"σ from {start:g} to {NoiseSettings().sigma_end:g} ({where})", loc="left")
-            axis.set_xlabel("stage")
+            axis.set_xlabel("stage k of Eq. 8")
             axis.set_ylabel("σ")
         axes[0].legend(frameon=False)
 
@@ -234,6 +236,7 @@ def _bar_pairs(axis: Axes, cells: pd.DataFrame) -> None:
             ends = [[cell["ours"] - cell["ours_low"]], [cell["ours_high"] - cell["ours"]]]
             axis.errorbar(place + 0.2, cell["ours"], ends, color="black", linewidth=0.7, capsize=1.5)
     axis.set_xticks(range(len(names)), names)
+    axis.set_xlim(-0.6, len(names) - 0.4)
     axis.set_ylabel("pale: paper   full: ours")
     axis.grid(visible=False, axis="x")
 

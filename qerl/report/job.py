@@ -54,8 +54,10 @@ class Stored:
         return next(path for path in self._paths if path.parts[-2:] == (printed.FOLDER.name, name))
 
     def beside(self, *files: str) -> pd.DataFrame:
-        """The printed numbers of some files beside ours, see `paper.beside`."""
-        cells = paper.with_ratios([cell for file in files for cell in printed.read_cells(self.printed(f"{file}.csv"))])
+        """The printed numbers of some files beside ours (`paper.beside`), of the models that the first one has."""
+        cells = [cell for file in files for cell in printed.read_cells(self.printed(f"{file}.csv"))]
+        models = {cell.model for cell in cells if cell.table == files[0]}
+        cells = paper.with_ratios([cell for cell in cells if cell.model in models])
         return paper.beside(cells, self._ours(cells))
 
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
@@ -124,15 +126,15 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
 def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
     frame = stored.beside(name)
     shown, footnotes = layout.flat(frame) if name == "table4" else layout.paper_shape(frame)
-    tables.write_table(frame, out / name, _paper_caption(name, frame, stored.stamps(), footnotes), shown)
+    tables.write_table(frame, out / name, _paper_caption(name, frame, stored.stamps()), shown, footnotes)
 
 
-def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame, footnotes: Sequence[str]) -> str:
+def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame) -> str:
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [_SPEED] * ("ratio" in units)
+    methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
     machines, commits = (", ".join(dict.fromkeys(stamps[column])) for column in ("machine", "commit"))
-    parts = [printed.TABLES[name], *methods, f"Machine: {machines}", f"Commit: {commits}"]
-    return " ".join([f"{'. '.join(parts)}.", *(["The paper contradicts itself:"] if footnotes else []), *footnotes])
+    return ". ".join([printed.TABLES[name], *methods, f"Machine: {machines}", f"Commit: {commits}"]) + "."
 
 
 def _with_records(

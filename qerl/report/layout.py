@@ -1,6 +1,6 @@
 """Cells of `qerl.report.paper.beside` for people: the paper's rows and columns, ours and the difference under each.
 
-A printed number that the paper contradicts bears a letter; the footnotes say how.
+A printed number that the paper contradicts, or that needs a remark, bears a letter of a footnote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IN_COLUMNS = {
     "table6": ["gc"],
     "table7": ["gc"],
     "table8": ["gc"],
-    "table9": ["rank"],
+    "table9": ["weights"],
 }
 #: Tables whose differences to the untrained base aren't columns of their own.
 _WITHOUT_DELTAS = ("table2",)
@@ -40,7 +40,7 @@ _METRICS = {
     "step_speedup": "step speed-up",
     "step_seconds": "s/step",
 }
-_SETTINGS = {"bs": "BS {}", "gc": "checkpointing {}", "rank": "rank {:.0f}", "data": "{}"}
+_TOLD = {"bs": "batch {}", "gc": "checkpointing {}", "weights": "{} LoRA"}
 _UNITS = {
     "%": lambda value: f"{value:.1f}",
     "points": lambda value: f"{value:+.1f}".replace("-", "−"),
@@ -57,7 +57,8 @@ def paper_shape(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     cells = _folded(frame.to_dict("records"))
     letters = _letters(cells)
     in_columns = _IN_COLUMNS.get(cells[0]["table"], [])
-    headings = list(dict.fromkeys(_heading(cell, in_columns) for cell in cells))
+    order = sorted(cells, key=lambda cell: list(_METRICS).index(cell["metric"]))
+    headings = list(dict.fromkeys(_heading(cell, in_columns) for cell in order))
     rows: dict[tuple[tuple[str, str], ...], dict[str, dict[str, Any]]] = {}
     for cell in cells:
         rows.setdefault(_row_key(cell, in_columns), {})[_heading(cell, in_columns)] = cell
@@ -100,20 +101,20 @@ def _folded(cells: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
 
 def _row_key(cell: dict[Any, Any], in_columns: list[str]) -> tuple[tuple[str, str], ...]:
     settings = _pairs(cell["setting"])
+    training = training_label(training_name(cell["method"], cell["noise"] or "off"))
     key = {
         "model": cell["model"],
-        "weights": weights_label(cell["weights"]),
-        "training": training_label(training_name(cell["method"], cell["noise"] or "off")),
-        "LoRA rank": "" if "rank" in in_columns or pd.isna(cell["rank"]) else f"{cell['rank']:.0f}",
+        **({} if "weights" in in_columns else {"weights": weights_label(cell["weights"]), "training": training}),
+        "LoRA rank": "" if pd.isna(cell["rank"]) else f"{cell['rank']:.0f}",
         "batch": settings["bs"] if "bs" in settings and "bs" not in in_columns else "",
     }
     return tuple(key.items())
 
 
 def _heading(cell: dict[Any, Any], in_columns: list[str]) -> str:
-    told = {**_pairs(cell["setting"]), "rank": cell["rank"]}
+    told = {**_pairs(cell["setting"]), "weights": weights_label(cell["weights"])}
     return ", ".join(
-        [_METRICS[cell["metric"]], *(_SETTINGS[name].format(told[name]) for name in in_columns if name in told)]
+        [_METRICS[cell["metric"]], *(_TOLD[name].format(told[name]) for name in in_columns if name in told)]
     )
 
 
@@ -149,7 +150,8 @@ def _printed(cell: dict[Any, Any], letters: dict[str, str]) -> str:
         text += "×"
     if cell["unit"] == "points":
         text = _UNITS["points"](float(text))
-    return f"{text} ({letters[cell['inconsistent']]})" if cell["inconsistent"] else text
+    marks = ", ".join(letters[remark] for remark in _remarks(cell))
+    return f"{text} ({marks})" if marks else text
 
 
 def _ours(cell: dict[Any, Any]) -> str:
@@ -168,7 +170,7 @@ def _change(cell: dict[Any, Any]) -> str:
     text = (
         f"{cell['difference']:+.{2 if cell['unit'] == 'ratio' else 1}f}" if cell["unit"] else f"{cell['difference']:+g}"
     )
-    return "0" if float(text) == 0 else text.replace("-", "−")
+    return text.removeprefix("+") if float(text) == 0 else text.replace("-", "−")
 
 
 def _scope(cell: dict[Any, Any]) -> str:
@@ -182,11 +184,16 @@ def _values(column: pd.Series) -> set[str]:
     return set(column) - {""}
 
 
+def _remarks(cell: dict[Any, Any]) -> list[str]:
+    contradiction = f"the paper contradicts itself: {cell['inconsistent']}" if cell["inconsistent"] else ""
+    return [remark for remark in (contradiction, cell["note"]) if remark]
+
+
 def _letters(cells: list[dict[Any, Any]]) -> dict[str, str]:
-    """A letter for each way in which the paper contradicts itself."""
-    reasons = dict.fromkeys(cell["inconsistent"] for cell in cells if cell["inconsistent"])
-    return dict(zip(reasons, ascii_lowercase, strict=False))
+    """A letter for each remark."""
+    remarks = dict.fromkeys(remark for cell in cells for remark in _remarks(cell))
+    return dict(zip(remarks, ascii_lowercase, strict=False))
 
 
 def _footnotes(letters: dict[str, str]) -> list[str]:
-    return [f"({letter}) {reason}." for reason, letter in letters.items()]
+    return [f"({letter}) {remark}." for remark, letter in letters.items()]

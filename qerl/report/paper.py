@@ -165,7 +165,7 @@ def steps(points: pd.DataFrame) -> Iterator[Result]:
             "source": f"{point['bench']}/{point['arm']}",
         }
         yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **told)
-        yield _quotient("step_speedup", base, point, "BF16 LoRA", told)
+        yield _quotient("step_speedup", point, base, "BF16 LoRA", told, of_seconds=True)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -173,14 +173,22 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _quotient(
-    metric: str, above: dict[Any, Any] | None, below: dict[Any, Any] | None, name: str, told: dict[str, Any]
+    metric: str,
+    point: dict[Any, Any],
+    base: dict[Any, Any] | None,
+    name: str,
+    told: dict[str, Any],
+    of_seconds: bool = False,
 ) -> Result:
-    """Ratio of two points, of which the one that `told` is about may have failed and the other be missing."""
-    missing = above is None or below is None
-    failed = [point["status"] for point in (above, below) if point is not None and point["status"] != OK]
-    status = failed[0] if failed else f"{name} {NOT_RUN}" if missing else OK
-    measure = partial(ratio_interval, above["samples"] if above else [], below["samples"] if below else [])
-    return Result(metric=metric, measure=measure, status=status, **told)
+    """How much faster a point is than its base, `name`; either may have failed, and the base be missing."""
+    if point["status"] != OK or base is None or base["status"] != OK:
+        missing = f"{name} {base['status'] if base else NOT_RUN}"
+        status = point["status"] if point["status"] != OK else missing
+        return Result(metric=metric, measure=str, status=status, **told)
+    if point is base:
+        return Result(metric=metric, measure=partial(Interval, 1.0, np.nan, np.nan), **told)
+    above, below = (base, point) if of_seconds else (point, base)
+    return Result(metric=metric, measure=partial(ratio_interval, above["samples"], below["samples"]), **told)
 
 
 def _median(samples: Sequence[float]) -> Interval:

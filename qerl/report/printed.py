@@ -83,7 +83,7 @@ TABLES = {
     "table9": "Rollout throughput by LoRA rank, beside the paper's Table 9",
 }
 
-#: Figures of bars, and the files that their numbers come from.
+#: Figures of bars, and the files that their numbers come from; the first one says which models they show.
 BARS = {"figure1": ("figure1",), "figure11": ("figure11", "table9")}
 #: The figure of the noise schedules, which needs no result.
 SCHEDULES = "figure15"
@@ -150,6 +150,10 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
     "figure16": [Panel("7B, GSM8K, QeRL's learning rates", _REWARD, _rates("nvfp4", "exponential"))],
     "figure17": [Panel("7B, GSM8K, LoRA's learning rates", _REWARD, _rates("bf16", "off"))],
 }
+
+#: All tables and figures that stand beside the paper's, and their place in the report.
+NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
+CATEGORY = "Paper beside ours"
 
 
 def read_cells(file: Path) -> list[Cell]:

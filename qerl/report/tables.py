@@ -6,6 +6,7 @@ What wasn't measured is empty, with the reason in `note` or `status`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -237,7 +238,9 @@ def caption_text(title: str, records: pd.DataFrame) -> str:
     return ". ".join([*parts, "Commit: " + ", ".join(dict.fromkeys(records["commit"]))]) + "."
 
 
-def write_table(frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFrame | None = None) -> None:
+def write_table(
+    frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFrame | None = None, footnotes: Sequence[str] = ()
+) -> None:
     """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs).
 
     shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it.
@@ -246,7 +249,9 @@ def write_table(frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFra
     stem.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(f"{stem}.csv", index=False)
     body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
-    Path(f"{stem}.md").write_text(f"{body}\n\n{caption}\n")
+    notes = "\n".join(f"- {note}" for note in footnotes)
+    Path(f"{stem}.md").write_text("\n\n".join(filter(None, [body, caption, notes])) + "\n")
     escaped = shown.map(latex).rename(columns=latex)
-    table = escaped.to_latex(index=False, caption=latex(caption), label=f"tab:{stem.name}", position="tbp")
+    told = latex(" ".join([caption, *footnotes]))
+    table = escaped.to_latex(index=False, caption=told, label=f"tab:{stem.name}", position="tbp")
     Path(f"{stem}.tex").write_text(table)

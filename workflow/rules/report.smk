@@ -1,14 +1,32 @@
-# Tables and figures are pure functions of the stored results.
+# Tables and figures are pure functions of the stored results; those beside the paper's read its printed numbers too.
+from qerl.report import printed
+
+PRINTED = sorted(map(str, printed.FOLDER.glob("*.csv")))
+
+
+def printed_numbers(wildcards) -> list[str]:
+    """What the paper prints, for a table or a figure that stands beside it."""
+    name = next(iter(wildcards))
+    return PRINTED if name in printed.NAMES else []
+
+
+def table_category(wildcards) -> str:
+    return printed.CATEGORY if wildcards.table in printed.NAMES else "Tables"
+
+
+def figure_category(wildcards) -> str:
+    return printed.CATEGORY if wildcards.figure in printed.NAMES else "Figures"
 
 
 rule tables:
     input:
         stored_results(),
+        printed_numbers,
     output:
         csv=report(
             "<results>/tables/{table}.csv",
             caption="../report/table.rst",
-            category="Tables",
+            category=table_category,
             labels={"table": "{table}"},
         ),
         md="<results>/tables/{table}.md",
@@ -30,11 +48,12 @@ rule tables:
 rule figures:
     input:
         stored_results(),
+        printed_numbers,
     output:
         png=report(
             "<results>/figures/{figure}.png",
             caption="../report/figure.rst",
-            category="Figures",
+            category=figure_category,
             labels={"figure": "{figure}"},
         ),
         svg="<results>/figures/{figure}.svg",
