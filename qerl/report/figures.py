@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -161,7 +161,8 @@ def _panel_beside(
         if run:
             _seeds(axis, groups[series.label], panel.metric, colour, window)
         name = series.label if run else f"{series.label}, not run"
-        handles.append(Line2D([], [], color=colour, linestyle="-" if run else "--", label=name))
+        style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
+        handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
     axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
     axis.set_xlabel("step")
     axis.set_ylabel(_LABELS[panel.metric] + (f", mean of {window} steps" if groups and window > 1 else ""))
