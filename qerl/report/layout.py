@@ -40,7 +40,7 @@ _METRICS = {
     "step_speedup": "step speed-up",
     "step_seconds": "s/step",
 }
-_TOLD = {"bs": "batch {}", "gc": "checkpointing {}", "weights": "{} LoRA"}
+_TOLD = {"bs": "batch {}", "gc": "GC {}", "weights": "{} LoRA"}
 _UNITS = {
     "%": lambda value: f"{value:.1f}",
     "points": lambda value: f"{value:+.1f}".replace("-", "−"),
