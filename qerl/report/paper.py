@@ -269,7 +269,8 @@ def beside(cells: Sequence[Cell], results: Iterable[Result]) -> pd.DataFrame:
     by_metric: dict[str, list[Result]] = {}
     for result in results:
         by_metric.setdefault(result.metric, []).append(result)
-    return pd.DataFrame([_row(cell, by_metric.get(cell.metric, [])) for cell in cells])
+    frame = pd.DataFrame([_row(cell, by_metric.get(cell.metric, [])) for cell in cells])
+    return frame.astype({"rank": "Int64", "seeds": "Int64"})
 
 
 def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:

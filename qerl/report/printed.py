@@ -76,10 +76,10 @@ TABLES = {
     "table2": "MATH500, AIME and AMC after DAPO on BigMath, beside the paper's Table 2",
     "table3": "Size and speed-up of a GRPO step over BF16 LoRA, beside the paper's Table 3",
     "table4": "Hyper-parameters, beside the paper's Table 4",
-    "table5": "Rollout throughput and speed-up of a step with and without gradient checkpointing (GC), Qwen2.5-3B, beside the paper's Table 5",
-    "table6": "Rollout throughput and speed-up of a step with and without gradient checkpointing (GC), Qwen2.5-7B, beside the paper's Table 6",
-    "table7": "Rollout throughput and speed-up of a step with and without gradient checkpointing (GC), Qwen2.5-14B, beside the paper's Table 7",
-    "table8": "Rollout throughput and speed-up of a step with and without gradient checkpointing (GC), Qwen2.5-32B, beside the paper's Table 8",
+    "table5": "Rollout and step with and without gradient checkpointing (GC), Qwen2.5-3B, beside the paper's Table 5",
+    "table6": "Rollout and step with and without gradient checkpointing (GC), Qwen2.5-7B, beside the paper's Table 6",
+    "table7": "Rollout and step with and without gradient checkpointing (GC), Qwen2.5-14B, beside the paper's Table 7",
+    "table8": "Rollout and step with and without gradient checkpointing (GC), Qwen2.5-32B, beside the paper's Table 8",
     "table9": "Rollout throughput by LoRA rank, beside the paper's Table 9",
 }
 

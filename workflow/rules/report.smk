@@ -1,21 +1,4 @@
 # Tables and figures are pure functions of the stored results; those beside the paper's read its printed numbers too.
-from qerl.report import printed
-
-PRINTED = sorted(map(str, printed.FOLDER.glob("*.csv")))
-
-
-def printed_numbers(wildcards) -> list[str]:
-    """What the paper prints, for a table or a figure that stands beside it."""
-    name = next(iter(wildcards))
-    return PRINTED if name in printed.NAMES else []
-
-
-def table_category(wildcards) -> str:
-    return printed.CATEGORY if wildcards.table in printed.NAMES else "Tables"
-
-
-def figure_category(wildcards) -> str:
-    return printed.CATEGORY if wildcards.figure in printed.NAMES else "Figures"
 
 
 rule tables:
