@@ -23,7 +23,7 @@ from qerl.report.intervals import (
     ratio_interval,
 )
 from qerl.report.printed import MODELS, Asked, Cell
-from qerl.report.results import KEY
+from qerl.report.results import KEY, ResultError
 from qerl.report.shapes import OK, Run
 from qerl.report.tables import NOT_RUN, scores_by_arm
 
@@ -104,12 +104,19 @@ def _measures(
         yield "average", partial(_percent, average_interval, [scores[name] for name in averaged]), seeds[averaged[0]]
     if base is None:
         return
-    means = {name: base[name][sets[name].columns].to_numpy().mean(axis=0) for name in scores if name in base}
+    means = {name: _paired(name, sets[name], base[name]) for name in scores if name in base}
     for name, mean in means.items():
         yield f"{name}/delta", partial(_percent, difference_interval, scores[name], mean), seeds[name]
     if whole and all(name in means for name in averaged):
         pairs: list[list[Scores]] = [[scores[name] for name in averaged], [means[name] for name in averaged]]
         yield "average/delta", partial(_percent, average_interval, *pairs), seeds[averaged[0]]
+
+
+def _paired(dataset: str, scores: pd.DataFrame, base: pd.DataFrame) -> Scores:
+    """The base's share of right answers of each problem, in the order of `scores`."""
+    if set(scores.columns) != set(base.columns):
+        raise ResultError(f"{scores.index[0]} and the untrained base saw different problems of {dataset}")
+    return base[scores.columns].to_numpy().mean(axis=0)
 
 
 def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:

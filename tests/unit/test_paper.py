@@ -109,6 +109,12 @@ def test_the_first_arm_of_the_configuration_stands_in_a_cell(tmp_path):
     assert (found["source"], found["ours"], found["seeds"]) == ("first/nf4-lora", 50, 1)
 
 
+def test_different_problems_cannot_be_paired(small, tmp_path):
+    write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16", model=MODEL)
+    with pytest.raises(results.ResultError, match="different problems of gsm8k"):
+        beside("table1", small)
+
+
 def test_average_is_over_data_sets_and_its_interval_over_their_problems():
     generator = np.random.default_rng(1)
     sets = [(generator.random((1, n)) < p).astype(float) for n, p in ((500, 0.8), (300, 0.2), (300, 0.1), (400, 0.5))]
