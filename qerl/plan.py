@@ -28,6 +28,7 @@ from qerl.config import (
     read_yaml,
 )
 from qerl.models.checkpoint import check_base
+from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import load
 
 
@@ -85,6 +86,7 @@ class Plan:
             "accuracy",
             "quantization",
             *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"}),
+            *tables_fed(self._covered),
         ]
 
     @property
@@ -92,7 +94,26 @@ class Plan:
         """The figures that this configuration fills."""
         noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
         curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
-        return [*curves, *_for_benches(self.config, {"rollout": "throughput"})]
+        return [*curves, *_for_benches(self.config, {"rollout": "throughput"}), *figures_fed(self._covered)]
+
+    @property
+    def _covered(self) -> set[tuple[str, str]]:
+        """(kind, model) of the results that stand beside the paper's, see `qerl.report.printed`."""
+        models = {checkpoint.model for checkpoint in self.checkpoints.values()}
+        evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
+        trained = {
+            (kind, run.settings.model) for run in self.runs.values() for kind in ("run", f"data={run.settings.dataset}")
+        }
+        measured = {
+            (bench.kind, model) for name, bench in self.config.benches.items() for model in self._bench_models(name)
+        }
+        return evaluated | trained | measured
+
+    def _bench_models(self, bench: str) -> set[str]:
+        settings = self.config.benches[bench]
+        if isinstance(settings, RolloutBench):
+            return {settings.model}
+        return {run.settings.model for run in self.step_bench_runs(bench)}
 
     @property
     def folder(self) -> str:

@@ -30,7 +30,7 @@ def _points(value: float) -> str:
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, never in powers of ten: 1,234 or 12.3 or 0.0123."""
     if value == 0:
         return "0"
@@ -83,7 +83,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "sequences": ("sequences", _count),
     "completion_tokens": ("tokens", _count),
     "repeats": ("repeats", _count),
-    "tokens_per_second": ("tokens/s", _three_digits),
+    "tokens_per_second": ("tokens/s", three_digits),
     "ratio_bf16": ("ratio to BF16", _ratio),
     "weight_bytes": ("weights in memory", _bytes),
     "size_bytes": ("size", _bytes),
@@ -91,9 +91,9 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bits_per_weight": ("bits/weight", lambda bits: f"{bits:.2f}"),
     "bits_per_weight_model": ("bits/weight, whole model", lambda bits: f"{bits:.2f}"),
     "relative_error": ("relative error (%)", lambda error: f"{100 * error:.2f}"),
-    "step_seconds": ("s/step", _three_digits),
-    "rollout_seconds": ("s/rollout", _three_digits),
-    "update_seconds": ("s/update", _three_digits),
+    "step_seconds": ("s/step", three_digits),
+    "rollout_seconds": ("s/rollout", three_digits),
+    "update_seconds": ("s/update", three_digits),
     "speedup": ("speed-up", _ratio),
     "speedup_base": ("against", str),
 }

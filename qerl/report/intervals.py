@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,24 +58,55 @@ def difference_interval(scores: Scores, base: Scores) -> Interval:
     return _interval(scores - base)
 
 
-def _interval(scores: Scores) -> Interval:
-    """Hierarchical bootstrap of the mean of [seeds, problems].
+def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
+    """Mean of the accuracies on several data sets, each with the same weight; less that of `bases`, if given.
+
+    sets: float [seeds, problems], the same seeds in the same order; bases: float [problems], likewise paired.
+    """
+    return _interval(*(sets if bases is None else [scores - base for scores, base in zip(sets, bases, strict=True)]))
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Ratio of the medians of two lists of repeats; its ends are not numbers where either has one repeat only.
+
+    Percentile bootstrap over the repeats of each. Of a handful of repeats it spans little more than their range.
+    """
+    ratio = float(np.median(above) / np.median(below))
+    if min(len(above), len(below)) < 2:
+        return Interval(ratio, np.nan, np.nan)
+    generator = np.random.default_rng(_SEED)
+    medians = [
+        np.median(np.asarray(values)[generator.integers(len(values), size=(_DRAWS, len(values)))], axis=1)
+        for values in (above, below)
+    ]
+    low, high = np.quantile(medians[0] / medians[1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(ratio, float(low), float(high))
+
+
+def _interval(*sets: Scores) -> Interval:
+    """Hierarchical bootstrap of the mean of [seeds, problems], or of the mean over several of these.
 
     Problems are resampled with replacement, the same ones for every seed. To each draw comes a seed effect: Student's
     t with seeds - 1 degrees of freedom, times the standard error between the seeds' means. Resampling the seeds
     instead is too narrow for a handful of them: in a simulation of three seeds that differ by 6 (12) points it covers
     88 % (79 %), this interval 97 % (95 %). With one seed the variation between seeds stays out.
     """
-    _check(scores)
+    for scores in sets:
+        _check(scores)
     generator = np.random.default_rng(_SEED)
-    per_problem, per_seed = scores.mean(axis=0), scores.mean(axis=1)
-    draws = np.concatenate([_resampled_means(per_problem, generator) for _ in range(_DRAWS // _CHUNK)])
+    draws = np.mean([_draws(scores.mean(axis=0), generator) for scores in sets], axis=0)
+    per_seed = np.mean([scores.mean(axis=1) for scores in sets], axis=0)
     seeds = len(per_seed)
     if seeds > 1:
         error = per_seed.std(ddof=1) / np.sqrt(seeds)
         draws = draws + error * generator.standard_t(seeds - 1, size=_DRAWS)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(scores.mean()), float(low), float(high))
+    return Interval(float(per_seed.mean()), float(low), float(high))
+
+
+def _draws(per_problem: Scores, generator: np.random.Generator) -> Scores:
+    """Means of resampled problems, [draws]."""
+    return np.concatenate([_resampled_means(per_problem, generator) for _ in range(_DRAWS // _CHUNK)])
 
 
 def _resampled_means(values: Scores, generator: np.random.Generator) -> Scores:

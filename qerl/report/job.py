@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from qerl.report import results, tables
+from qerl.config import RunSettings
+from qerl.report import layout, paper, printed, results, tables
+from qerl.report.intervals import METHOD
+from qerl.report.printed import Cell
 
 CAPTIONS = {
     "accuracy": "Accuracy by weight format and training (the paper's Tables 1 and 2)",
@@ -16,6 +20,12 @@ CAPTIONS = {
     "throughput": "Rollout throughput by weight format and LoRA rank (the paper's Table 9)",
     "quantization": "Size and relative error by weight format",
 }
+
+
+_SPEED = (
+    "The paper measured on one H100: tokens/s and seconds are shown, but only ratios are compared. 95 % intervals of "
+    "ratios: percentile bootstrap of the medians over the repeats"
+)
 
 
 class Stored:
@@ -34,6 +44,48 @@ class Stored:
     def metrics(self) -> pd.DataFrame:
         """See `results.load_metrics`."""
         return results.load_metrics(self._named("run.json"))
+
+    def settings(self) -> dict[str, RunSettings]:
+        """All settings of each run."""
+        return {name: run.settings for name, run in results.read_runs(self._named("run.json")).items()}
+
+    def printed(self, name: str) -> Path:
+        """A file of config/paper."""
+        return next(path for path in self._paths if path.parts[-2:] == (printed.FOLDER.name, name))
+
+    def beside(self, *files: str) -> pd.DataFrame:
+        """The printed numbers of some files beside ours (`paper.beside`), of the models that the first one has."""
+        cells = [cell for file in files for cell in printed.read_cells(self.printed(f"{file}.csv"))]
+        models = {cell.model for cell in cells if cell.table == files[0]}
+        cells = paper.with_ratios([cell for cell in cells if cell.model in models])
+        return paper.beside(cells, self._ours(cells))
+
+    def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
+        """The results of the kinds that the cells need."""
+        kinds = {cell.kind for cell in cells}
+        speed = {"rollout": paper.rollouts, "step": paper.steps}
+        for kind in speed.keys() & kinds:
+            yield from speed[kind](self.points(kind))
+        if "size" in kinds:
+            yield from paper.sizes(self.quantization())
+        if "run" in kinds:
+            yield from paper.hyperparameters(self.settings(), cells)
+        scored = [cell for cell in cells if cell.kind not in ("rollout", "step", "size", "run")]
+        if scored:
+            samples = results.load_samples(self._named("result.json"))
+            yield from paper.accuracies(self.evaluations(), samples, self.settings())
+            yield from paper.failures(results.read_runs(self._named("run.json")).values(), scored)
+
+    def curves(self, figure: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]], pd.DataFrame]:
+        """Metrics, what each run is, and the points measured on the paper's figure."""
+        identities = {name: paper.identity(settings) for name, settings in self.settings().items()}
+        points = pd.read_csv(self.printed(printed.CURVES))
+        return self.metrics(), identities, points[points["figure"] == figure]
+
+    def stamps(self) -> pd.DataFrame:
+        """Machine and commit of every result."""
+        frames = [self.runs(), self.evaluations(), *map(self.points, ("rollout", "step")), self.quantization()]
+        return pd.concat([frame[["machine", "commit"]] for frame in frames if "machine" in frame])
 
     def evaluations(self) -> pd.DataFrame:
         """See `results.load_evaluations`."""
@@ -57,6 +109,8 @@ class Stored:
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     """Write `out`/name.csv, .md and .tex."""
     stored = Stored(paths)
+    if name in printed.TABLES:
+        return _make_paper_table(name, stored, out)
     makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
         "accuracy": lambda: (tables.accuracy(stored.accuracy_cells()), stored.evaluations()),
         "memory_speed": lambda: _with_records(
@@ -67,6 +121,20 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     }
     frame, records = makers[name]()
     tables.write_table(frame, out / name, tables.caption_text(CAPTIONS[name], records))
+
+
+def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
+    frame = stored.beside(name)
+    shown, footnotes = layout.flat(frame) if name == "table4" else layout.paper_shape(frame)
+    tables.write_table(frame, out / name, _paper_caption(name, frame, stored.stamps()), shown, footnotes)
+
+
+def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame) -> str:
+    units = set(frame["unit"])
+    methods = [METHOD] * ("%" in units) + [_SPEED] * ("ratio" in units)
+    methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
+    machines, commits = (", ".join(dict.fromkeys(stamps[column])) for column in ("machine", "commit"))
+    return ". ".join([printed.TABLES[name], *methods, f"Machine: {machines}", f"Commit: {commits}"]) + "."
 
 
 def _with_records(
@@ -81,7 +149,12 @@ def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
 
     stored = Stored(paths)
     out.mkdir(parents=True, exist_ok=True)
+    if name in printed.BARS:
+        return figures.bars_beside(stored.beside(*printed.BARS[name]), out / name)
+    if name in printed.CURVE_FIGURES:
+        return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), out / name)
     makers: dict[str, Callable[[], None]] = {
+        printed.SCHEDULES: lambda: figures.schedules(out / name),
         "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), out / name),
         "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), out / name),
         "reward": lambda: figures.reward(stored.metrics(), out / name),

@@ -15,8 +15,17 @@ from typing import Any, Literal, TypeVar
 import pandas as pd
 from pydantic import ValidationError
 
-from qerl.config import RunSettings
-from qerl.report.shapes import Evaluation, Quantization, RolloutBenchResult, Run, StepBenchResult, Stored, Task
+from qerl.report.shapes import (
+    OK,
+    Evaluation,
+    Quantization,
+    RolloutBenchResult,
+    Run,
+    RunSummary,
+    StepBenchResult,
+    Stored,
+    Task,
+)
 
 #: What identifies an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
@@ -33,16 +42,26 @@ T = TypeVar("T", bound=Stored)
 
 
 def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second)."""
+    """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second; empty if it failed)."""
     rows = [_run_row(_read(Run, path)) for path in paths]
     return pd.DataFrame(rows, columns=None if rows else ["run", *KEY, "seed", "machine", "commit"])
 
 
+def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
+    """Each train/<run>/run.json as it is, with all settings, by the run's name."""
+    return {run.run: run for run in (_read(Run, path) for path in paths)}
+
+
 def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a step of the metrics.jsonl beside each run.json, with the columns that identify the run."""
+    """One row a step of the metrics.jsonl beside each run.json, with the columns that identify the run.
+
+    A run that failed has no rows.
+    """
     frames = []
     for path in paths:
         run = _run_row(_read(Run, path))
+        if run["status"] != OK:
+            continue
         rows = list(_lines(path.parent / "metrics.jsonl", _METRICS))
         frames.append(
             pd.DataFrame(rows).assign(**{key: run[key] for key in ("run", *KEY, "seed", "machine", "commit")})
@@ -116,14 +135,12 @@ def variant(varied: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in varied.items() if key != "seed")
 
 
-def training(settings: RunSettings) -> str:
+def training_name(method: str, schedule: str) -> str:
     """How a run was trained, in the words of the paper's Table 1: full, lora or lora+aqn (full+aqn likewise)."""
-    return settings.method + ("" if settings.noise.schedule == "off" else "+aqn")
+    return method + ("" if schedule == "off" else "+aqn")
 
 
 def _run_row(run: Run) -> dict[str, Any]:
-    summary = run.summary.model_dump(exclude={"step_seconds"})
-    seconds = run.summary.step_seconds
     return {
         "run": run.run,
         "model": run.settings.model,
@@ -131,14 +148,18 @@ def _run_row(run: Run) -> dict[str, Any]:
         "arm": run.arm,
         "variant": variant(run.varied),
         "weights": run.settings.weights,
-        "training": training(run.settings),
+        "training": training_name(run.settings.method, run.settings.noise.schedule),
         "seed": run.settings.seed,
-        **summary,
-        "step_seconds": seconds.median,
-        "step_seconds_p25": seconds.p25,
-        "step_seconds_p75": seconds.p75,
+        "status": run.status,
+        **(_summary_columns(run.summary) if run.summary else {}),
         **run.provenance.columns,
     }
+
+
+def _summary_columns(summary: RunSummary) -> dict[str, Any]:
+    seconds = summary.step_seconds
+    quartiles = {"step_seconds": seconds.median, "step_seconds_p25": seconds.p25, "step_seconds_p75": seconds.p75}
+    return summary.model_dump(exclude={"step_seconds"}) | quartiles
 
 
 def _read(shape: type[T], path: Path) -> T:

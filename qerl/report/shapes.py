@@ -59,15 +59,22 @@ class RunSummary(Stored):
 
 
 class Run(Stored):
-    """train/<run>/run.json."""
+    """train/<run>/run.json; one that failed has its error as `status` and no summary."""
 
     run: str
     experiment: str
     arm: str
     varied: dict[str, Any]
     settings: RunSettings
-    summary: RunSummary
+    summary: RunSummary | None = None
+    status: str = OK
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _ok_has_a_summary(self) -> Run:
+        if self.status == OK and self.summary is None:
+            raise ValueError("a run with status ok needs a summary")
+        return self
 
 
 class Task(Stored):
@@ -135,6 +142,9 @@ class StepPoint(Point):
 
     arm: str
     method: Literal["full", "lora"]
+    sequences: int | None = None
+    """Completions a step."""
+    gradient_checkpointing: bool | None = None
     rollout_seconds: list[float] = []
     update_seconds: list[float] = []
 

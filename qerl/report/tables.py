@@ -6,6 +6,7 @@ What wasn't measured is empty, with the reason in `note` or `status`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -40,7 +41,7 @@ def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataF
     `delta_bf16` is to the untrained BF16 base, `delta_format` to the untrained base of the same weight format, both
     paired over problems. Raises ResultError where evaluations to be paired saw different problems.
     """
-    scores = _scores(evaluations, samples)
+    scores = scores_by_arm(evaluations, samples)
     bases: dict[tuple[str, str, str], list[pd.DataFrame]] = {}
     for (model, *_, weights, training, dataset), matrix in scores.items():
         if training == "none":
@@ -65,7 +66,7 @@ def accuracy(cells: pd.DataFrame) -> pd.DataFrame:
     return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
 
 
-def _scores(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
+def scores_by_arm(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
     """Share of right repeats, [evaluations, problems], by (*KEY, dataset)."""
     identities = evaluations[["eval", "dataset", "run", *KEY]]
     merged = samples.merge(identities, on=["eval", "dataset"], how="inner", validate="many_to_one")
@@ -237,13 +238,20 @@ def caption_text(title: str, records: pd.DataFrame) -> str:
     return ". ".join([*parts, "Commit: " + ", ".join(dict.fromkeys(records["commit"]))]) + "."
 
 
-def write_table(frame: pd.DataFrame, stem: Path, caption: str) -> None:
-    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs)."""
-    shown = present(frame)
+def write_table(
+    frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFrame | None = None, footnotes: Sequence[str] = ()
+) -> None:
+    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs).
+
+    shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it.
+    """
+    shown = present(frame) if shown is None else shown
     stem.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(f"{stem}.csv", index=False)
     body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
-    Path(f"{stem}.md").write_text(f"{body}\n\n{caption}\n")
+    notes = "\n".join(f"- {note}" for note in footnotes)
+    Path(f"{stem}.md").write_text("\n\n".join(filter(None, [body, caption, notes])) + "\n")
     escaped = shown.map(latex).rename(columns=latex)
-    table = escaped.to_latex(index=False, caption=latex(caption), label=f"tab:{stem.name}", position="tbp")
+    told = latex(" ".join([caption, *footnotes]))
+    table = escaped.to_latex(index=False, caption=told, label=f"tab:{stem.name}", position="tbp")
     Path(f"{stem}.tex").write_text(table)

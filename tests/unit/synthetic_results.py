@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qerl.report.printed import FOLDER
+
 MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {
     "commit": "0123456789abcdef",
@@ -34,11 +36,21 @@ def write_lines(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_run(root: Path, arm: str, seed: int, metrics: list[dict] | None = None, **varied) -> Path:
-    """One run of an arm; `varied` adds settings to the grid, such as `steps=5`."""
+def write_run(
+    root: Path,
+    arm: str,
+    seed: int,
+    metrics: list[dict] | None = None,
+    experiment: str = "main",
+    base: dict | None = None,
+    status: str = "ok",
+    **varied,
+) -> Path:
+    """One run of an arm; `base` are further settings, `varied` adds settings to the grid, such as `steps=5`."""
     weights, method, schedule = ARMS[arm]
-    run = "-".join(["main", arm, *(f"{key}{value}" for key, value in varied.items()), f"seed{seed}"])
+    run = "-".join([experiment, arm, *(f"{key}{value}" for key, value in varied.items()), f"seed{seed}"])
     settings = {"model": "mini", "dataset": "arithmetic", "weights": weights, "method": method, "seed": seed}
+    settings |= {"noise": {"schedule": schedule}} | (base or {})
     summary = {
         "steps": 40,
         "seconds": 80.0,
@@ -53,15 +65,17 @@ def write_run(root: Path, arm: str, seed: int, metrics: list[dict] | None = None
         root / "train" / run / "run.json",
         {
             "run": run,
-            "experiment": "main",
+            "experiment": experiment,
             "arm": arm,
             "varied": {"seed": seed, **varied},
-            "settings": {**settings, "noise": {"schedule": schedule}, **varied},
-            "summary": summary,
+            "settings": settings | varied,
+            "summary": summary if status == "ok" else None,
+            "status": status,
             "provenance": PROVENANCE,
         },
     )
-    write_lines(path.parent / "metrics.jsonl", curve(seed, arm) if metrics is None else metrics)
+    if status == "ok":
+        write_lines(path.parent / "metrics.jsonl", curve(seed, arm) if metrics is None else metrics)
     return path
 
 
@@ -90,7 +104,12 @@ def curve(seed: int, arm: str, steps: int = 40) -> list[dict]:
 
 
 def write_evaluation(
-    root: Path, name: str, correct: dict[str, np.ndarray], weights: str, run: Path | None = None
+    root: Path,
+    name: str,
+    correct: dict[str, np.ndarray],
+    weights: str,
+    run: Path | None = None,
+    model: str = "mini",
 ) -> Path:
     """One evaluation; `correct` holds 0 or 1 as [problems, repeats] by data set; without a run: an untrained base."""
     trained = json.loads(run.read_text()) if run else {"run": None, "arm": None, "experiment": None, "varied": {}}
@@ -123,7 +142,7 @@ def write_evaluation(
             for repeat in range(answers.shape[1])
         ]
     result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
-    result |= {"eval": name, "model": "mini", "weights": weights, "tasks": tasks, "provenance": PROVENANCE}
+    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "provenance": PROVENANCE}
     path = write_json(root / "evaluate" / name / "result.json", result)
     write_lines(path.parent / "samples.jsonl", rows)
     return path
@@ -143,11 +162,11 @@ def write_quantization(root: Path, weights: str, bits: float, errors: dict[str, 
     return write_json(root / "quantize" / f"{model}-{weights}" / "report.json", report)
 
 
-def rollout_point(weights: str, rank: int, samples: list[float], status: str = "ok") -> dict:
+def rollout_point(weights: str, rank: int, samples: list[float], status: str = "ok", sequences: int = 8) -> dict:
     return {
         "weights": weights,
         "rank": rank,
-        "sequences": 8,
+        "sequences": sequences,
         "completion_tokens": 64,
         "samples": samples,
         "peak_memory_bytes": 2e9,
@@ -156,7 +175,7 @@ def rollout_point(weights: str, rank: int, samples: list[float], status: str = "
     }
 
 
-def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 32) -> dict:
+def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 32, **further) -> dict:
     weights, method, _ = ARMS[arm]
     return {
         "arm": arm,
@@ -169,16 +188,16 @@ def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 3
         "peak_memory_bytes": 3e9 if samples else None,
         "weight_bytes": 4e6 if samples else None,
         "status": status,
+        **further,
     }
 
 
-def write_bench(root: Path, name: str, kind: str, points: list[dict]) -> Path:
-    return write_json(
-        root / "profile" / f"{name}.json", {"bench": name, "kind": kind, "points": points, "provenance": PROVENANCE}
-    )
+def write_bench(root: Path, name: str, kind: str, points: list[dict], model: str = "") -> Path:
+    result = {"bench": name, "model": model, "kind": kind, "points": points, "provenance": PROVENANCE}
+    return write_json(root / "profile" / f"{name}.json", result)
 
 
-def answers(accuracy: float, seed: int, problems: int = 100, repeats: int = 2) -> np.ndarray:
+def answers(accuracy: float, seed: int | list[int], problems: int = 100, repeats: int = 2) -> np.ndarray:
     """0 or 1 [problems, repeats], the easier problems first."""
     easiness = np.linspace(0.3, -0.3, problems)[:, None]
     return (np.random.default_rng(seed).random((problems, repeats)) < accuracy + easiness).astype(int)
@@ -217,3 +236,59 @@ def write_tree(root: Path, seeds: int = 3) -> dict[str, list[Path]]:
         "rollout": [write_bench(root, "rollout", "rollout", points)],
         "step": [write_bench(root, "step", "step", steps)],
     }
+
+
+def write_paper_tree(root: Path, seeds: int = 2) -> list[Path]:
+    """Results of the paper's 7B and 14B models, some failed and many not run; with the files of config/paper."""
+    scores = {
+        "math500": (0.75, 100),
+        "aime24": (0.15, 30),
+        "aime25": (0.1, 30),
+        "amc23": (0.4, 40),
+        "gsm8k": (0.8, 200),
+    }
+    paths = []
+    for model, data in (("qwen2.5-7b", "gsm8k"), ("qwen2.5-7b", "bigmath-3-5"), ("qwen2.5-14b", "bigmath-3-5")):
+        experiment = f"{data.partition('-')[0]}-{model[8:]}"
+        for number, arm in enumerate(ARMS if data == "gsm8k" else ("bf16-full", "bf16-lora", "nvfp4-lora-aqn")):
+            status = "out of memory" if (arm, model) == ("bf16-full", "qwen2.5-14b") else "ok"
+            rate = 5e-6 if arm == "bf16-lora" else 1e-5
+            base = {"model": model, "dataset": data, "optimizer": {"learning_rate": rate}}
+            for seed in range(seeds):
+                run = write_run(root, arm, seed, experiment=experiment, base=base, status=status)
+                tasks = scores if status == "ok" else {}
+                correct = {name: answers(p + 0.02 * number, [seed, number], n) for name, (p, n) in tasks.items()}
+                name = run.parent.name
+                paths += [run, write_evaluation(root, name, correct, ARMS[arm][0], run, model)]
+    for model in ("qwen2.5-7b", "qwen2.5-14b"):
+        for number, weights in enumerate(("bf16", "nvfp4")):
+            correct = {name: answers(p - 0.1, [9, number], n) for name, (p, n) in scores.items()}
+            paths.append(write_evaluation(root, f"base-{model}-{weights}", correct, weights, model=model))
+        paths.append(write_quantization(root, "nvfp4", 4.5, {"q_proj": 0.1}, model))
+        paths += _paper_benches(root, model)
+    return [*paths, *sorted(FOLDER.glob("*.csv"))]
+
+
+def _paper_benches(root: Path, model: str) -> list[Path]:
+    """Rollouts at 1, 2 and 8 sequences; steps at two batch sizes, with and without gradient checkpointing."""
+    points = [
+        rollout_point(weights, rank, [n * speed * f for f in (0.97, 1.0, 1.02, 1.05)], sequences=n)
+        for weights, speed in (("bf16", 100), ("nvfp4", 140))
+        for n in (1, 2, 8)
+        for rank in (16, 32, 64)
+    ]
+    steps = [
+        step_point(arm, [n * (3 - number) * f for f in (0.98, 1.0, 1.03)], sequences=n, gradient_checkpointing=gc)
+        for number, arm in enumerate(("bf16-lora", "nvfp4-lora"))
+        for n in (2, 8)
+        for gc in (True, False)
+        if (n, gc) != (8, False)
+    ]
+    steps += [
+        step_point("bf16-lora", [], "out of memory", sequences=8, gradient_checkpointing=False),
+        step_point("nvfp4-lora", [9.0], sequences=8, gradient_checkpointing=False),
+    ]
+    return [
+        write_bench(root, f"rollout-{model}", "rollout", points, model),
+        write_bench(root, f"step-{model}", "step", steps, model),
+    ]

@@ -14,6 +14,7 @@ from snakemake.exceptions import WorkflowError
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.plan import Plan, plan_from
 from qerl.provenance import code_version
+from qerl.report import printed
 from qerl.userfunction import source_version
 
 
@@ -277,3 +278,17 @@ def tables() -> list[str]:
 
 def figures() -> list[str]:
     return [f"{RESULTS}/figures/{name}.png" for name in PLAN.figures]
+
+
+def printed_numbers(wildcards) -> list[str]:
+    """What the paper prints, for a table or a figure that stands beside it."""
+    beside = next(iter(wildcards)) in printed.NAMES
+    return sorted(map(str, printed.FOLDER.glob("*.csv"))) if beside else []
+
+
+def table_category(wildcards) -> str:
+    return printed.CATEGORY if wildcards.table in printed.NAMES else "Tables"
+
+
+def figure_category(wildcards) -> str:
+    return printed.CATEGORY if wildcards.figure in printed.NAMES else "Figures"

@@ -1,14 +1,15 @@
-# Tables and figures are pure functions of the stored results.
+# Tables and figures are pure functions of the stored results; those beside the paper's read its printed numbers too.
 
 
 rule tables:
     input:
         stored_results(),
+        printed_numbers,
     output:
         csv=report(
             "<results>/tables/{table}.csv",
             caption="../report/table.rst",
-            category="Tables",
+            category=table_category,
             labels={"table": "{table}"},
         ),
         md="<results>/tables/{table}.md",
@@ -30,11 +31,12 @@ rule tables:
 rule figures:
     input:
         stored_results(),
+        printed_numbers,
     output:
         png=report(
             "<results>/figures/{figure}.png",
             caption="../report/figure.rst",
-            category="Figures",
+            category=figure_category,
             labels={"figure": "{figure}"},
         ),
         svg="<results>/figures/{figure}.svg",

@@ -1,0 +1,327 @@
+"""The paper's numbers beside ours: results joined to the printed cells by what they are, never by an experiment's name.
+
+Where several arms of a configuration fit a cell, its first one stands there; `source` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qerl.config import RunSettings
+from qerl.report.intervals import (
+    Interval,
+    Scores,
+    accuracy_interval,
+    average_interval,
+    difference_interval,
+    ratio_interval,
+)
+from qerl.report.printed import MODELS, Asked, Cell
+from qerl.report.results import KEY, ResultError
+from qerl.report.shapes import OK, Run
+from qerl.report.tables import NOT_RUN, scores_by_arm
+
+#: The data sets of the paper's average (Table 2).
+AVERAGED = ("math500", "aime24", "aime25", "amc23")
+#: Units whose numbers depend on the machine: ours and the paper's are shown, but not compared.
+_OF_THE_MACHINE = ("tokens/s", "s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One number of ours and what it is; none: it holds for any. `measure` is in the unit of the printed number."""
+
+    metric: str
+    model: str
+    weights: str
+    method: str | None = None
+    noise: str | None = None
+    rank: int | None = None
+    setting: Mapping[str, str] | None = field(default_factory=dict)
+    measure: Callable[[], Interval | str]
+    seeds: int = 0
+    source: str = ""
+    status: str = OK
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+def identity(settings: RunSettings) -> dict[str, Any]:
+    """What a run is, in the words of the printed cells."""
+    noise = settings.noise
+    consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
+    return {
+        "model": settings.model,
+        "weights": settings.weights,
+        "method": settings.method,
+        "noise": noise.schedule + consistent,
+        "rank": settings.adapter.rank if settings.method == "lora" else None,
+        "setting": {"data": settings.dataset, "lr": f"{settings.optimizer.learning_rate:g}"},
+    }
+
+
+def accuracies(
+    evaluations: pd.DataFrame, samples: pd.DataFrame, settings: Mapping[str, RunSettings]
+) -> Iterator[Result]:
+    """Accuracy on each data set and on average, in percent, and the difference to the untrained BF16 base."""
+    arms: dict[tuple[str, ...], dict[str, pd.DataFrame]] = {}
+    for place, matrix in scores_by_arm(evaluations, samples).items():
+        arms.setdefault(place[:-1], {})[place[-1]] = matrix
+    named = [(dict(zip(KEY, arm, strict=True)), sets) for arm, sets in arms.items()]
+    bases = {key["model"]: sets for key, sets in named if (key["weights"], key["training"]) == ("bf16", "none")}
+    runs = evaluations.groupby("eval")["run"].first()
+    for key, sets in named:
+        run = runs[next(iter(sets.values())).index[0]]
+        untrained = {"model": key["model"], "weights": key["weights"], "method": "none", "noise": "off", "setting": {}}
+        told = {**(identity(settings[run]) if run else untrained), "source": _source(key)}
+        base = bases.get(key["model"]) if run or key["weights"] != "bf16" else None
+        for metric, measure, seeds in _measures(sets, base):
+            yield Result(metric=metric, measure=measure, seeds=seeds if run else 0, **told)
+
+
+def _source(key: Mapping[str, str]) -> str:
+    parts = [key["experiment"], key["arm"], key["variant"]]
+    return "/".join(filter(None, parts)) or f"untrained {key['weights']}"
+
+
+def _measures(
+    sets: Mapping[str, pd.DataFrame], base: Mapping[str, pd.DataFrame] | None
+) -> Iterator[tuple[str, Callable[[], Interval], int]]:
+    scores = {name: frame.to_numpy() for name, frame in sets.items()}
+    seeds = {name: len(matrix) for name, matrix in scores.items()}
+    averaged = [name for name in AVERAGED if name in scores]
+    whole = len(averaged) == len(AVERAGED)
+    for name, matrix in scores.items():
+        yield name, partial(_percent, accuracy_interval, matrix), seeds[name]
+    if whole:
+        yield "average", partial(_percent, average_interval, [scores[name] for name in averaged]), seeds[averaged[0]]
+    if base is None:
+        return
+    means = {name: _paired(name, sets[name], base[name]) for name in scores if name in base}
+    for name, mean in means.items():
+        yield f"{name}/delta", partial(_percent, difference_interval, scores[name], mean), seeds[name]
+    if whole and all(name in means for name in averaged):
+        pairs: list[list[Scores]] = [[scores[name] for name in averaged], [means[name] for name in averaged]]
+        yield "average/delta", partial(_percent, average_interval, *pairs), seeds[averaged[0]]
+
+
+def _paired(dataset: str, scores: pd.DataFrame, base: pd.DataFrame) -> Scores:
+    """The base's share of right answers of each problem, in the order of `scores`."""
+    if set(scores.columns) != set(base.columns):
+        raise ResultError(f"{scores.index[0]} and the untrained base saw different problems of {dataset}")
+    return base[scores.columns].to_numpy().mean(axis=0)
+
+
+def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:
+    fractions = interval(*scores)
+    return Interval(100 * fractions.mean, 100 * fractions.low, 100 * fractions.high)
+
+
+def failures(runs: Iterable[Run], cells: Iterable[Cell]) -> Iterator[Result]:
+    """Runs that failed, as results without a number of every metric that `cells` name."""
+    metrics = list(dict.fromkeys(cell.metric for cell in cells))
+    for run in runs:
+        for metric in metrics if run.status != OK else []:
+            source = f"{run.experiment}/{run.arm}"
+            yield Result(metric=metric, measure=str, source=source, status=run.status, **identity(run.settings))
+
+
+def rollouts(points: pd.DataFrame) -> Iterator[Result]:
+    """Tokens a second, and the ratios to BF16 and to NF4 of the same bench, sequences and rank."""
+    rows = points.to_dict("records")
+    for point in rows:
+        peers = [row for row in rows if all(row[key] == point[key] for key in ("bench", "model", "sequences", "rank"))]
+        told = {
+            "model": point["model"],
+            "weights": point["weights"],
+            "method": "lora" if point["rank"] else "none",
+            "rank": point["rank"],
+            "setting": {"bs": str(point["sequences"])},
+            "source": f"{point['bench']}/{point['weights']}",
+        }
+        yield Result(metric="rollout_rate", measure=partial(_median, point["samples"]), status=point["status"], **told)
+        for metric, weights in (("rollout_speedup", "bf16"), ("rollout_speedup_nf4", "nf4")):
+            base = next((row for row in peers if row["weights"] == weights), None)
+            yield _quotient(metric, point, base, weights.upper(), told)
+
+
+def steps(points: pd.DataFrame) -> Iterator[Result]:
+    """Seconds of a GRPO step, and the speed-up over BF16 LoRA of the same bench, completions and checkpointing."""
+    rows = points.to_dict("records")
+    for point in rows:
+        same = ("bench", "model", "sequences", "gradient_checkpointing")
+        peers = [row for row in rows if all(_equal(row[key], point[key]) for key in same)]
+        bases = [row for row in peers if (row["weights"], row["method"]) == ("bf16", "lora")]
+        base = next((row for row in bases if row["rank"] == point["rank"]), next(iter(bases), None))
+        setting = {"bs": point["sequences"], "gc": {True: "on", False: "off"}.get(point["gradient_checkpointing"])}
+        told = {
+            "model": point["model"],
+            "weights": point["weights"],
+            "method": point["method"],
+            "rank": point["rank"],
+            "setting": {
+                key: f"{value:g}" if key == "bs" else value for key, value in setting.items() if pd.notna(value)
+            },
+            "source": f"{point['bench']}/{point['arm']}",
+        }
+        yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **told)
+        yield _quotient("step_speedup", point, base, "BF16 LoRA", told, of_seconds=True)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one == other or (pd.isna(one) and pd.isna(other))
+
+
+def _quotient(
+    metric: str,
+    point: dict[Any, Any],
+    base: dict[Any, Any] | None,
+    name: str,
+    told: dict[str, Any],
+    of_seconds: bool = False,
+) -> Result:
+    """How much faster a point is than its base, `name`; either may have failed, and the base be missing."""
+    if point["status"] != OK or base is None or base["status"] != OK:
+        missing = f"{name} {base['status'] if base else NOT_RUN}"
+        status = point["status"] if point["status"] != OK else missing
+        return Result(metric=metric, measure=str, status=status, **told)
+    if point is base:
+        return Result(metric=metric, measure=partial(Interval, 1.0, np.nan, np.nan), **told)
+    above, below = (base, point) if of_seconds else (point, base)
+    return Result(metric=metric, measure=partial(ratio_interval, above["samples"], below["samples"]), **told)
+
+
+def _median(samples: Sequence[float]) -> Interval:
+    return Interval(float(np.median(samples)), np.nan, np.nan)
+
+
+def sizes(reports: pd.DataFrame) -> Iterator[Result]:
+    """Bytes of each base's weights, in GB."""
+    for row in reports.to_dict("records"):
+        measure = partial(Interval, row["size_bytes"] / 1e9, np.nan, np.nan)
+        yield Result(
+            metric="size", model=row["model"], weights=row["weights"], setting=None, measure=measure, source="quantize"
+        )
+
+
+def hyperparameters(settings: Mapping[str, RunSettings], cells: Iterable[Cell]) -> Iterator[Result]:
+    """What the runs on the paper's models have for each key that `cells` name."""
+    metrics = list(dict.fromkeys(cell.metric for cell in cells if cell.kind == "run"))
+    for name, run in settings.items():
+        for metric in metrics if run.model in MODELS else []:
+            value = _setting(run, metric)
+            measure = partial(Interval, float(value), np.nan, np.nan) if _is_number(value) else partial(str, value)
+            status = OK if value is not None else "no such setting"
+            yield Result(metric=metric, measure=measure, source=name, status=status, **identity(run))
+
+
+def _setting(run: RunSettings, key: str) -> Any:
+    if key == "batch":
+        return run.rollout.prompts * run.rollout.group_size
+    return reduce(lambda settings, part: getattr(settings, part, None), key.split("."), run)  # type: ignore[arg-type, return-value]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+# --- beside the paper's ----------------------------------------------------------------------------------------------
+
+
+def fits(asked: Asked, found: Mapping[str, Any]) -> bool:
+    """Whether a result, given as `Result` has its fields, is what a cell or a curve asks for."""
+    setting = found["setting"]
+    same = all(
+        getattr(asked, key) in ("", None) or found[key] is None or found[key] == getattr(asked, key)
+        for key in ("model", "weights", "method", "noise", "rank")
+    )
+    return same and (setting is None or all(setting.get(key) == value for key, value in asked.setting.items()))
+
+
+def with_ratios(cells: Sequence[Cell]) -> list[Cell]:
+    """Add the quotient of two printed throughputs where the paper prints none: only ratios hold on other machines."""
+    rates = {_place(cell): cell for cell in cells if cell.metric == "rollout_rate"}
+    printed = {_place(cell) for cell in cells if cell.metric == "rollout_speedup"}
+    extended = []
+    for cell in cells:
+        extended.append(cell)
+        base = rates.get(_place(replace(cell, weights="bf16")))
+        if cell.metric == "rollout_rate" and cell.weights != "bf16" and base and _place(cell) not in printed:
+            ratio = f"{float(cell.printed) / float(base.printed):.2f}"
+            extended.append(
+                replace(
+                    cell, metric="rollout_speedup", printed=ratio, unit="ratio", inconsistent="",
+                    note="quotient of the printed throughputs",
+                )
+            )  # fmt: skip
+    return extended
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    return cell.model, cell.weights, cell.method, cell.rank, tuple(sorted(cell.setting.items()))
+
+
+def beside(cells: Sequence[Cell], results: Iterable[Result]) -> pd.DataFrame:
+    """One row a cell: printed, ours with its 95 % interval, the difference, seeds and where ours comes from.
+
+    `status` says why a cell has no number of ours. What differs between machines has no difference.
+    """
+    by_metric: dict[str, list[Result]] = {}
+    for result in results:
+        by_metric.setdefault(result.metric, []).append(result)
+    frame = pd.DataFrame([_row(cell, by_metric.get(cell.metric, [])) for cell in cells])
+    return frame.astype({"rank": "Int64", "seeds": "Int64"})
+
+
+def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
+    told = {key: getattr(cell, key) for key in ("table", "model", "weights", "method", "noise", "rank")}
+    row = {
+        **told,
+        "setting": "; ".join(f"{key}={value}" for key, value in cell.setting.items()),
+        "metric": cell.metric,
+        "unit": cell.unit,
+        "printed": cell.printed,
+        **dict.fromkeys((f"{name}{end}" for name in _COMPARED for end in _ENDS), np.nan),
+        "seeds": np.nan,
+        "source": "",
+    }
+    fitting = [result for result in candidates if fits(cell, vars(result))]
+    # A number first: an arm that failed is not all there is where another one was measured.
+    result = next((result for result in fitting if result.status == OK), next(iter(fitting), None))
+    if result is None:
+        row["status"] = _why_not(cell, candidates)
+    else:
+        row |= {"source": result.source, "status": result.status}
+        row |= _numbers(cell, result) if result.status == OK else {}
+    return {**row, "inconsistent": cell.inconsistent, "note": cell.note}
+
+
+_COMPARED, _ENDS = ("ours", "difference"), ("", "_low", "_high")
+
+
+def _why_not(cell: Cell, candidates: Sequence[Result]) -> str:
+    ranks = sorted({r.rank for r in candidates if r.rank and fits(replace(cell, rank=None), vars(r))})
+    return f"{NOT_RUN} (rank {', '.join(map(str, ranks))} was)" if ranks else NOT_RUN
+
+
+def _numbers(cell: Cell, result: Result) -> dict[str, Any]:
+    ours = result.measure()
+    seeds = {"seeds": result.seeds or np.nan}
+    if isinstance(ours, str):
+        return {"ours": ours}
+    ends = ours.mean, ours.low, ours.high
+    numbers: dict[str, Any] = dict(zip((f"ours{end}" for end in _ENDS), ends, strict=True)) | seeds
+    try:
+        printed = float(cell.printed)
+    except ValueError:
+        return numbers
+    if cell.unit in _OF_THE_MACHINE:
+        return numbers
+    return numbers | {f"difference{end}": value - printed for end, value in zip(_ENDS, ends, strict=True)}

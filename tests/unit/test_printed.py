@@ -1,0 +1,233 @@
+"""The printed numbers: their shape, and that the paper's contradictions are marked, derived here from the numbers."""
+
+import csv
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from qerl.config import Config
+from qerl.plan import plan, plan_from
+from qerl.report.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES, read_cells
+
+KEY = ["table", "model", "weights", "method", "noise", "rank", "setting", "metric"]
+SPEED = {"qwen2.5-3b": "table5", "qwen2.5-7b": "table6", "qwen2.5-14b": "table7", "qwen2.5-32b": "table8"}
+
+
+def rows_of(name: str) -> list[dict]:
+    with (FOLDER / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+ROWS = [row for name in (*TABLES, "figure1", "figure11", "text") for row in rows_of(name)]
+
+
+def only(**values) -> dict:
+    (found,) = every(**values)
+    return found
+
+
+def every(**values) -> list[dict]:
+    return [row for row in ROWS if all(row[key] == value for key, value in values.items())]
+
+
+def number(row: dict) -> float:
+    return float(row["printed"])
+
+
+def rate(table: str, weights: str, batch: int) -> float:
+    return number(only(table=table, weights=weights, metric="rollout_rate", setting=f"bs={batch}"))
+
+
+def place(row: dict) -> tuple:
+    return tuple(row[key] for key in KEY)
+
+
+def wrong_differences() -> dict[tuple, str]:
+    found = {}
+    for row in [row for row in ROWS if row["metric"].endswith("/delta")]:
+        metric = row["metric"].removesuffix("/delta")
+        same = {key: row[key] for key in ("table", "model", "weights", "method", "noise")}
+        base = only(table=row["table"], model=row["model"], weights="bf16", method="none", metric=metric)
+        difference = number(only(**same, metric=metric)) - number(base)
+        if abs(difference - number(row)) > 0.05:
+            found[place(row)] = f"{difference:+.1f}".replace("-", "−")
+    return found
+
+
+def wrong_ratios() -> dict[tuple, str]:
+    found = {}
+    for model, batch in product(SPEED, (2, 8)):
+        ratio = rate(SPEED[model], "nvfp4", batch) / rate(SPEED[model], "bf16", batch)
+        row = only(table=SPEED[model], metric="rollout_speedup", setting=f"bs={batch}")
+        if abs(ratio - number(row)) > 0.05:
+            found[place(row)] = f"{ratio:.2f}"
+    return found
+
+
+def two_speeds_of_a_step() -> dict[tuple, str]:
+    """Table 3 against Tables 6 and 7, where neither setting of checkpointing has its number."""
+    found = {}
+    for row in every(table="table3", weights="nvfp4", metric="step_speedup"):
+        same = {"table": SPEED[row["model"]], "weights": "nvfp4", "metric": "step_speedup", "unit": "ratio"}
+        others = [other for gc in ("on", "off") for other in every(**same, setting=f"{row['setting']}; gc={gc}")]
+        if others and number(row) not in map(number, others):
+            found |= {place(other): f"{number(row):g}" for other in others}
+            found[place(row)] = f"{number(others[0]):g}"
+    return found
+
+
+def one_number_for_two_batches() -> dict[tuple, str]:
+    """Table 9 (batch 1, rank 16) against batch 2 of Tables 5 to 8; BF16's are equal, so one run is meant."""
+    found = {}
+    for model, weights in product(MODELS, ("bf16", "nvfp4")):
+        rank = only(table="table9", model=model, weights=weights, rank="16", metric="rollout_rate")
+        batch = only(table=SPEED[model], weights=weights, setting="bs=2", metric="rollout_rate")
+        equal = number(rank) == number(batch)
+        assert equal or weights == "nvfp4"
+        found[place(rank)] = "batch of 2" if equal else f"{number(batch):g}"
+        found[place(batch)] = "batch of 1" if equal else f"{number(rank):g}"
+    return found
+
+
+def batches_that_grow_too_fast() -> dict[tuple, str]:
+    found = {}
+    for model, weights in product(MODELS, ("bf16", "nvfp4")):
+        growth = rate(SPEED[model], weights, 8) / rate(SPEED[model], weights, 2)
+        if growth > 8 / 2:
+            row = only(table=SPEED[model], weights=weights, setting="bs=8", metric="rollout_rate")
+            found[place(row)] = f"{growth:.1f} times"
+    return found
+
+
+def two_starts_of_the_noise() -> dict[tuple, str]:
+    table, text = (only(table=name, metric="noise.sigma_start") for name in ("table4", "text"))
+    assert number(table) != number(text)
+    return {place(table): f"{number(text):g}", place(text): f"{number(table):g}"}
+
+
+def test_contradictions_are_marked_and_nothing_else_is():
+    derived = [
+        wrong_differences(), wrong_ratios(), two_speeds_of_a_step(), one_number_for_two_batches(),
+        batches_that_grow_too_fast(), two_starts_of_the_noise(),
+    ]  # fmt: skip
+    marked = {place(row): row["inconsistent"] for row in ROWS if row["inconsistent"]}
+    assert marked.keys() == {key for check in derived for key in check}
+    for check in derived:
+        for key, says in check.items():
+            assert says in marked[key]
+    assert [len(check) for check in derived] == [9, 1, 8, 16, 8, 2]
+
+
+def test_schema():
+    counts = Counter(map(place, ROWS))
+    assert max(counts.values()) == 1
+    for row in ROWS:
+        assert list(row) == [*KEY, "printed", "unit", "inconsistent", "note"]
+        assert row["model"] in ("", *MODELS)
+        assert row["weights"] in ("", "bf16", "nf4", "mxfp4", "nvfp4")
+        assert row["method"] in ("", "none", "full", "lora")
+        assert row["unit"] in ("", "%", "points", "ratio", "GB", "tokens/s", "s")
+        if row["unit"]:
+            assert number(row) is not None
+        elif row["printed"] == "out of memory":
+            assert row["metric"] == "step_speedup"
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {*TABLES, "figure1", "figure11", "text", "curves"}
+
+
+def test_averages_of_table_2_follow_from_their_parts():
+    averages = every(table="table2", metric="average")
+    assert len(averages) == 18
+    for row in averages:
+        same = {key: row[key] for key in KEY if key != "metric"}
+        parts = [number(only(**same, metric=name)) for name in ("math500", "aime24", "aime25", "amc23")]
+        assert sum(parts) / 4 == pytest.approx(number(row), abs=0.0501)
+
+
+def test_figures_agree_with_the_tables():
+    for row in every(table="figure1", metric="gsm8k"):
+        same = {key: row[key] for key in ("model", "weights", "method", "noise")}
+        assert number(row) == number(only(table="table1", metric="gsm8k", **same))
+    for weights in ("bf16", "nvfp4"):
+        figure = only(table="figure1", metric="rollout_rate", weights=weights)
+        assert number(figure) == round(rate("table6", weights, 8))
+    for row in every(table="figure1", metric="step_speedup"):
+        assert number(row) == number(only(table="table3", **{key: row[key] for key in KEY if key != "table"}))
+    for row in every(table="figure11", metric="rollout_speedup_nf4"):
+        same = {"model": row["model"], "rank": row["rank"], "metric": "rollout_rate"}
+        above, below = only(table="table9", weights="nvfp4", **same), only(table="figure11", weights="nf4", **same)
+        assert number(above) / number(below) == pytest.approx(number(row), abs=0.05)
+
+
+def test_sizes_are_the_same_in_every_table():
+    sizes = {}
+    for row in every(metric="size"):
+        sizes.setdefault((row["model"], row["weights"]), set()).add(number(row))
+    assert len(sizes) == 10
+    assert all(len(values) == 1 for values in sizes.values())
+
+
+def test_measured_points_lie_on_the_plots():
+    points = rows_of("curves")
+    assert {point["figure"] for point in points} == {"figure4", "figure8", "figure13"}
+    assert all(0 <= float(point["value"]) <= 1 and 0 <= float(point["step"]) <= 300 for point in points)
+    series = Counter(tuple(point[key] for key in ("figure", "model", "weights", "method", "noise")) for point in points)
+    assert len(series) == 5 + 4 + 2
+    assert min(series.values()) >= 9
+
+
+def test_setting_and_rank_are_parsed():
+    cell = next(c for c in read_cells(FOLDER / "table7.csv") if c.unit == "ratio" and "gc" in c.setting)
+    assert cell.setting == {"bs": "2", "gc": "off"}
+    assert cell.rank is None
+    assert read_cells(FOLDER / "table9.csv")[0].rank == 16
+
+
+def configuration(**changes) -> Config:
+    origin = {"source": "generated"}
+    runs = {
+        f"{data}-{model[8:]}": {"base": {"model": model, "dataset": data}, "arms": {"a": {}}, "grid": {"seed": [0]}}
+        for model in MODELS
+        for data in ("gsm8k", "bigmath-3-5", "bigmath-4-5")
+    }
+    tasks = ("gsm8k", "math500", "aime24", "aime25", "amc23")
+    given = {
+        "name": "small",
+        "models": {name: {"source": "pretrain", "datasets": ["gsm8k"]} for name in (*MODELS, "other")},
+        "datasets": {
+            name: {"format": "gsm8k", "origin": origin} for name in {*tasks, "gsm8k", "bigmath-3-5", "bigmath-4-5"}
+        },
+        "experiments": runs,
+        "evaluation": {"tasks": [{"dataset": name, "harness": "lm-eval"} for name in tasks]},
+        "benches": {
+            **{f"rollout-{model[8:].replace('.', '')}": {"kind": "rollout", "model": model} for model in MODELS},
+            **{f"step-{name}": {"kind": "step", "experiment": name} for name in runs},
+        },
+    }
+    return Config.model_validate({**given, **changes})
+
+
+def test_the_paper_s_models_make_all_of_its_tables_and_figures():
+    made = plan(configuration())
+    assert [name for name in made.tables if name in TABLES] == list(TABLES)
+    assert {name for name in made.figures if name in NAMES} == {*BARS, *CURVE_FIGURES, SCHEDULES}
+    assert len(made.figures) == len(set(made.figures))
+
+
+def test_another_configuration_makes_none_of_them(tmp_path):
+    made = plan_from({}, FOLDER.parent / "mini.yaml")
+    assert not NAMES & {*made.tables, *made.figures}
+
+
+def test_only_what_a_configuration_feeds_is_made():
+    experiments = {"gsm8k": {"base": {"model": "qwen2.5-7b", "dataset": "gsm8k"}}}
+    evaluation = {"tasks": [{"dataset": "gsm8k", "harness": "lm-eval"}]}
+    made = plan(configuration(experiments=experiments, evaluation=evaluation, benches={}))
+    assert [name for name in made.tables if name in NAMES] == ["table1", "table4"]
+    assert "figure5" in made.figures
+    assert "figure10" not in made.figures
+    assert "figure11" not in made.figures
+    other = {"rollout": {"kind": "rollout", "model": "other"}}
+    unlike = {"x": {"base": {"model": "other", "dataset": "gsm8k"}}}
+    made = plan(configuration(experiments=unlike, evaluation=evaluation, benches=other))
+    assert not NAMES & {*made.tables, *made.figures}
