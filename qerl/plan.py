@@ -264,7 +264,7 @@ def check_inputs(plan_: Plan) -> None:
         from qerl.data.sources import check_problem_file
 
         for dataset in local:
-            check_problem_file(dataset.origin.path, dataset.format)  # type: ignore[union-attr]
+            check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
 
 
 def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
