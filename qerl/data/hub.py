@@ -110,12 +110,13 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
 
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
-        if origin.subset not in subsets and (origin.subset is not None or len(subsets) > 1):
+        subset = origin.subset or datasets.get_dataset_default_config_name(str(folder))
+        if subset not in subsets:
             card = "" if (folder / "README.md").is_file() else f", and {folder} lacks the README.md that lists them"
             asked = f"no subset {origin.subset!r}" if origin.subset else "several subsets"
             raise DataError(f"{origin.repo} has {asked}{card}; set origin.subset to one of {', '.join(subsets)}")
         with tempfile.TemporaryDirectory() as scratch:
-            builder = datasets.load_dataset_builder(str(folder), origin.subset, cache_dir=scratch)
+            builder = datasets.load_dataset_builder(str(folder), subset, cache_dir=scratch)
     except FileNotFoundError as error:
         raise DataError(f"{folder} holds no data set: {str(error).splitlines()[0]}") from error
     files = builder.config.data_files or {}
