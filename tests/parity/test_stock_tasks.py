@@ -88,16 +88,19 @@ def answer_of(row):
 
 @pytest.fixture
 def run(tokenizer, source, tmp_path):
-    """Evaluate one stock task on its repository; metrics, samples by (problem's number, repeat), and the sampler."""
+    """Evaluate a stock task on its repository, or that of the task `data`.
 
-    def run(task, repeats=len(COMPLETIONS), changes=None, **options):
-        prepare(
-            parse(DatasetSettings, {**settings(REPOSITORY[task], source(task)), **(changes or {})}, "datasets"),
-            tmp_path / "data",
-        )
-        sampler = Script(tokenizer, [answer_of(row) for row in hub_rows(source(task), task)])
+    Returns metrics, samples by (problem's number, repeat), and the sampler.
+    """
+
+    def run(task, data="", repeats=0, origin=None, **options):
+        of = data or task
+        changes = {"origin": origin} if origin else {}
+        values = settings(REPOSITORY[of], source(of), **changes)
+        prepare(parse(DatasetSettings, values, "datasets"), tmp_path / "data")
+        sampler = Script(tokenizer, [answer_of(row) for row in hub_rows(source(of), of)])
         entry = {"dataset": "data", "harness": STOCK_TASKS[task][0], "task": task, "name": task, **options}
-        values = {"tasks": [entry], "repeats": repeats}
+        values = {"tasks": [entry], "repeats": repeats or len(COMPLETIONS)}
         evaluation = parse(EvaluationSettings, values, "evaluation")
         metrics = evaluate(sampler, tokenizer, evaluation, {"data": tmp_path / "data"}, tmp_path / "out", print)
         rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
@@ -186,11 +189,10 @@ def stock_gsm8k(source, tmp_path, tokenizer):
 
         def __init__(self, texts):
             super().__init__()
-            self.texts, self.prompts, self.until = texts, [], []
+            self.texts, self.prompts = texts, []
 
         def generate_until(self, requests):
             self.prompts += [request.args[0] for request in requests]
-            self.until += [request.args[1]["until"] for request in requests]
             return self.texts
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
@@ -225,22 +227,24 @@ def stock_gsm8k(source, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(("chat", "fewshot"), [(True, None), (False, None), (True, 0), (False, 2)])
-def test_gsm8k_prompts_and_verdicts_are_those_of_lm_evals_entry_point(
-    run, source, tokenizer, stock_gsm8k, chat, fewshot
-):
-    metrics, samples, sampler = run("gsm8k", chat=chat, fewshot=fewshot)
-    answers = [answer_of(row) for row in hub_rows(source("gsm8k"), "gsm8k")]
+def test_gsm8k_prompts_are_those_of_lm_evals_entry_point(run, tokenizer, stock_gsm8k, chat, fewshot):
+    _, _, sampler = run("gsm8k", chat=chat, fewshot=fewshot, repeats=1)
+    model, _ = stock_gsm8k(["#### 1"] * 3, chat, fewshot)
     start = "" if chat else tokenizer.bos_token
+    assert sampler.prompts == [start + prompt for prompt in model.prompts]
+    shots = 5 if fewshot is None else fewshot
+    assert all(len(re.findall("Question:", prompt)) == shots + 1 for prompt in sampler.prompts)
+
+
+def test_gsm8k_verdicts_are_those_of_lm_evals_entry_point(run, source, stock_gsm8k):
+    metrics, samples, _ = run("gsm8k")
+    answers = [answer_of(row) for row in hub_rows(source("gsm8k"), "gsm8k")]
     for repeat, completion in enumerate(COMPLETIONS):
-        texts = [completion.format(n=answer) for answer in answers]
-        model, scores = stock_gsm8k(texts, chat, fewshot)
-        assert sampler.prompts == [start + prompt for prompt in model.prompts]
+        _, scores = stock_gsm8k([completion.format(n=answer) for answer in answers], True, None)
         for number in range(len(answers)):
             sample = samples[number, repeat]
             assert sample["correct"] == scores[number, "strict-match"], completion
             assert sample["flexible"] == scores[number, "flexible-extract"], completion
-    shots = 5 if fewshot is None else fewshot
-    assert all(len(re.findall("Question:", prompt)) == shots + 1 for prompt in sampler.prompts)
     assert metrics["flexible"] > metrics["accuracy"] > 0
 
 
@@ -255,26 +259,27 @@ def test_the_examples_come_from_training_problems(run, source):
 
 
 def test_without_training_problems_there_are_no_examples(run):
-    only_test = {"origin": {"subset": "main", "splits": {"test": "test"}}}
-    changes = settings(REPOSITORY["gsm8k"], None, **only_test)
+    only_test = {"subset": "main", "splits": {"test": "test"}}
     with pytest.raises(EvaluationError, match=r"takes its examples from the training split.*set fewshot: 0"):
-        run("gsm8k", changes=_at(changes, run, "gsm8k"))
-
-
-def _at(values, run, task):
-    """The changed settings, on the local copy."""
-    source = run.__closure__
-    folder = next(cell.cell_contents for cell in source if callable(cell.cell_contents))(task)
-    return {**values, "origin": {**values["origin"], "folder": folder}}
+        run("gsm8k", origin=only_test)
+    metrics, _, _ = run("gsm8k", origin=only_test, fewshot=0)
+    assert metrics["problems"] == 3
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_without_its_columns_is_an_error(run):
-    with pytest.raises(EvaluationError, match="task math_500 reads the column `solution`, which records of"):
-        amc = {"dataset": "data"}
-        run("amc23", **amc, task="math_500")
+@pytest.mark.parametrize(
+    ("task", "data", "message"),
+    [
+        ("math_500", "amc23", "task math_500 reads the column `solution`, which records of"),
+        ("math_500", "aime24", "task math_500 reads records of format math, but 'data' has format aime"),
+        ("gsm8k", "amc23", "lm-eval has no task for 'data', whose format is math; use harness: lighteval"),
+    ],
+)
+def test_a_task_that_does_not_fit_its_data_is_an_error(run, task, data, message):
+    with pytest.raises(EvaluationError, match=message):
+        run(task, data=data)
 
 
 @pytest.mark.parametrize(
