@@ -417,10 +417,12 @@ class RunFile(RunSettings):
     @field_validator("dataset", mode="after")
     @classmethod
     def _data_path_is_absolute(cls, dataset: DatasetSettings) -> DatasetSettings:
-        if not isinstance(dataset.origin, LocalData):
-            return dataset
-        origin = dataset.origin.model_copy(update={"path": dataset.origin.path.resolve()})
-        return dataset.model_copy(update={"origin": origin})
+        origin = dataset.origin
+        if isinstance(origin, LocalData):
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"path": origin.path.resolve()})})
+        if isinstance(origin, HubData) and origin.folder is not None:
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"folder": origin.folder.resolve()})})
+        return dataset
 
     @field_validator("out", mode="after")
     @classmethod

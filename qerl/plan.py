@@ -17,6 +17,7 @@ from qerl.config import (
     DatasetSettings,
     Experiment,
     FunctionData,
+    HubData,
     LocalData,
     LocalModel,
     PretrainSettings,
@@ -27,6 +28,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.data.hub import check_folder
 from qerl.models.checkpoint import check_base
 from qerl.userfunction import load
 
@@ -256,6 +258,9 @@ def check_inputs(plan_: Plan) -> None:
     for function in dict.fromkeys([*rewards, *data]):
         if function is not None:
             load(function)
+    for origin in origins:
+        if isinstance(origin, HubData):
+            check_folder(origin)
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)

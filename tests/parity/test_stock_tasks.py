@@ -153,6 +153,20 @@ def test_lighteval_prompts_and_verdicts_are_the_stock_ones(run, source, tokenize
     assert right[4] == right[5] == right[8] == right[9] == 0.0
 
 
+@pytest.mark.parametrize("task", ["amc23", None])
+def test_amc23_takes_integers_for_its_floats(tokenizer, source, tmp_path, task):
+    """Under the stock prompt and under the project's."""
+    values = settings(REPOSITORY["amc23"], source("amc23"), instruction="Box the answer.")
+    prepare(parse(DatasetSettings, values, "datasets"), tmp_path / "data")
+    tasks = {"tasks": [{"dataset": "data", "harness": "lighteval", "task": task}], "repeats": 1}
+    for answers, right in ((["27", "3159", "-1", "0"], 1.0), (["2", "315", "1", "-27"], 0.0)):
+        sampler = Script(tokenizer, answers)
+        evaluation = parse(EvaluationSettings, tasks, "evaluation")
+        metrics = evaluate(sampler, tokenizer, evaluation, {"data": tmp_path / "data"}, tmp_path / "out", print)
+        assert metrics["data"]["accuracy"] == right
+        assert all(("Box the answer." in prompt) == (task is None) for prompt in sampler.prompts)
+
+
 def test_the_shipped_tasks_stay_as_they_are(run):
     from lighteval.tasks.tasks import aime
 

@@ -2,16 +2,19 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from qerl.config import DatasetSettings, parse
+from qerl.config import Config, DatasetSettings, EvaluationSettings, RunFile, parse, read_yaml
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_meta, read_records, read_split
+from qerl.plan import check_inputs, plan
 from tests.hub_layouts import COMMIT, REPOSITORIES, SETTINGS, SOLVE_RATES, cached, settings
 
 BIG_MATH, RAW = "open-r1/Big-Math-RL-Verified-Processed", "SynthLabsAI/Big-Math-RL-Verified"
@@ -165,6 +168,20 @@ def test_a_folder_that_is_not_there_names_the_command_that_makes_it(tmp_path):
     assert f"`{command}`" in str(error.value)
 
 
+def test_the_plan_tells_of_a_missing_folder(tmp_path):
+    values = read_yaml(Path(__file__).parents[2] / "config" / "mini.yaml")
+    values["datasets"]["more"] = settings("openai/gsm8k", tmp_path / "no")
+    with pytest.raises(DataError, match="hf download"):
+        check_inputs(plan(parse(Config, values, "mini")))
+
+
+def test_a_run_by_hand_finds_the_folder_from_anywhere(copy, tmp_path, monkeypatch):
+    copy("openai/gsm8k")
+    monkeypatch.chdir(tmp_path)
+    values = {"model": "none", "out": "out", "dataset": settings("openai/gsm8k", Path("openai/gsm8k"))}
+    assert parse(RunFile, values, "run.yaml").dataset.origin.folder == tmp_path / "openai/gsm8k"
+
+
 def test_a_repository_without_a_revision_is_an_error(tmp_path):
     values = settings("openai/gsm8k")
     values["origin"]["revision"] = None
@@ -265,3 +282,16 @@ def test_a_set_that_is_nowhere_names_the_command_that_fetches_it(tmp_path, netwo
 
 def test_every_repository_has_settings():
     assert set(SETTINGS) == set(REPOSITORIES) == set(EXPECTED)
+
+
+def test_the_documented_configuration_is_valid():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    [block] = re.findall("```yaml\n(.*?)```", page, re.DOTALL)
+    values = yaml.safe_load(block)
+    evaluation = parse(EvaluationSettings, values["evaluation"], "evaluation")
+    assert {task.dataset for task in evaluation.tasks} <= set(values["datasets"])
+    for name, dataset in values["datasets"].items():
+        known = SETTINGS[parse(DatasetSettings, dataset, name).origin.repo]
+        assert dataset["format"] == known["format"]
+        assert dataset.get("columns") == known.get("columns")
+        assert dataset["origin"].get("splits") == known["origin"].get("splits")
