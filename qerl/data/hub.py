@@ -81,15 +81,15 @@ def _command(origin: HubData, revision: str) -> str:
     return f"hf download --repo-type dataset {origin.repo} --revision {revision}{target}"
 
 
-def check_folder(origin: HubData) -> None:
+def check_folder(origin: HubData, revision: str | None = None) -> None:
     """Raise a `DataError`, which names the command that makes it, if the local copy of `origin` isn't there."""
     if origin.folder is not None and not origin.folder.is_dir():
-        command = _command(origin, origin.revision or "main")
+        command = _command(origin, revision or origin.revision or "main")
         raise DataError(f"folder {origin.folder} doesn't exist; fetch it with `{command}`")
 
 
 def _folder(origin: HubData, revision: str) -> Path:
-    check_folder(origin)
+    check_folder(origin, revision)
     if origin.folder is not None:
         return origin.folder.resolve()
     import httpx

@@ -177,18 +177,17 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
 def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     """The records of the origin by split, under the names of the format's columns, each validated."""
     origin = settings.origin
-    assert not isinstance(origin, Generated)
-    found = _by_file(hub.splits) if hub else _unsplit(origin)
-    if isinstance(found, dict):
-        splits = {split: list(_renamed(records, settings.columns)) for split, records in found.items()}
-        for where, record in chain(*splits.values()):
-            parse_record(record, settings.format, where)
-        return {split: [record for _, record in records] for split, records in splits.items()}
-    assert isinstance(origin, (LocalData, FunctionData))
-    return _split_by_hash(_renamed(found, settings.columns), origin, settings.format)
+    found = _by_file(hub.splits) if hub else _own_records(origin)
+    if isinstance(found, list):
+        assert isinstance(origin, (LocalData, FunctionData))
+        return _split_by_hash(_renamed(found, settings.columns), origin, settings.format)
+    splits = {split: list(_renamed(records, settings.columns)) for split, records in found.items()}
+    for where, record in chain(*splits.values()):
+        parse_record(record, settings.format, where)
+    return {split: [record for _, record in records] for split, records in splits.items()}
 
 
-def _unsplit(origin: LocalData | HubData | FunctionData) -> dict[Split, list[_Located]] | list[_Located]:
+def _own_records(origin: Any) -> dict[Split, list[_Located]] | list[_Located]:
     """The records of a user's file, folder or function, by split if they have splits."""
     if isinstance(origin, FunctionData):
         return _call(origin)
