@@ -75,13 +75,19 @@ class LocalData(Settings):
 
 
 class HubData(Settings):
-    """A data set of the Hugging Face hub at a pinned revision."""
+    """A data set of the Hugging Face hub at a pinned revision: from the hub, its cache or a local copy."""
 
     source: Literal["hub"]
     repo: str
-    revision: str
+    revision: str | None = None
+    """A commit. May be left out where a lock file names it."""
     subset: str | None = None
+    """The repository's own name of it, as `main` of openai/gsm8k."""
     splits: dict[Split, str] = {"train": "train", "test": "test"}
+    """The repository's split for each one here: `{test: train}` where all there is to test on is called train."""
+    folder: Path | None = None
+    """A copy of the repository, made by `hf download --repo-type dataset REPO --local-dir FOLDER`; read in the place
+    of the hub."""
 
 
 class FunctionData(Settings):
@@ -95,10 +101,25 @@ class FunctionData(Settings):
     test_fraction: Fraction = 0.2
 
 
+class FilterSettings(Settings):
+    """Which training records are kept. Validation and test are never filtered."""
+
+    max_characters: PositiveInt | None = None
+    """Longer questions are dropped (the released scripts, on BigMath: 1024)."""
+    levels: list[int] | None = None
+    """Records of other levels (column `level`), or of none, are dropped."""
+    within: dict[str, tuple[float, float]] = {}
+    """Columns whose number must lie between the two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`; a record
+    without that number is dropped."""
+
+
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers."""
 
     format: RecordFormat
+    columns: dict[str, str] = {}
+    """The records' own names of the format's columns, where they differ: `{problem: prompt, answer: solution}`."""
+    filter: FilterSettings = FilterSettings()
     origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
     instruction: str = ""
     """Appended to each question, on a line of its own; it tells the policy how to state the answer."""
@@ -440,10 +461,12 @@ class RunFile(RunSettings):
     @field_validator("dataset", mode="after")
     @classmethod
     def _data_path_is_absolute(cls, dataset: DatasetSettings) -> DatasetSettings:
-        if not isinstance(dataset.origin, LocalData):
-            return dataset
-        origin = dataset.origin.model_copy(update={"path": dataset.origin.path.resolve()})
-        return dataset.model_copy(update={"origin": origin})
+        origin = dataset.origin
+        if isinstance(origin, LocalData):
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"path": origin.path.resolve()})})
+        if isinstance(origin, HubData) and origin.folder is not None:
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"folder": origin.folder.resolve()})})
+        return dataset
 
     @field_validator("out", mode="after")
     @classmethod
@@ -467,11 +490,61 @@ def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
 # --- evaluation and profiling ----------------------------------------------------------------------------------------
 
 
+StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
+
+#: The harness and the record format of each stock task. lighteval has no amc23: it is built of its aime tasks' parts.
+STOCK_TASKS: dict[StockTask, tuple[Harness, RecordFormat]] = {
+    "gsm8k": ("lm-eval", "gsm8k"),
+    "math_500": ("lighteval", "math"),
+    "aime24": ("lighteval", "aime"),
+    "aime25": ("lighteval", "aime"),
+    "amc23": ("lighteval", "math"),
+}
+
+
+class TaskSampling(Settings):
+    """What a task samples otherwise than the evaluation; `none`: as the evaluation."""
+
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: PositiveInt | None = None
+
+
 class TaskSettings(Settings):
     """One evaluation task: the test split of a data set, scored by a harness."""
 
     dataset: str
     harness: Harness
+    name: str = ""
+    """What results call the task; empty: as the data set. It tells apart two tasks on one data set."""
+    task: StockTask | None = None
+    """A task of the harness itself, with its own prompt, gold answer and metric. Without one, prompts are the
+    data set's (as in training) and only the metric is the harness's."""
+    chat: bool = True
+    """The prompt is a user's message in the chat template. A stock task may have it as bare text (false), which is
+    what `lm_eval` does unless told `--apply_chat_template`."""
+    fewshot: Annotated[int | None, Field(ge=0)] = None
+    """Solved examples ahead of a stock task's question, from the training split; none: as many as the task has (gsm8k
+    5, the others 0)."""
+    repeats: PositiveInt | None = None
+    """None: as the evaluation."""
+    sampling: TaskSampling = TaskSampling()
+
+    @model_validator(mode="after")
+    def _fits_the_stock_task(self) -> TaskSettings:
+        if self.task is None and (not self.chat or self.fewshot is not None):
+            raise ValueError("chat and fewshot are settings of a stock task; name one with `task`, or leave them out")
+        if self.task and self.harness != STOCK_TASKS[self.task][0]:
+            raise ValueError(f"task={self.task} is none of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
+        if self.task and self.harness == "lighteval" and self.fewshot:
+            raise ValueError(f"task={self.task} has no few-shot examples; leave fewshot out")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The task's name in results."""
+        return self.name or self.dataset
 
 
 class EvaluationSettings(EngineSettings):
@@ -483,12 +556,30 @@ class EvaluationSettings(EngineSettings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: int = 0
 
+    def sampling_of(self, task: TaskSettings) -> SamplingSettings:
+        """How the completions of `task` are drawn."""
+        return self.sampling.model_copy(update=task.sampling.model_dump(exclude_none=True))
+
+    def repeats_of(self, task: TaskSettings) -> int:
+        """How many completions of each problem of `task` are drawn."""
+        return task.repeats or self.repeats
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> EvaluationSettings:
+        labels = [task.label for task in self.tasks]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"two tasks are called {twice[0]!r} in results; give one of them a `name`")
+        return self
+
     @model_validator(mode="after")
     def _repeats_differ(self) -> EvaluationSettings:
-        if self.sampling.temperature == 0 and self.repeats > 1:
-            raise ValueError(
-                f"repeats={self.repeats} at sampling.temperature=0 draws the same completions again; use repeats=1"
-            )
+        own = [(f" of task {task.label}", self.sampling_of(task), self.repeats_of(task)) for task in self.tasks]
+        for whose, sampling, repeats in own or [("", self.sampling, self.repeats)]:
+            if sampling.temperature == 0 and repeats > 1:
+                raise ValueError(
+                    f"repeats={repeats} at sampling.temperature=0{whose} draws the same completions again; "
+                    "use repeats=1"
+                )
         return self
 
 

@@ -17,6 +17,7 @@ from qerl.config import (
     DatasetSettings,
     Experiment,
     FunctionData,
+    HubData,
     LocalData,
     LocalModel,
     PretrainSettings,
@@ -27,6 +28,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.data.hub import check_folder
 from qerl.models.checkpoint import check_base
 from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import load
@@ -277,6 +279,9 @@ def check_inputs(plan_: Plan) -> None:
     for function in dict.fromkeys([*rewards, *data]):
         if function is not None:
             load(function)
+    for origin in origins:
+        if isinstance(origin, HubData):
+            check_folder(origin)
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
@@ -285,7 +290,7 @@ def check_inputs(plan_: Plan) -> None:
         from qerl.data.sources import check_problem_file
 
         for dataset in local:
-            check_problem_file(dataset.origin.path, dataset.format)  # type: ignore[union-attr]
+            check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
 
 
 def plan_from(given: Mapping[str, Any], default: Path) -> Plan:

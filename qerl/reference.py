@@ -64,6 +64,7 @@ def brevity(answer, problem):  # answer: text, tokens, limit; problem: question,
 SECTIONS = (
     config.Config,
     config.DatasetSettings,
+    config.FilterSettings,
     config.Generated,
     config.LocalData,
     config.HubData,
@@ -86,6 +87,7 @@ SECTIONS = (
     config.OptimizerSettings,
     config.EvaluationSettings,
     config.TaskSettings,
+    config.TaskSampling,
     config.RolloutBench,
     config.StepBench,
 )

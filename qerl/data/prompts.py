@@ -22,3 +22,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: s
     chat = [{"role": "user", "content": prompt_text(question, instruction)}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(str(text), add_special_tokens=False))
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of bare text, without the chat template, after the tokenizer's start token if it has one."""
+    return list(tokenizer.encode(text))

@@ -1,7 +1,8 @@
 """The three record formats of the data sets, and the problem that each record states.
 
 gsm8k: `question`, `answer` (worked solution ending in `#### n`)            openai/gsm8k
-math:  `problem`, `solution` (with `\\boxed{}`), `level` ("Level 3" or 3)    HuggingFaceH4/MATH-500, Big-Math
+math:  `problem` and `answer`, or `solution` (with `\\boxed{}`), or both; `level` ("Level 3" or 3) optional
+                                                                            HuggingFaceH4/MATH-500, Big-Math, AMC
 aime:  `problem`, `answer` (integer 0 to 999), `solution` optional          HuggingFaceH4/aime_2024
 """
 
@@ -59,10 +60,9 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         question, solution = _text(record, "question", where), _text(record, "answer", where)
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
     elif record_format == "math":
-        question, solution = _text(record, "problem", where), _text(record, "solution", where)
-        answer = _given(record) or _stated(
-            solution, record_format, "`solution` must hold the answer in \\boxed{}", where
-        )
+        question, given = _text(record, "problem", where), _given(record)
+        solution = (_get(record, "solution") or None) if given else _text(record, "solution", where)
+        answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
     else:
         question, solution = _text(record, "problem", where), _get(record, "solution") or None
         answer = _aime_answer(_text(record, "answer", where), where)
@@ -74,13 +74,15 @@ def _get(record: Mapping[str, Any], key: str) -> Any:
 
 
 def _given(record: Mapping[str, Any]) -> str:
-    return str(_get(record, "answer") or "").strip()
+    value = _get(record, "answer")
+    # A missing number of a table is not a number.
+    return "" if value is None or value != value else str(value).strip()
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = _get(record, key)
     if value is None or not str(value).strip():
-        raise DataError(f"{where} has no `{key}`")
+        raise DataError(f"{where} has no `{key}`; its columns: {', '.join(map(str, record)) or 'none'}")
     return str(value)
 
 

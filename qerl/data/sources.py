@@ -2,8 +2,8 @@
 prepared folder.
 
 A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl (records in their own format, empty
-for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, origin, rows and
-SHA-256 of each file).
+for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, origin, what was
+renamed and filtered, rows and SHA-256 of each file; of a set from the hub also the SHA-256 of the repository's files).
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
 
-from qerl.config import DatasetSettings, FunctionData, Generated, HubData, LocalData, RecordFormat, Split
+from qerl.config import (
+    DatasetSettings,
+    FilterSettings,
+    FunctionData,
+    Generated,
+    HubData,
+    LocalData,
+    RecordFormat,
+    Split,
+)
 from qerl.data.arithmetic import generate
+from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.records import DataError, Problem, Record, detect_format, parse_record, question_id
 from qerl.userfunction import load
 
@@ -27,20 +37,19 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _Splits = dict[Split, list[Record]]
+#: A record with its place in words (file and line, file and row), for errors.
+_Located = tuple[str, Record]
 
 
-def prepare(settings: DatasetSettings, target: Path) -> None:
-    """Write the prepared data set into the folder `target`; a `DataError` names the place of a bad record."""
+def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = None) -> None:
+    """Write the prepared data set into the folder `target`; a `DataError` names the place of a bad record.
+
+    `locked`: what the lock file says of the repository of a `HubData`, if it does.
+    """
     origin = settings.origin
-    if isinstance(origin, Generated):
-        splits = generate(settings.format, origin)
-    elif isinstance(origin, LocalData):
-        splits = _read_local(origin, settings.format)
-    elif isinstance(origin, FunctionData):
-        splits = _call(origin, settings.format)
-    else:
-        splits = _load_hub(origin)
-    splits = _without_leaks(splits, settings.format)
+    hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
+    splits = generate(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
+    splits = _without_leaks(_filtered(splits, settings), settings.format)
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
     meta = {
@@ -49,7 +58,10 @@ def prepare(settings: DatasetSettings, target: Path) -> None:
         "answer": settings.answer,
         "rows": {split: len(splits.get(split, [])) for split in SPLITS},
         "sha256": files,
+        "columns": settings.columns,
+        "filter": settings.filter.model_dump(mode="json"),
         "origin": origin.model_dump(mode="json"),
+        "repository_files": hub.hashes() if hub else {},
     }
     (target / "dataset.json").write_text(json.dumps(meta, indent=2) + "\n")
 
@@ -71,25 +83,36 @@ def read_split(folder: Path, split: Split) -> list[Problem]:
     return [parse_record(record, record_format, where) for where, record in _records(split_file(folder, split))]
 
 
-def check_problem_file(path: Path, record_format: RecordFormat | None = None) -> RecordFormat:
+def read_records(folder: Path, split: Split) -> list[Record]:
+    """Read the records of one split of a prepared folder, with all their columns."""
+    return [record for _, record in _records(split_file(folder, split))]
+
+
+def check_problem_file(
+    path: Path, record_format: RecordFormat | None = None, columns: Mapping[str, str] | None = None
+) -> RecordFormat:
     """Validate every record of a local file, or of each file of a folder, and return the format.
 
     Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
+    `columns`: the records' own names of the format's columns.
     """
     found = record_format
     for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
-        rows = 0
-        for where, record in _records(file):
+        for where, record in _renamed(_file(file), columns or {}):
             found = found or detect_format(record, where)
             parse_record(record, found, where)
-            rows += 1
-        if not rows:
-            raise DataError(f"{file} holds no records")
     assert found is not None
     return found
 
 
-def _records(path: Path) -> Iterator[tuple[str, Record]]:
+def _file(path: Path) -> list[_Located]:
+    records = list(_records(path))
+    if not records:
+        raise DataError(f"{path} holds no records")
+    return records
+
+
+def _records(path: Path) -> Iterator[_Located]:
     """Yield the records of a file, each with its place in words (file and line, or file and row)."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path} is no file of problems: expected one of {', '.join(_SUFFIXES)}")
@@ -103,7 +126,7 @@ def _records(path: Path) -> Iterator[tuple[str, Record]]:
         yield f"{path}, record {number}", record
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+def _lines(path: Path) -> Iterator[_Located]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -138,8 +161,12 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     files: dict[Split, list[Path]] = {}
     for split in SPLITS:
         found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in _SUFFIXES and p.is_file())
-        if len(found) > 1 and not all(_SHARD.search(path.stem) for path in found):
-            raise DataError(f"{folder} has several files for the split {split}: {', '.join(map(str, found))}; keep one")
+        shards = len({path.parent for path in found}) == 1 and all(_SHARD.search(path.stem) for path in found)
+        if len(found) > 1 and not shards:
+            raise DataError(
+                f"{folder} has several files for the split {split}: {', '.join(map(str, found))}; keep one, name one "
+                "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
+            )
         if found:
             files[split] = found
     if not files:
@@ -147,31 +174,53 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     return files
 
 
-def _read_local(origin: LocalData, record_format: RecordFormat) -> _Splits:
-    check_problem_file(origin.path, record_format)
-    if origin.path.is_dir():
-        files = _split_files(origin.path)
-        return {split: [r for path in paths for _, r in _records(path)] for split, paths in files.items()}
-    return _split_by_hash(_records(origin.path), origin, record_format)
+def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
+    """The records of the origin by split, under the names of the format's columns, each validated."""
+    origin = settings.origin
+    found = _by_file(hub.splits) if hub else _own_records(origin)
+    if isinstance(found, list):
+        assert isinstance(origin, (LocalData, FunctionData))
+        return _split_by_hash(_renamed(found, settings.columns), origin, settings.format)
+    splits = {split: list(_renamed(records, settings.columns)) for split, records in found.items()}
+    for where, record in chain(*splits.values()):
+        parse_record(record, settings.format, where)
+    return {split: [record for _, record in records] for split, records in splits.items()}
 
 
-def _call(origin: FunctionData, record_format: RecordFormat) -> _Splits:
-    """The records that the user's function returns, each validated like one of a file."""
+def _own_records(origin: Any) -> dict[Split, list[_Located]] | list[_Located]:
+    """The records of a user's file, folder or function, by split if they have splits."""
+    if isinstance(origin, FunctionData):
+        return _call(origin)
+    assert isinstance(origin, LocalData)
+    return _by_file(_split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
+
+
+def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[_Located]]:
+    return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
+
+
+def _renamed(records: Iterable[_Located], columns: Mapping[str, str]) -> Iterator[_Located]:
+    """The records under the format's own names: `columns` maps these to the records'."""
+    for where, record in records:
+        for name, own in columns.items():
+            if own not in record:
+                found = ", ".join(record) or "none"
+                raise DataError(f"{where} has no `{own}`, which `columns` names for `{name}`; its columns: {found}")
+        rest = {key: value for key, value in record.items() if key not in columns.values()}
+        yield where, {**rest, **{name: record[own] for name, own in columns.items()}}
+
+
+def _call(origin: FunctionData) -> dict[Split, list[_Located]] | list[_Located]:
+    """What the user's function returns: records, or splits of records."""
     returned = load(origin.function)()
     if not isinstance(returned, Mapping):
-        return _split_by_hash(_numbered(returned, origin.function), origin, record_format)
+        return list(_numbered(returned, origin.function))
     if unknown := [name for name in returned if name not in SPLITS]:
         raise DataError(f"{origin.function} returned a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
-    splits: _Splits = {}
-    for split, records in returned.items():
-        numbered = list(_numbered(records, f"{origin.function}, split {split}"))
-        for where, record in numbered:
-            parse_record(record, record_format, where)
-        splits[split] = [record for _, record in numbered]
-    return splits
+    return {split: list(_numbered(records, f"{origin.function}, split {split}")) for split, records in returned.items()}
 
 
-def _numbered(records: Any, source: str) -> Iterator[tuple[str, Record]]:
+def _numbered(records: Any, source: str) -> Iterator[_Located]:
     """Yield the records of a list, each with its place in words."""
     if not isinstance(records, list) or not records:
         found = "an empty one" if records == [] else type(records).__name__
@@ -181,7 +230,7 @@ def _numbered(records: Any, source: str) -> Iterator[tuple[str, Record]]:
 
 
 def _split_by_hash(
-    records: Iterator[tuple[str, Record]], origin: LocalData | FunctionData, record_format: RecordFormat
+    records: Iterable[_Located], origin: LocalData | FunctionData, record_format: RecordFormat
 ) -> _Splits:
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
@@ -199,20 +248,33 @@ def _hashed_split(problem: Problem, origin: LocalData | FunctionData) -> Split:
     return "validation" if position < origin.test_fraction + origin.validation_fraction else "train"
 
 
-def _load_hub(origin: HubData) -> _Splits:
-    import datasets  # costs a second, and only this origin needs it
+def _filtered(splits: _Splits, settings: DatasetSettings) -> _Splits:
+    """Apply the filter to the training records."""
+    wanted, given = settings.filter, splits.get("train", [])
+    if wanted == FilterSettings() or not given:
+        return splits
+    kept = [record for number, record in enumerate(given, start=1) if _keeps(wanted, record, settings.format, number)]
+    if not kept:
+        raise DataError(f"`filter` leaves none of {len(given)} training records; widen it")
+    return {**splits, "train": kept}
 
-    splits: _Splits = {}
-    for split, name in origin.splits.items():
-        try:
-            rows = datasets.load_dataset(origin.repo, origin.subset, revision=origin.revision, split=name)
-        except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
-            subset = f" --include '{origin.subset}/*'" if origin.subset else ""
-            command = f"hf download --repo-type dataset {origin.repo} --revision {origin.revision}{subset}"
-            reason = str(error).splitlines()[0]
-            raise DataError(f"can't load the data set {origin.repo} ({reason}); fetch it with `{command}`") from error
-        splits[split] = [dict(row) for row in rows]
-    return splits
+
+def _keeps(wanted: FilterSettings, record: Record, record_format: RecordFormat, number: int) -> bool:
+    problem = parse_record(record, record_format, f"split train, record {number}")
+    if wanted.max_characters is not None and len(problem.question) > wanted.max_characters:
+        return False
+    if wanted.levels is not None and problem.level not in wanted.levels:
+        return False
+    return all(_within(record, column, bounds) for column, bounds in wanted.within.items())
+
+
+def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
+    if column not in record:
+        raise DataError(f"filter.within names {column!r}, which no column is called; there are {', '.join(record)}")
+    value = record[column]
+    if value is not None and not isinstance(value, (int, float)):
+        raise DataError(f"filter.within names {column!r}, which holds {value!r} and not numbers")
+    return value is not None and bounds[0] <= value <= bounds[1]
 
 
 def _without_leaks(splits: _Splits, record_format: RecordFormat) -> _Splits:

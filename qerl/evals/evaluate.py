@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import EvaluationSettings, Harness, RecordFormat, TaskSettings
+from qerl.config import STOCK_TASKS, EvaluationSettings, Harness, RecordFormat, Split, StockTask, TaskSettings
 from qerl.data.answers import is_correct
-from qerl.data.sources import read_meta, read_split
-from qerl.evals.policy import EvaluationSet, Policy, Verdict
+from qerl.data.sources import read_meta, read_records, read_split
+from qerl.evals.policy import STOCK_COLUMNS, EvaluationSet, Policy, Stock, Verdict
 from qerl.rollout.sampler import Sampler, SamplingParams
 
 Row = dict[str, Any]
@@ -41,19 +41,20 @@ def evaluate(
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
     depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the metrics of each task
-    are returned under its data set's name.
+    are returned under its name.
     """
     tasks = [(task, _open(task, datasets)) for task in settings.tasks]
-    params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
-    policy = Policy(sampler, tokenizer, params)
     out.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, Row] = {}
     with (out / SAMPLES).open("w") as file:
         for task, dataset in tasks:
+            sampling = settings.sampling_of(task).model_dump()
+            params = SamplingParams(**sampling, count=settings.repeats_of(task), seed=settings.seed)
+            policy = Policy(sampler, tokenizer, params)
             rows = list(_samples(task, dataset, _harness(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row) + "\n" for row in rows)
-            metrics[task.dataset] = summarize(rows)
-            progress(f"{task.dataset}: {metrics[task.dataset]['accuracy']:.1%} of {len(rows)} completions correct")
+            metrics[task.label] = {**summarize(rows), "task": task.task, "sampling": sampling}
+            progress(f"{task.label}: {metrics[task.label]['accuracy']:.1%} of {len(rows)} completions correct")
     return metrics
 
 
@@ -66,6 +67,7 @@ def summarize(samples: Iterable[Row]) -> Row:
     """Return the metrics of one task from its samples (rows of samples.jsonl of one data set and harness)."""
     rows = list(samples)
     repeats = sorted({row["repeat"] for row in rows})
+    flexible = [row["flexible"] for row in rows if row.get("flexible") is not None]
     return {
         "harness": rows[0]["harness"],
         "harness_version": version(rows[0]["harness"]),
@@ -74,6 +76,7 @@ def summarize(samples: Iterable[Row]) -> Row:
         "accuracy": fmean(row["correct"] for row in rows),
         "accuracies": [fmean(row["correct"] for row in rows if row["repeat"] == r) for r in repeats],
         "extracted": fmean(row["extracted"] is not None for row in rows),
+        "flexible": fmean(flexible) if flexible else None,
         "agreement": fmean(row["agrees"] for row in rows),
         "completion_tokens": fmean(row["tokens"] for row in rows),
         "truncated": fmean(not row["finished"] for row in rows),
@@ -90,12 +93,42 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
             f"evaluation.tasks: {task.harness} has no task for {task.dataset!r}, whose format is {about['format']}; "
             f"use harness: {harness_of(about['format'])}"
         )
+    if task.task and about["format"] != STOCK_TASKS[task.task][1]:
+        raise EvaluationError(
+            f"evaluation.tasks: task {task.task} reads records of format {STOCK_TASKS[task.task][1]}, but "
+            f"{task.dataset!r} has format {about['format']}"
+        )
     problems = read_split(folder, "test")
     if not problems:
         raise EvaluationError(
             f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
         )
-    return EvaluationSet(task.dataset, about["format"], about["instruction"], problems, about["answer"])
+    if task.task is None:
+        return EvaluationSet(task.label, about["format"], about["instruction"], problems, about["answer"])
+    return EvaluationSet(task.label, about["format"], "", problems, "native", _stock(task, folder))
+
+
+def _stock(task: TaskSettings, folder: Path) -> Stock:
+    assert task.task is not None
+    examples = _stock_records(task.task, folder, "train") if task.task == "gsm8k" and task.fewshot != 0 else []
+    if task.task == "gsm8k" and task.fewshot != 0 and not examples:
+        raise EvaluationError(
+            f"task gsm8k takes its examples from the training split, which {folder} lacks; set fewshot: 0, or prepare "
+            "the data set from an origin with a training split"
+        )
+    return Stock(task.task, _stock_records(task.task, folder, "test"), task.chat, task.fewshot, examples)
+
+
+def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str, str]]:
+    """The records of a split as the task reads them: text, as in the repositories that it was made for."""
+    columns, records = STOCK_COLUMNS[task], read_records(folder, split)
+    for column in columns:
+        if any(record.get(column) is None for record in records):
+            raise EvaluationError(
+                f"task {task} reads the column `{column}`, which records of {folder} lack; name theirs in `columns` "
+                "of the data set, or leave `task` out"
+            )
+    return [{column: str(record[column]) for column in columns} for record in records]
 
 
 def _harness(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
@@ -114,7 +147,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Ver
         for repeat, verdict in enumerate(repeats):
             drawn = verdict.drawn
             yield {
-                "dataset": task.dataset,
+                "dataset": task.label,
                 "harness": task.harness,
                 "problem": problem.id,
                 "repeat": repeat,
@@ -123,6 +156,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Ver
                 "extracted": verdict.extracted,
                 "gold": problem.answer,
                 "correct": int(verdict.correct),
+                "flexible": verdict.flexible,
                 "agrees": verdict.correct == is_correct(drawn.text, problem.answer, dataset.format, dataset.answer),
                 "tokens": drawn.tokens,
                 "finished": drawn.finished,

@@ -1,4 +1,7 @@
-"""math- and aime-format data sets scored by lighteval, as its stock math_500 and aime24 tasks score them.
+"""math- and aime-format data sets scored by lighteval: its stock tasks, or the project's prompts with their metric.
+
+`math_500`, `aime24` and `aime25` are the objects that lighteval ships. `amc23`, which it lacks, is its aime24 on other
+records: the same prompt and metric, a gold answer that may be any number.
 
 lighteval's Pipeline is left aside: its registry imports every task module, one of which downloads at import.
 The task, its documents and its metric are lighteval's own objects, put together as the Pipeline does.
@@ -7,9 +10,10 @@ Of completions that state their answer in tags, the metric is given that answer 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from datasets import Dataset, DatasetDict
@@ -22,8 +26,9 @@ from lighteval.tasks.requests import Doc
 from lighteval.utils.utils import remove_reasoning_tags
 from transformers import PreTrainedTokenizerBase
 
+from qerl.config import StockTask
 from qerl.data.answers import extract
-from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
 
 _SPLIT = "test"
@@ -34,14 +39,18 @@ def _without_thinking(text: str) -> str:
     return str(remove_reasoning_tags(text, _REASONING_TAGS))
 
 
+def _boxed(answer: str) -> str:
+    return f"$\\boxed{{{answer}}}$"
+
+
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     """What the metric is given of a completion."""
 
     def boxed(text: str) -> str:
         answer = extract(text, dataset.format, dataset.answer)
-        return "" if answer is None else f"$\\boxed{{{answer}}}$"
+        return "" if answer is None else _boxed(answer)
 
-    return boxed if dataset.answer == "tags" else _without_thinking
+    return boxed if dataset.answer == "tags" and dataset.stock is None else _without_thinking
 
 
 class SamplerModel(LightevalModel):
@@ -50,9 +59,10 @@ class SamplerModel(LightevalModel):
     `read` makes of a completion the text that metrics see.
     """
 
-    def __init__(self, policy: Policy, read: Callable[[str], str] = _without_thinking) -> None:
+    def __init__(self, policy: Policy, read: Callable[[str], str] = _without_thinking, *, chat: bool = True) -> None:
         self.policy = policy
         self.read = read
+        self.chat = chat
         self.drawn: list[list[Drawn]] = []
 
     @property
@@ -62,8 +72,8 @@ class SamplerModel(LightevalModel):
 
     @property
     def add_special_tokens(self) -> bool:
-        """Never: the chat template writes them."""
-        return False
+        """Only to bare text: the chat template writes them itself."""
+        return not self.chat
 
     @property
     def max_length(self) -> int:
@@ -73,7 +83,7 @@ class SamplerModel(LightevalModel):
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
         """Draw every repeat of every document in one call of the sampler; `drawn` keeps the completions."""
         stop = docs[0].stop_sequences or ()
-        self.drawn = self.policy.draw([prompt_ids(self.tokenizer, doc.query, "") for doc in docs], stop)
+        self.drawn = self.policy.draw([self._ids(doc.query) for doc in docs], stop)
         return [
             ModelResponse(
                 text=[drawn.text for drawn in repeats],
@@ -81,6 +91,9 @@ class SamplerModel(LightevalModel):
             )
             for repeats in self.drawn
         ]
+
+    def _ids(self, query: str) -> list[int]:
+        return prompt_ids(self.tokenizer, query, "") if self.chat else plain_ids(self.tokenizer, query)
 
     def loglikelihood(self, docs: list[Doc]) -> NoReturn:
         """Refuse: no task of the project scores given text."""
@@ -91,13 +104,12 @@ class SamplerModel(LightevalModel):
         self.loglikelihood(docs)
 
 
-def task_config(dataset: EvaluationSet, metric: Any) -> LightevalTaskConfig:
+def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
     """Return the lighteval task of a math- or aime-format data set; its records are the fields of `Problem`."""
 
     def to_doc(record: dict[str, Any], task_name: str) -> Doc:
-        gold = record["answer"] if dataset.format == "aime" else f"ANSWER: {record['solution']}"
         query = prompt_text(record["question"], dataset.instruction)
-        return Doc(task_name=task_name, query=query, choices=[gold], gold_index=0)
+        return Doc(task_name=task_name, query=query, choices=[_gold(record, dataset)], gold_index=0)
 
     return LightevalTaskConfig(
         name=dataset.name,
@@ -106,12 +118,36 @@ def task_config(dataset: EvaluationSet, metric: Any) -> LightevalTaskConfig:
         hf_subset="default",
         hf_avail_splits=[_SPLIT],
         evaluation_splits=[_SPLIT],
-        metrics=[metric],
+        metrics=[Metrics.pass_at_k_math(sample_params={"k": 1, "n": 1})],
     )
 
 
+def _gold(record: dict[str, Any], dataset: EvaluationSet) -> str:
+    if dataset.format == "aime":
+        return str(record["answer"])
+    return f"ANSWER: {record['solution'] or _boxed(record['answer'])}"
+
+
+def stock_config(task: StockTask) -> LightevalTaskConfig:
+    """Return a stock task of lighteval, or the project's amc23."""
+    # Each imports a solver framework, which only stock tasks need.
+    from lighteval.tasks.tasks import aime, math_500
+
+    # The hub's copy of AMC 2023 states floats ("27.0"), which the metric takes as numbers like any other.
+    amc23 = replace(
+        aime.aime24,
+        name="amc23",
+        hf_repo="math-ai/amc23",
+        hf_avail_splits=["test"],
+        evaluation_splits=["test"],
+    )
+    known = {"math_500": math_500.math_500, "aime24": aime.aime24, "aime25": aime.aime25, "amc23": amc23}
+    return known[task]
+
+
 def _recording(metric: Any, extracted: list[str | None]) -> Any:
-    """Make lighteval's metric append to `extracted` what its scoring function extracts from each completion."""
+    """A copy of lighteval's metric that appends to `extracted` what it extracts from each completion."""
+    metric = copy.deepcopy(metric)
     score_one: Callable[..., float] = metric.sample_level_fn.compute_score
 
     def score_and_record(doc: Doc, model_response: ModelResponse) -> float:
@@ -124,11 +160,15 @@ def _recording(metric: Any, extracted: list[str | None]) -> Any:
     return metric
 
 
-def _documents(task: LightevalTask, dataset: EvaluationSet) -> list[Doc]:
-    """The task's documents in the order of the problems; lighteval shuffles them and numbers them by `id`."""
+def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
+    """Return the task's documents in the order of the problems, and its metric."""
+    config = stock_config(dataset.stock.task) if dataset.stock else task_config(dataset)
+    rows = dataset.stock.records if dataset.stock else [asdict(problem) for problem in dataset.problems]
+    task = LightevalTask(config)
     # Set here, the data set is neither looked up on the hub nor cached on disk.
-    task.dataset = DatasetDict({_SPLIT: Dataset.from_list([asdict(problem) for problem in dataset.problems])})
-    return sorted(task.get_docs(), key=lambda doc: int(doc.id))
+    task.dataset = DatasetDict({config.evaluation_splits[0]: Dataset.from_list(rows)})
+    # lighteval shuffles the documents and numbers them by `id`.
+    return sorted(task.get_docs(), key=lambda doc: int(doc.id)), config.metrics[0]
 
 
 def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
@@ -136,9 +176,10 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     # One warning for each completion without an answer would fill the log; the samples file tells them.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
     extracted: list[str | None] = []
-    metric = _recording(Metrics.pass_at_k_math(sample_params={"k": 1, "n": 1}), extracted)
-    docs = _documents(LightevalTask(task_config(dataset, metric)), dataset)
-    model = SamplerModel(policy, _reader(dataset))
+    docs, stock_metric = documents(dataset)
+    metric = _recording(stock_metric, extracted)
+    chat = dataset.stock is None or dataset.stock.chat
+    model = SamplerModel(policy, _reader(dataset), chat=chat)
     responses = model.greedy_until(docs)
     # lighteval's own metric over samples would average the repeats: each is a response of its own.
     pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]

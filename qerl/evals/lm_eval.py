@@ -1,7 +1,8 @@
-"""gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, zero-shot, strict match.
+"""gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, strict match.
 
-Of completions that state their answer in tags, the strict match's regular expression reads the tags; metric and all
-else stay the stock task's.
+With the project's own prompting it is zero-shot, and prompts are those of training; of completions that state their
+answer in tags, the strict match's regular expression reads the tags; metric and all else stay the stock task's. As the
+stock task it has the prompt, the examples and both filters of the task file; only the records come from here.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import yaml
 from datasets import Dataset, DatasetDict
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from qerl.data.answers import after_thinking
-from qerl.data.prompts import prompt_text
-from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
+from qerl.data.prompts import plain_ids, prompt_text
+from qerl.evals.policy import Drawn, EvaluationSet, Policy, Stock, Verdict
 
 _SPLIT = "test"
 _STRICT = "strict-match"
+_FLEXIBLE = "flexible-extract"
 _METRIC = "exact_match"
 #: What lm-eval's regex filter returns where nothing matches.
 _INVALID = "[invalid]"
@@ -36,9 +39,10 @@ _IN_TAGS = r"(?s)<answer>[\s$€£¥+]*(?:\\boxed\{)?(\-?[0-9\.\,]*[0-9])[^0-9<]
 class SamplerLM(LM):
     """lm-eval's model interface over a policy; it generates only."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, chat: bool = True) -> None:
         super().__init__()
         self.policy = policy
+        self.chat = chat
         self.drawn: list[list[Drawn]] = []
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
@@ -49,9 +53,12 @@ class SamplerLM(LM):
         """
         unique = [request for _, same in groupby(requests, key=id) for request in [next(same)]]
         stop = unique[0].args[1]["until"]
-        encode = self.policy.tokenizer.encode
-        self.drawn = self.policy.draw([encode(r.args[0], add_special_tokens=False) for r in unique], stop)
+        self.drawn = self.policy.draw([self._ids(request.args[0]) for request in unique], stop)
         return [drawn.text for repeats in self.drawn for drawn in repeats]
+
+    def _ids(self, prompt: str) -> list[int]:
+        tokenizer = self.policy.tokenizer
+        return tokenizer.encode(prompt, add_special_tokens=False) if self.chat else plain_ids(tokenizer, prompt)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the chat as text; its encoding is `qerl.data.prompts.prompt_ids`."""
@@ -76,22 +83,52 @@ class SamplerLM(LM):
 
 
 def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
-    """Return lm-eval's gsm8k task on the data set's test split, with one strict-match filter for each repeat."""
-    stock = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
-    records = [{"question": problem.question, "answer": problem.solution} for problem in dataset.problems]
-    [strict] = [filters["filter"] for filters in stock["filter_list"] if filters["name"] == _STRICT]
-    read = _from_tags(strict) if dataset.answer == "tags" else strict
+    """Return lm-eval's gsm8k task on the data set's test split, with each filter once for each repeat."""
+    file = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
+    filters = {entry["name"]: entry["filter"] for entry in file["filter_list"]}
+    if dataset.stock:
+        own = _stock_prompts(file, dataset.stock)
+    else:
+        own = _own_prompts(file, dataset)
+        strict = filters[_STRICT]
+        filters = {_STRICT: _from_tags(strict) if dataset.answer == "tags" else strict}
     return {
-        **{key: stock[key] for key in ("output_type", "doc_to_target", "metric_list", "generation_kwargs", "metadata")},
+        **own,
         "task": dataset.name,
-        # Records in memory: no look-up on the hub, no cache on disk that processes would share.
-        "custom_dataset": lambda **_: DatasetDict({_SPLIT: Dataset.from_list(records)}),
+        "repeats": repeats,
+        "filter_list": [
+            {"name": f"{name} {repeat}", "filter": [_only(repeat), *steps]}
+            for name, steps in filters.items()
+            for repeat in range(repeats)
+        ],
+    }
+
+
+def _own_prompts(file: dict[str, Any], dataset: EvaluationSet) -> dict[str, Any]:
+    records = [{"question": problem.question, "answer": problem.solution} for problem in dataset.problems]
+    return {
+        **{key: file[key] for key in ("output_type", "doc_to_target", "metric_list", "generation_kwargs", "metadata")},
+        "custom_dataset": _in_memory({_SPLIT: records}),
         "test_split": _SPLIT,
         "doc_to_text": lambda record: prompt_text(record["question"], dataset.instruction),
         "num_fewshot": 0,
-        "repeats": repeats,
-        "filter_list": [{"name": str(repeat), "filter": [_only(repeat), *read]} for repeat in range(repeats)],
     }
+
+
+def _stock_prompts(file: dict[str, Any], stock: Stock) -> dict[str, Any]:
+    fewshot = file["num_fewshot"] if stock.fewshot is None else stock.fewshot
+    kept = {key: value for key, value in file.items() if key not in ("tag", "dataset_path", "dataset_name")}
+    splits = {file["test_split"]: stock.records}
+    if fewshot:
+        splits[file["fewshot_split"]] = list(stock.examples)
+    else:
+        kept = {key: value for key, value in kept.items() if key not in ("training_split", "fewshot_split")}
+    return {**kept, "custom_dataset": _in_memory(splits), "num_fewshot": fewshot}
+
+
+def _in_memory(splits: dict[str, list[dict[str, Any]]]) -> Callable[..., DatasetDict]:
+    """What lm-eval calls for records: no look-up on the hub, no cache on disk that processes would share."""
+    return lambda **_: DatasetDict({split: Dataset.from_list(records) for split, records in splits.items()})
 
 
 def _custom(change: Callable[[list[str]], list[str]]) -> dict[str, Any]:
@@ -118,17 +155,27 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
     # It warns of records in memory.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    model = SamplerLM(policy)
-    repeats = policy.params.count
-    tasks = TaskManager(include_defaults=False).load([task_config(dataset, repeats)])
-    results = evaluate(model, tasks, bootstrap_iters=0, apply_chat_template=True)
-    scored = {(sample["doc_id"], int(sample["filter"])): sample for sample in results["samples"][dataset.name]}
+    chat = dataset.stock is None or dataset.stock.chat
+    model = SamplerLM(policy, chat=chat)
+    loaded = TaskManager(include_defaults=False).load([task_config(dataset, policy.params.count)])
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    # As lm-eval's own entry point has it: with the chat template, each example is a turn of the chat.
+    results = evaluate(model, loaded, bootstrap_iters=0, apply_chat_template=chat, fewshot_as_multiturn=True)
+    scored = {(sample["doc_id"], sample["filter"]): sample for sample in results["samples"][dataset.name]}
     return [
-        [_verdict(drawn, scored[problem, repeat]) for repeat, drawn in enumerate(completions)]
+        [_verdict(drawn, scored, problem, repeat) for repeat, drawn in enumerate(completions)]
         for problem, completions in enumerate(model.drawn)
     ]
 
 
-def _verdict(drawn: Drawn, sample: dict[str, Any]) -> Verdict:
-    [extracted] = sample["filtered_resps"]
-    return Verdict(drawn, None if extracted == _INVALID else extracted, bool(sample[_METRIC] == 1.0))
+def _verdict(drawn: Drawn, scored: dict[tuple[int, str], Any], problem: int, repeat: int) -> Verdict:
+    strict, flexible = (scored.get((problem, f"{name} {repeat}")) for name in (_STRICT, _FLEXIBLE))
+    assert strict is not None
+    [extracted] = strict["filtered_resps"]
+    return Verdict(
+        drawn,
+        None if extracted == _INVALID else extracted,
+        bool(strict[_METRIC] == 1.0),
+        None if flexible is None else bool(flexible[_METRIC] == 1.0),
+    )

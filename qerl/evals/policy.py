@@ -8,7 +8,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import AnswerForm, RecordFormat
+from qerl.config import AnswerForm, RecordFormat, StockTask
 from qerl.data.records import Problem
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
@@ -25,22 +25,52 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A completion, the answer that the harness extracted from it (None if it found none), and the harness's score."""
+    """A completion, the answer that the harness extracted from it (None if it found none), and the harness's score.
+
+    `flexible`: the score by lm-eval's flexible-extract, where the task has it beside the strict match.
+    """
 
     drawn: Drawn
     extracted: str | None
     correct: bool
+    flexible: bool | None = None
+
+
+#: The columns that the prompt and the gold answer of a stock task are made of.
+STOCK_COLUMNS: dict[StockTask, tuple[str, ...]] = {
+    "gsm8k": ("question", "answer"),
+    "math_500": ("problem", "solution"),
+    "aime24": ("problem", "answer"),
+    "aime25": ("problem", "answer"),
+    "amc23": ("problem", "answer"),
+}
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A task of the harness itself; `records` are the problems' own, in the columns that it reads (STOCK_COLUMNS)."""
+
+    task: StockTask
+    records: list[dict[str, str]]
+    chat: bool = True
+    fewshot: int | None = None
+    """Examples ahead of the question, out of `examples`; none: as many as the task has."""
+    examples: Sequence[dict[str, str]] = ()
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set's problems, their records' format, the instruction appended to each question, the answers' form."""
+    """A data set's problems, their records' format, the instruction appended to each question, the answers' form.
+
+    With `stock`, prompt and gold answer are the harness's, and instruction and form apply to nothing.
+    """
 
     name: str
     format: RecordFormat
     instruction: str
     problems: list[Problem]
     answer: AnswerForm = "native"
+    stock: Stock | None = None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def verdicts(task, repeat):
         instances.append(instance)
     task._instances = instances
     task.apply_filters()
-    key = "strict-match" if "strict-match" in instances[0].filtered_resps else str(repeat)
+    key = "strict-match" if "strict-match" in instances[0].filtered_resps else f"strict-match {repeat}"
     return [task.process_results(record, [i.filtered_resps[key]])["exact_match"] == 1.0 for i in instances]
 
 

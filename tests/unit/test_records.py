@@ -16,6 +16,7 @@ AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "ans
         (MATH, "math", "\\frac{1}{2}", 3),
         (MATH500, "math", "\\frac{1}{2}", 2),
         ({**MATH, "level": "Level ?"}, "math", "\\frac{1}{2}", None),
+        ({**MATH, "answer": float("nan")}, "math", "\\frac{1}{2}", 3),
         (AIME, "aime", "33", None),
         ({"Problem": "Count.", "Answer": 204}, "aime", "204", None),
         ({"problem": "Count.", "answer": 0}, "aime", "0", None),
@@ -26,6 +27,12 @@ def test_each_format_is_detected_and_parsed(record, record_format, answer, level
     problem = parse_record(record, record_format, "here")
     assert (problem.answer, problem.level) == (answer, level)
     assert problem.question == record.get("question") or record.get("problem") or record.get("Problem")
+
+
+@pytest.mark.parametrize(("answer", "text"), [("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1")])
+def test_a_math_problem_may_have_an_answer_alone(answer, text):
+    problem = parse_record({"problem": "Which?", "answer": answer}, "math", "here")
+    assert (problem.answer, problem.solution) == (text, None)
 
 
 def test_an_aime_problem_may_lack_a_solution():

@@ -5,7 +5,7 @@ import sys
 import pandas as pd
 import pytest
 
-from qerl.config import DatasetSettings, FunctionData, Generated, HubData, LocalData
+from qerl.config import DatasetSettings, FunctionData, Generated, LocalData
 from qerl.data.records import DataError
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
 
@@ -151,31 +151,6 @@ def test_checking_a_file_imports_no_torch(tmp_path):
     code = "import sys; from pathlib import Path; from qerl.data.sources import check_problem_file; "
     code += f"check_problem_file(Path({str(path)!r})); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def test_a_hub_set_that_is_not_here_names_the_command(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    origin = HubData(
-        source="hub", repo="openai/gsm8k", revision="e53f048856ff4f594e959d75785d2c2d37b678ee", subset="main"
-    )
-    with pytest.raises(DataError, match="hf download --repo-type dataset openai/gsm8k --revision e53f048") as error:
-        prepared(tmp_path, origin)
-    assert "\n" not in str(error.value)
-
-
-def test_a_hub_set_is_written_with_the_splits_it_has(tmp_path, monkeypatch):
-    def load(repo, subset, *, revision, split):
-        assert (repo, subset, revision) == ("HuggingFaceH4/aime_2024", None, "abc")
-        assert split == "train"
-        return [{"problem": "Two?", "answer": "002", "solution": "\\boxed{2}"}]
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    origin = HubData(source="hub", repo="HuggingFaceH4/aime_2024", revision="abc", splits={"test": "train"})
-    folder = prepared(tmp_path, origin, "aime")
-    assert read_meta(folder)["rows"] == {"train": 0, "validation": 0, "test": 1}
-    assert read_split(folder, "test")[0].answer == "2"
 
 
 # --- a function of the user ------------------------------------------------------------------------------------------

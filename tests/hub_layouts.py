@@ -1,0 +1,200 @@
+"""Miniatures of the paper's data sets in the layout of their repositories: card, files, columns, types."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+
+TEXT, INT, FLOAT = Value("string"), Value("int64"), Value("float64")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def card(configs: Mapping[str, Mapping[str, str]]) -> str:
+    """The head of a README.md that assigns files to subsets and splits."""
+    lines = ["---", "license: mit", "configs:"]
+    for name, splits in configs.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split, path in splits.items():
+            lines += [f"  - split: {split}", f"    path: {path}"]
+    return "\n".join([*lines, "---", "", "# A data set", ""])
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], features: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows, features=Features(features)).to_parquet(path)
+
+
+def gsm8k(folder: Path) -> None:
+    """openai/gsm8k: subsets main and socratic, whose files have the same names."""
+    for subset, hint in (("main", ""), ("socratic", "How? ** ")):
+        for split, numbers in (("train", range(12)), ("test", range(100, 103))):
+            rows = [
+                {
+                    "question": f"Ann has {n} apples and buys 2. How many?",
+                    "answer": f"{hint}{n}+2=<<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}",
+                }
+                for n in numbers
+            ]
+            parquet(folder / subset / f"{split}-00000-of-00001.parquet", rows, {"question": TEXT, "answer": TEXT})
+    subsets = {s: {split: f"{s}/{split}-*" for split in ("train", "test")} for s in ("main", "socratic")}
+    (folder / "README.md").write_text(card(subsets))
+
+
+#: Solve rates of each level of the miniature Big-Math.
+SOLVE_RATES = {3: 0.5, 4: 0.25, 5: 0.03125}
+
+
+def big_math(folder: Path) -> None:
+    """open-r1/Big-Math-RL-Verified-Processed: a folder a subset; the solution is the bare answer."""
+    features = {
+        "prompt": TEXT,
+        "solution": TEXT,
+        "source": TEXT,
+        "domain": List(TEXT),
+        "llama8b_solve_rate": FLOAT,
+    }
+    subsets = {"level_3_4_5": (3, 4, 5), "level_4_5": (4, 5), "level_5": (5,)}
+    for subset, levels in subsets.items():
+        rows = [
+            {
+                "prompt": f"Level {level}: what is $\\frac{{{n}}}{{7}}$ of one?" + " Think." * (200 * (n == 3)),
+                "solution": f"\\frac{{{n}}}{{7}}",
+                "source": "cn_k12",
+                "domain": ["Mathematics -> Algebra -> Other"],
+                "llama8b_solve_rate": SOLVE_RATES[level],
+            }
+            for level in levels
+            for n in (1, 2, 3)
+        ]
+        parquet(folder / subset / "train-00000-of-00001.parquet", rows, features)
+    (folder / "README.md").write_text(card({s: {"train": f"{s}/train-*"} for s in subsets}))
+
+
+def big_math_raw(folder: Path) -> None:
+    """SynthLabsAI/Big-Math-RL-Verified: no levels but the solve rate, which some problems lack."""
+    features = {"problem": TEXT, "answer": TEXT, "source": TEXT, "domain": List(TEXT), "llama8b_solve_rate": FLOAT}
+    rows = [
+        {"problem": f"What is {n}+1?", "answer": str(n + 1), "source": "orca_math", "domain": [], **rate}
+        for n, rate in enumerate({"llama8b_solve_rate": r} for r in (0.0, 0.25, 0.5, 0.75, None))
+    ]
+    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
+    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
+
+
+def math_500(folder: Path) -> None:
+    """HuggingFaceH4/MATH-500: one file of lines, and a card without configs."""
+    import json
+
+    rows = [
+        {
+            "problem": f"What is half of {n}?",
+            "solution": f"We halve: $\\frac{{1}}{{2}} \\cdot {n} = \\boxed{{\\frac{{{n}}}{{2}}}}$.",
+            "answer": f"\\frac{{{n}}}{{2}}",
+            "subject": "Prealgebra",
+            "level": n % 5 + 1,
+            "unique_id": f"test/prealgebra/{n}.json",
+        }
+        for n in (1, 3, 5)
+    ]
+    folder.mkdir(parents=True)
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "README.md").write_text("---\ntask_categories:\n- text-generation\nlanguage:\n- en\n---\n")
+
+
+def aime_2024(folder: Path) -> None:
+    """HuggingFaceH4/aime_2024: its only split is called train; answers have leading zeros."""
+    rows = [
+        {
+            "id": 60 + n,
+            "problem": f"Find {n} times 11.",
+            "solution": f"It is \\boxed{{{n * 11:03d}}}.",
+            "answer": f"{n * 11:03d}",
+            "url": "https://artofproblemsolving.com",
+            "year": "2024",
+        }
+        for n in (3, 18)
+    ]
+    features = {"id": INT, "problem": TEXT, "solution": TEXT, "answer": TEXT, "url": TEXT, "year": TEXT}
+    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
+    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
+
+
+def aime_2025(folder: Path) -> None:
+    """yentinglin/aime_2025: `default` is both halves, each of which is a subset of its own in a folder of its own."""
+    features = {"problem": TEXT, "answer": TEXT, "solution": TEXT, "id": TEXT, "year": INT, "url": TEXT}
+    rows = [
+        {"problem": f"Find {n}+{n}.", "answer": str(2 * n), "solution": "", "id": str(n), "year": 2025, "url": ""}
+        for n in (7, 35, 294)
+    ]
+    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
+    parquet(folder / "part1" / "train-00000-of-00001.parquet", rows[:2], features)
+    parquet(folder / "part2" / "train-00000-of-00001.parquet", rows[2:], features)
+    folders = {"default": "data", "part1": "part1", "part2": "part2"}
+    (folder / "README.md").write_text(card({name: {"train": f"{path}/train-*"} for name, path in folders.items()}))
+
+
+def amc23(folder: Path) -> None:
+    """math-ai/amc23: the answer is text, a float, possibly none of AIME's."""
+    features = {"id": INT, "question": TEXT, "answer": TEXT, "url": TEXT}
+    rows = [
+        {"id": n, "question": f"What is {answer}?", "answer": answer, "url": ""}
+        for n, answer in enumerate(("27.0", "3159.0", "-1.0", "0.0"))
+    ]
+    parquet(folder / "test-00000-of-00001.parquet", rows, features)
+    (folder / "README.md").write_text(card({"default": {"test": "test-*"}}))
+
+
+def amc_validation(folder: Path) -> None:
+    """AI-MO/aimo-validation-amc: AMC 12 of 2022 and 2023, answers as numbers."""
+    features = {"id": INT, "problem": TEXT, "answer": FLOAT, "url": TEXT}
+    rows = [{"id": n, "problem": f"What is {n}-1?", "answer": n - 1.0, "url": ""} for n in range(3)]
+    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
+    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
+
+
+REPOSITORIES: dict[str, Callable[[Path], None]] = {
+    "openai/gsm8k": gsm8k,
+    "open-r1/Big-Math-RL-Verified-Processed": big_math,
+    "SynthLabsAI/Big-Math-RL-Verified": big_math_raw,
+    "HuggingFaceH4/MATH-500": math_500,
+    "HuggingFaceH4/aime_2024": aime_2024,
+    "yentinglin/aime_2025": aime_2025,
+    "math-ai/amc23": amc23,
+    "AI-MO/aimo-validation-amc": amc_validation,
+}
+
+#: How each is configured: format, origin (without repo and revision) and columns.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "openai/gsm8k": {"format": "gsm8k", "origin": {"subset": "main"}},
+    "open-r1/Big-Math-RL-Verified-Processed": {
+        "format": "math",
+        "origin": {"subset": "level_3_4_5", "splits": {"train": "train"}},
+        "columns": {"problem": "prompt", "answer": "solution"},
+    },
+    "SynthLabsAI/Big-Math-RL-Verified": {"format": "math", "origin": {"splits": {"train": "train"}}},
+    "HuggingFaceH4/MATH-500": {"format": "math", "origin": {"splits": {"test": "test"}}},
+    "HuggingFaceH4/aime_2024": {"format": "aime", "origin": {"splits": {"test": "train"}}},
+    "yentinglin/aime_2025": {"format": "aime", "origin": {"splits": {"test": "train"}}},
+    "math-ai/amc23": {"format": "math", "origin": {"splits": {"test": "test"}}, "columns": {"problem": "question"}},
+    "AI-MO/aimo-validation-amc": {"format": "math", "origin": {"splits": {"test": "train"}}},
+}
+
+
+def settings(repo: str, folder: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """Values of `DatasetSettings` for a repository, from the hub's cache or a local copy."""
+    values = {**SETTINGS[repo], **changes}
+    origin = {"source": "hub", "repo": repo, "revision": COMMIT, **values["origin"]}
+    return {**values, "origin": {**origin, **({"folder": folder} if folder else {})}}
+
+
+def cached(repo: str, home: Path) -> None:
+    """The repository as `hf download` leaves it in the hub's cache: blobs, and a snapshot of links to them."""
+    plain = home / "plain"
+    REPOSITORIES[repo](plain)
+    root = home / "hub" / f"datasets--{repo.replace('/', '--')}"
+    (root / "blobs").mkdir(parents=True)
+    for number, file in enumerate(path for path in sorted(plain.rglob("*")) if path.is_file()):
+        link = root / "snapshots" / COMMIT / file.relative_to(plain)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.rename(root / "blobs" / str(number)))
