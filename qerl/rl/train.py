@@ -39,6 +39,8 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
+    if settings.gradient_checkpointing:  # effective in training mode, that is in updates only
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
     checkpoints = Checkpoints(work, _fingerprint(settings))

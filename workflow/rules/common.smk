@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))
 from snakemake.exceptions import WorkflowError
 
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.lock import check_pinned
 from qerl.plan import Plan, plan_from
 from qerl.provenance import code_version
 from qerl.userfunction import source_version
@@ -99,7 +100,9 @@ def pretrain_folders(wildcards) -> str:
 
 def hub_model(wildcards) -> str:
     model = PLAN.config.models[wildcards.model]
-    return f"{model.repo} {model.revision}"
+    lock = PLAN.config.lock
+    option = f" --lock {lock}" if lock and lock.is_file() else ""
+    return f"{model.repo} {model.revision}{option}"
 
 
 def checkpoint_names(wildcards) -> str:
@@ -168,8 +171,12 @@ def run_work_folder(wildcards) -> str:
 # --- evaluate
 
 
-def task_names() -> list[str]:
-    return sorted({task.dataset for task in PLAN.config.evaluation.tasks})
+def evaluation_settings(wildcards) -> str:
+    """The protocol, with the tasks of this policy only."""
+    asked = PLAN.evaluations[wildcards.evaluation].tasks
+    settings = PLAN.config.evaluation
+    tasks = [task for task in settings.tasks if task.dataset in asked]
+    return settings.model_copy(update={"tasks": tasks}).model_dump_json()
 
 
 def evaluation_row(wildcards) -> str:
@@ -210,7 +217,12 @@ def trained_option(wildcards) -> str:
 
 
 def evaluation_data(wildcards) -> list[str]:
-    return [file for name in task_names() for file in data_files(name)]
+    names = sorted(PLAN.evaluations[wildcards.evaluation].tasks)
+    return [file for name in names for file in data_files(name)]
+
+
+def evaluation_folders(wildcards) -> str:
+    return named_folders(sorted(PLAN.evaluations[wildcards.evaluation].tasks))
 
 
 # --- profile
@@ -221,7 +233,7 @@ def bench_checkpoints(bench) -> dict[str, str]:
     if isinstance(settings, RolloutBench):
         return {c.weights: checkpoint_folder(c) for c in PLAN.bench_checkpoints(bench)}
     return {
-        run.arm: checkpoint_folder(run.checkpoint)
+        run.id: checkpoint_folder(run.checkpoint)
         for run in PLAN.step_bench_runs(bench)
     }
 
@@ -244,9 +256,11 @@ def bench_points(wildcards) -> str:
         return json.dumps(folders)
     rows = [
         {
+            "id": run.id,
             "arm": run.arm,
+            "varied": {k: v for k, v in run.varied.items() if k != "seed"},
             "settings": run.settings.model_dump(mode="json"),
-            "checkpoint": folders[run.arm],
+            "checkpoint": folders[run.id],
             "data": f"{RESULTS}/data/{run.settings.dataset}",
         }
         for run in PLAN.step_bench_runs(wildcards.bench)

@@ -58,9 +58,10 @@ rule fetch_model:
     wildcard_constraints:
         model=models_of(HubModel),
     localrule: True
+    retries: 2
     conda:
         "../../environment.yml"
     params:
         model=hub_model,
     shell:
-        "python -m qerl rule fetch {params.model} {output:q} > {log:q} 2>&1"
+        "python -m qerl rule fetch {params.model} --out {output:q} > {log:q} 2>&1"
