@@ -463,7 +463,7 @@ class EvaluationSettings(Settings):
 
 
 class RolloutBench(Settings):
-    """Rollout throughput by weight format and LoRA rank (paper Table 9); all points interleaved in one process."""
+    """Rollout throughput by weight format and LoRA rank (paper Tables 5 to 9), in one process."""
 
     kind: Literal["rollout"]
     model: str
@@ -473,6 +473,9 @@ class RolloutBench(Settings):
     prompt_tokens: PositiveInt = 256
     completion_tokens: PositiveInt = 2048
     repeats: PositiveInt = 3
+    interleave: bool = True
+    """All points held in memory and timed in turn, so that ratios hold whatever else the machine does; false: one
+    after another, each alone in memory, which large models need and which peaks of memory are exact with."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: int = 0
 
@@ -484,6 +487,8 @@ class StepBench(Settings):
     kind: Literal["step"]
     experiment: str
     repeats: PositiveInt = 3
+    interleave: bool = True
+    """As for RolloutBench."""
 
 
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]

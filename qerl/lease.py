@@ -98,7 +98,9 @@ def _wait(there: Mapping[str, str], count: int, held: ExitStack) -> list[str]:
 
 def _lock(uuid: str, held: ExitStack) -> bool:
     path = lock_folder() / f"{uuid}.lock"
-    file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    if not path.exists():  # where others may write, kernels refuse O_CREAT on a file that is another user's
+        path.touch()
+    file = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

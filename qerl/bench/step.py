@@ -43,7 +43,7 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
             }
             folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["id"]
             points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
-        measured = [_row(point) for point in run_points(points, settings.repeats)]
+        measured = [_row(point) for point in run_points(points, settings.repeats, settings.interleave)]
     models = {row["settings"]["model"] for row in rows}
     model = models.pop() if len(models) == 1 else ""
     write_json(out, {"bench": name, "model": model, "kind": "step", "points": measured, "provenance": stamp()})
