@@ -123,8 +123,9 @@ def write_lock(config: Config) -> Path:
 def _asked(origin: HubModel | HubData) -> LockedRepo:
     from fnmatch import fnmatch
 
+    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     kind = "model" if isinstance(origin, HubModel) else "dataset"
     patterns = MODEL_FILES if isinstance(origin, HubModel) else ("*",)
@@ -132,7 +133,7 @@ def _asked(origin: HubModel | HubData) -> LockedRepo:
         info = HfApi().repo_info(origin.repo, repo_type=kind, revision=origin.revision, files_metadata=True)
         files = [file for file in info.siblings or [] if any(fnmatch(file.rfilename, p) for p in patterns)]
         hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
-    except (HfHubHTTPError, OfflineModeIsEnabled, ConnectionError, OSError) as error:
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ConfigError(f"can't ask the hub about {key_of(origin)} ({reason}); `qerl lock` needs network") from error
     return LockedRepo(revision=str(info.sha), files=hashes)

@@ -127,11 +127,11 @@ def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
     return [name for kind, name in names.items() if kind in kinds]
 
 
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}."""
     tree: dict[str, Any] = {}
     for key, value in dotted.items():
-        branch = _nested(value) if isinstance(value, Mapping) else value
+        branch = nested(value) if isinstance(value, Mapping) else value
         for part in reversed(key.split(".")):
             branch = {part: branch}
         tree = merged(tree, branch)
@@ -141,13 +141,13 @@ def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
 def _expand(name: str, experiment: Experiment) -> Iterator[Run]:
     """One run for each arm and point of the grid."""
     labels = _short(list(experiment.grid))
-    base = _nested(experiment.base)
+    base = nested(experiment.base)
     for arm, changes in experiment.arms.items():
-        of_arm = merged(base, _nested(changes))
+        of_arm = merged(base, nested(changes))
         for values in itertools.product(*experiment.grid.values()):
             varied = dict(zip(experiment.grid, values, strict=True))
             suffix = "".join(f"-{labels[key]}{_plain(value)}" for key, value in varied.items())
-            settings = parse(RunSettings, merged(of_arm, _nested(varied)), f"experiment {name}, arm {arm}")
+            settings = parse(RunSettings, merged(of_arm, nested(varied)), f"experiment {name}, arm {arm}")
             yield Run(f"{name}-{arm}{suffix}", name, arm, varied, settings)
 
 
