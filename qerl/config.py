@@ -502,6 +502,7 @@ class Experiment(Settings):
 
     base: dict[str, Any]
     arms: dict[str, dict[str, Any]] = {"run": {}}
+    """An arm of null is left out: how a protocol takes one away."""
     grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
     train: bool = True
     """false: the runs are only timed, by measurements of kind `step`."""
@@ -510,6 +511,11 @@ class Experiment(Settings):
     given: all. An empty list leaves the curves of training only."""
     omitted: dict[str, str] = {}
     """Arms of the paper that this experiment leaves out, each with the reason; `qerl plan` shows them."""
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _null_is_left_out(cls, arms: Any) -> Any:
+        return {name: arm for name, arm in arms.items() if arm is not None} if isinstance(arms, Mapping) else arms
 
     @field_validator("grid")
     @classmethod

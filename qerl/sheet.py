@@ -96,17 +96,13 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """What the sheet adds up to, and what the configuration leaves out, in sentences."""
-    rollout, update = (pd.to_numeric(runs[key], errors="coerce") for key in ("rollout_hours", "update_hours"))
-    known = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
+    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
     lines = [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
-        f"rollouts: at most {rollout.sum():.0f} GPU-hours on {machine} (every completion at its longest), "
-        f"for {rollout.notna().sum()} of {len(runs)} runs; {rollout.isna().sum()} {UNMEASURED}",
-        f"updates: at most {update.sum():.0f} GPU-hours, for {update.notna().sum()} of {len(runs)} runs; "
-        f"{update.isna().sum()} {UNMEASURED}",
-        f"checkpoints: {known.sum():.0f} GB, {known.isna().sum()} of {len(known)} {UNMEASURED}; "
-        "bf16 is stored once, as downloaded; adapters are not counted",
+        f"rollouts: {_sum(runs.rollout_hours)} on {machine}",
+        f"updates: {_sum(runs.update_hours)} on {machine}",
+        f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
     ]
     omitted = [
         f"left out of {name}: {arm}: {reason}"
@@ -114,3 +110,11 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
         for arm, reason in experiment.omitted.items()
     ]
     return lines + omitted
+
+
+def _sum(hours: pd.Series) -> str:
+    known = pd.to_numeric(hours, errors="coerce")
+    if known.isna().all():
+        return UNMEASURED
+    counted = f"{known.notna().sum()} of {len(known)} runs, the others {UNMEASURED}" if known.isna().any() else "all runs"
+    return f"at most {known.sum():.0f} GPU-hours (every completion at its longest) for {counted}"

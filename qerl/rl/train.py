@@ -28,10 +28,13 @@ METRICS = "metrics.jsonl"
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy that a run starts from."""
     if settings.method == "full":
-        return trained_in_full(checkpoint)
-    policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+        policy = trained_in_full(checkpoint)
+    else:
+        policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
+    if settings.gradient_checkpointing:  # it takes effect in training mode, that is in updates
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 
 
@@ -39,8 +42,6 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
-    if settings.gradient_checkpointing:  # effective in training mode, that is in updates only
-        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
     checkpoints = Checkpoints(work, _fingerprint(settings))
