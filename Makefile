@@ -14,7 +14,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test lint format clean
+.PHONY: reproduce test paper-small lint format clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -22,6 +22,11 @@ reproduce: $(VENV)/installed
 
 test: $(VENV)/installed
 	python -m pytest $(ARGS)
+
+# Every experiment of config/paper.yaml on tiny policies: about 20 minutes on two cores.
+paper-small: $(VENV)/installed
+	rm -rf work/paper-small
+	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
 
 lint: $(VENV)/installed
 	ruff check .

@@ -127,10 +127,11 @@ def _asked(origin: HubModel | HubData) -> LockedRepo:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    kind = "model" if isinstance(origin, HubModel) else "dataset"
-    patterns = MODEL_FILES if isinstance(origin, HubModel) else ("*",)
+    hub = HfApi()
+    model = isinstance(origin, HubModel)
+    kind, ask, patterns = ("model", hub.model_info, MODEL_FILES) if model else ("dataset", hub.dataset_info, ("*",))
     try:
-        info = HfApi().repo_info(origin.repo, repo_type=kind, revision=origin.revision, files_metadata=True)
+        info = ask(origin.repo, revision=origin.revision, files_metadata=True)
         files = [file for file in info.siblings or [] if any(fnmatch(file.rfilename, p) for p in patterns)]
         hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:

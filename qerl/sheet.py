@@ -116,5 +116,7 @@ def _sum(hours: pd.Series) -> str:
     known = pd.to_numeric(hours, errors="coerce")
     if known.isna().all():
         return UNMEASURED
-    counted = f"{known.notna().sum()} of {len(known)} runs, the others {UNMEASURED}" if known.isna().any() else "all runs"
+    counted = (
+        f"{known.notna().sum()} of {len(known)} runs, the others {UNMEASURED}" if known.isna().any() else "all runs"
+    )
     return f"at most {known.sum():.0f} GPU-hours (every completion at its longest) for {counted}"

@@ -50,9 +50,7 @@ def small(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         "models": dict.fromkeys(values["models"], MODEL),
         "datasets": datasets | {"warm-up": WARM_UP},
         "experiments": {name: _small_experiment(e) for name, e in values["experiments"].items()},
-        "evaluation": merged(
-            values["evaluation"], {"sampling": {"max_tokens": 4}, "repeats": 1, "dtype": "float32"}
-        ),
+        "evaluation": merged(values["evaluation"], {"sampling": {"max_tokens": 4}, "repeats": 1, "dtype": "float32"}),
         "benches": {name: _small_bench(bench) for name, bench in values["benches"].items()},
     }
 

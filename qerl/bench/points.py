@@ -14,6 +14,7 @@ from qerl.progress import track
 
 T = TypeVar("T")
 
+
 @dataclass
 class Point:
     """One thing to time. `measure` runs it once and returns its figures; `label` is what the table shows of it."""

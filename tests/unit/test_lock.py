@@ -34,7 +34,9 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         repo = next(name for name in FILES if name in path)
         if path.startswith("/api/"):
-            body = json.dumps({"id": repo, "sha": COMMIT[repo], "siblings": list(map(self.sibling, FILES[repo].items()))})
+            body = json.dumps(
+                {"id": repo, "sha": COMMIT[repo], "siblings": list(map(self.sibling, FILES[repo].items()))}
+            )
             return self.answer(body.encode(), "application/json", repo)
         name = path.split(f"/resolve/{COMMIT[repo]}/")[1]
         return self.answer(FILES[repo][name], "text/plain", repo)
@@ -130,6 +132,8 @@ def test_configuration_and_lock_file_must_name_the_same_commit(tmp_path):
 
 def test_a_file_that_differs_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b"{}")
-    verify(LockedRepo(revision="a" * 40, files={"config.json": hashlib.sha256(b"{}").hexdigest(), "x": "0" * 64}), tmp_path)
+    verify(
+        LockedRepo(revision="a" * 40, files={"config.json": hashlib.sha256(b"{}").hexdigest(), "x": "0" * 64}), tmp_path
+    )
     with pytest.raises(ConfigError, match=r"config\.json has SHA-256 44136fa3.*download it again"):
         verify(LockedRepo(revision="a" * 40, files={"config.json": "0" * 64}), tmp_path)

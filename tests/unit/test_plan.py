@@ -82,7 +82,7 @@ def test_a_thousand_runs_have_a_thousand_names():
     ],
 )
 def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
-    with pytest.raises(ConfigError, match="^[^\n]*$") as error:
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
         planned(with_experiment(grid=grid))
     assert sentence in str(error.value)
 
@@ -130,7 +130,9 @@ def test_a_timed_experiment_is_measured_and_not_trained():
 def test_a_protocol_is_laid_over_the_file_and_has_a_folder_of_its_own():
     parts = {
         "upstream-scripts": {
-            "experiments": {"main": {"base": {"adapter": {"rank": 4}, "loss.name": "bnpo"}, "arms": {"nf4-lora": None}}},
+            "experiments": {
+                "main": {"base": {"adapter": {"rank": 4}, "loss.name": "bnpo"}, "arms": {"nf4-lora": None}}
+            },
             "evaluation": {"repeats": 1},
         }
     }
@@ -173,7 +175,9 @@ def test_every_trained_row_of_tables_1_and_2_is_run_or_left_out_with_a_reason():
         for e in parse(Config, values("paper"), "paper").experiments.values()
         for arm in e.omitted
     }
-    rows = [(model, dataset, *row) for dataset, models in printed.items() for model, rows in models.items() for row in rows]
+    rows = [
+        (model, dataset, *row) for dataset, models in printed.items() for model, rows in models.items() for row in rows
+    ]
     assert len(rows) == 2 * 6 + 3 * 4
     for model, dataset, weights, method, schedule in rows:
         missing = (model, dataset, weights, method, schedule) not in cells()
