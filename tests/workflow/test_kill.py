@@ -118,7 +118,7 @@ def trainings(folder: Path) -> list[int]:
 def test_the_workflow_tries_a_killed_training_again_from_its_checkpoint(tmp_path):
     tree = copy_tree(tmp_path / "tree")
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
-    values["experiments"]["main"]["base"] |= {"steps": 40, "checkpoint_every": 1}
+    values["experiments"]["main"]["base"] |= {"steps": 12, "checkpoint_every": 1}
     (tree.folder / "long.yaml").write_text(yaml.safe_dump(values))
     run = "main-nvfp4-lora-seed0"
     before: list[str] = []
@@ -134,5 +134,5 @@ def test_the_workflow_tries_a_killed_training_again_from_its_checkpoint(tmp_path
     threading.Thread(target=kill_once, daemon=True).start()
     tree.snakemake("--configfile", "long.yaml", "--", f"results/micro/train/{run}/run.json")
     after = (tree.folder / f"results/micro/train/{run}/metrics.jsonl").read_text().splitlines()
-    assert len(after) == 40 > len(before) > 0
+    assert len(after) == 12 > len(before) > 0
     assert after[0] == before[0]  # with its seconds: the step was not done again

@@ -26,6 +26,14 @@ def read_plan(given: dict) -> Plan:
         raise WorkflowError(str(error)) from None
 
 
+def refuse_branches() -> None:
+    """What comes from the hub must be pinned before any job starts; a dry run may come first."""
+    try:
+        check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
+
+
 PLAN = read_plan(config)
 RESULTS = PLAN.folder
 
@@ -233,8 +241,7 @@ def bench_checkpoints(bench) -> dict[str, str]:
     if isinstance(settings, RolloutBench):
         return {c.weights: checkpoint_folder(c) for c in PLAN.bench_checkpoints(bench)}
     return {
-        run.id: checkpoint_folder(run.checkpoint)
-        for run in PLAN.step_bench_runs(bench)
+        run.id: checkpoint_folder(run.checkpoint) for run in PLAN.step_bench_runs(bench)
     }
 
 

@@ -57,8 +57,8 @@ rule fetch_model:
         "<logs>/fetch_model/{model}.log",
     wildcard_constraints:
         model=models_of(HubModel),
-    localrule: True
     retries: 2
+    localrule: True
     conda:
         "../../environment.yml"
     params:
