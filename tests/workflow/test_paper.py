@@ -98,7 +98,9 @@ def subset(values: dict) -> dict:
         name: values["experiments"][name] | {"arms": {arm: values["experiments"][name]["arms"][arm]}}
         for name, arm in EXPERIMENTS.items()
     }
-    return values | {"experiments": experiments, "benches": {name: values["benches"][name] for name in BENCHES}}
+    benches = {name: values["benches"][name] for name in BENCHES}
+    benches["rollout-3b-1"] = benches["rollout-3b-1"] | {"weights": ["bf16", "nvfp4"], "ranks": [16]}
+    return values | {"experiments": experiments, "benches": benches}
 
 
 def test_the_miniature_has_the_same_rows_as_the_paper_but_for_the_seeds(tmp_path):
