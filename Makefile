@@ -23,7 +23,7 @@ reproduce: $(VENV)/installed
 test: $(VENV)/installed
 	python -m pytest $(ARGS)
 
-# Every experiment of config/paper.yaml on tiny policies: about 20 minutes on two cores.
+# Every experiment of config/paper.yaml on tiny policies: 148 jobs of about 7 seconds of CPU time.
 paper-small: $(VENV)/installed
 	rm -rf work/paper-small
 	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
