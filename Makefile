@@ -14,7 +14,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test lint format clean
+.PHONY: reproduce test paper-small lint format clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -23,6 +23,11 @@ reproduce: $(VENV)/installed
 # A process a core, each with one thread.
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+# Every experiment of config/paper.yaml on tiny policies: 148 jobs of about 7 seconds of CPU time.
+paper-small: $(VENV)/installed
+	rm -rf work/paper-small
+	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
 
 lint: $(VENV)/installed
 	ruff check .

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from qerl import api, rules
@@ -19,6 +21,7 @@ from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
+    from qerl.plan import Plan
 
 WORKFLOW = "The workflow"
 
@@ -35,6 +38,7 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
 MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
 Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
+Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
 Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
 Instruction = Annotated[str | None, typer.Option(help="Appended to each prompt; default: that of the run's data set.")]
 
@@ -204,15 +208,67 @@ def keys() -> None:
 
 
 @app.command(rich_help_panel=WORKFLOW)
-def where(
-    config: Path,
-    keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")] = None,
-) -> None:
+def where(config: Path, keys: Keys = None) -> None:
     """Print the folder that the results of a configuration go to."""
+    typer.echo(_plan(config, keys).folder)
+
+
+def _plan(config: Path, keys: list[str] | None) -> Plan:
     from qerl.plan import plan_from
 
-    given = dict(key.split("=", 1) for key in keys or [])
-    typer.echo(plan_from(given, config).folder)
+    if wrong := [key for key in keys or [] if "=" not in key]:
+        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
+    return plan_from(dict(key.split("=", 1) for key in keys or []), config)
+
+
+@app.command(name="plan", rich_help_panel=WORKFLOW)
+def show_plan(
+    config: Path,
+    keys: Keys = None,
+    machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
+) -> None:
+    """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
+    from qerl.sheet import disk, sheet, totals
+
+    plan_ = _plan(config, keys)
+    runs = sheet(plan_, machine)
+    if as_csv or as_json:
+        typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
+        return
+    _print_sheet(plan_.folder, runs)
+    _print_table("Checkpoints on disk", disk(plan_))
+    for line in totals(plan_, runs, machine):
+        _console().print(line, soft_wrap=True)
+
+
+def _print_sheet(title: str, runs: pd.DataFrame) -> None:
+    """What tells the runs apart and what they cost; --csv has every column."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = {
+        "run": "run",
+        "steps": "steps",
+        "completions": "a step",
+        "gpus": "GPUs",
+        "rollout_hours": "rollouts, h",
+        "update_hours": "updates, h",
+        "done": "done",
+    }
+    for key, name in shown.items():
+        table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
+    for row in runs[list(shown)].itertuples(index=False):
+        table.add_row(*map(str, row))
+    _console().print(table)
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def lock(config: Path) -> None:
+    """Ask the hub which commits and files a configuration means, and write them to its lock file."""
+    from qerl.config import Config, parse, read_yaml
+    from qerl.lock import write_lock
+
+    typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
 
 
 @app.command(rich_help_panel=WORKFLOW)

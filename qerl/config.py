@@ -80,7 +80,7 @@ class HubData(Settings):
     source: Literal["hub"]
     repo: str
     revision: str | None = None
-    """A commit. May be left out where a lock file names it."""
+    """A commit. May be left out, or be a branch or tag, where a lock file (the key `lock`) says what commit it is."""
     subset: str | None = None
     """The repository's own name of it, as `main` of openai/gsm8k."""
     splits: dict[Split, str] = {"train": "train", "test": "test"}
@@ -184,6 +184,17 @@ class HubModel(Settings):
     source: Literal["hub"]
     repo: str
     revision: str
+    """A commit. A branch or tag needs a lock file (the key `lock`), which says what commit it is."""
+
+
+class LockedRepo(Settings):
+    """An entry of a lock file, which maps repositories of the hub (data sets as `datasets/org/name`) to these keys.
+    `qerl lock CONFIG` writes it."""
+
+    revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+    """The commit."""
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    """SHA-256 of each file; a download is compared with it."""
 
 
 ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discriminator="source")]
@@ -394,6 +405,8 @@ class RunSettings(Settings):
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
     """Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed."""
+    gradient_checkpointing: bool = False
+    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     processes: PositiveInt = 1
@@ -584,7 +597,7 @@ class EvaluationSettings(EngineSettings):
 
 
 class RolloutBench(EngineSettings):
-    """Rollout throughput by weight format and LoRA rank (paper Table 9); all points interleaved in one process."""
+    """Rollout throughput by weight format and LoRA rank (paper Tables 5 to 9), in one process."""
 
     kind: Literal["rollout"]
     model: str
@@ -594,16 +607,22 @@ class RolloutBench(EngineSettings):
     prompt_tokens: PositiveInt = 256
     completion_tokens: PositiveInt = 2048
     repeats: PositiveInt = 3
+    interleave: bool = True
+    """All points held in memory and timed in turn, so that ratios hold whatever else the machine does; false: one
+    after another, each alone in memory, which large models need and which peaks of memory are exact with."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: int = 0
 
 
 class StepBench(Settings):
-    """Seconds and peak memory of one GRPO step for each arm of an experiment (paper Table 3)."""
+    """Seconds and peak memory of one GRPO step for each arm of an experiment and each point of its grid, seeds left
+    aside (paper Tables 3 and 5 to 8)."""
 
     kind: Literal["step"]
     experiment: str
     repeats: PositiveInt = 3
+    interleave: bool = True
+    """As for RolloutBench."""
 
 
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
@@ -617,13 +636,44 @@ class Experiment(Settings):
 
     base: dict[str, Any]
     arms: dict[str, dict[str, Any]] = {"run": {}}
+    """An arm of null is left out: how a protocol takes one away."""
     grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    train: bool = True
+    """false: the runs are only timed, by measurements of kind `step`."""
+    tasks: list[str] | None = None
+    """Which of `evaluation.tasks` (names of their data sets) the bases and the trained policies are scored on; none
+    given: all. An empty list leaves the curves of training only."""
+    omitted: dict[str, str] = {}
+    """Arms of the paper that this experiment leaves out, each with the reason; `qerl plan` shows them."""
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _null_is_left_out(cls, arms: Any) -> Any:
+        return {name: arm for name, arm in arms.items() if arm is not None} if isinstance(arms, Mapping) else arms
+
+    @field_validator("grid")
+    @classmethod
+    def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in grid.items():
+            if not values:
+                raise ValueError(f"grid.{key} is empty, which leaves no run; give at least one value")
+        return grid
+
+
+Protocol = Literal["paper", "upstream-scripts"]
 
 
 class Config(Settings):
     """A whole configuration file."""
 
     name: str
+    protocol: Protocol = "paper"
+    """Which of the sources to follow where they disagree. `paper` is the file as it stands; another takes the part of
+    that name in `protocols` over it, and its results go to a folder of their own."""
+    protocols: dict[Protocol, dict[str, Any]] = {}
+    """For each other protocol: the keys that differ, placed as in the whole file."""
+    lock: Path | None = None
+    """File of commits and hashes of all that comes from the hub; `qerl lock CONFIG` writes it."""
     models: dict[str, ModelSettings]
     datasets: dict[str, DatasetSettings]
     experiments: dict[str, Experiment]
@@ -632,6 +682,17 @@ class Config(Settings):
     model: Path | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: Path | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_protocol(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("protocol", "paper") == "paper":
+            return values
+        protocol, parts = values["protocol"], values.get("protocols") or {}
+        if protocol not in parts:
+            raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(parts) or 'empty'})")
+        rest = {key: value for key, value in values.items() if key != "protocols"}
+        return {**merged(rest, parts[protocol]), "name": f"{values['name']}-{protocol}"}
 
     @field_validator("name")
     @classmethod
@@ -644,6 +705,10 @@ class Config(Settings):
     def _names_exist(self) -> Config:
         for harness_task in self.evaluation.tasks:
             _require(harness_task.dataset, self.datasets, "evaluation.tasks", "datasets")
+        asked = {task.dataset: None for task in self.evaluation.tasks}
+        for name, experiment in self.experiments.items():
+            for task in experiment.tasks or ():
+                _require(task, asked, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
             if isinstance(model, PretrainSettings):
                 for dataset in model.datasets:
@@ -659,6 +724,15 @@ class Config(Settings):
             else:
                 _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
         return self
+
+
+def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `override` over it, mappings within mappings likewise."""
+    result = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
 
 
 def _require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:

@@ -25,10 +25,12 @@ from qerl.config import (
     RunSettings,
     StepBench,
     TaskSettings,
+    merged,
     parse,
     read_yaml,
 )
 from qerl.data.hub import check_folder
+from qerl.lock import with_locked_revisions
 from qerl.models.checkpoint import check_base
 from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import load
@@ -65,11 +67,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A policy to evaluate: a base in one format, or the outcome of a run."""
+    """A policy to evaluate: a base in one format, or the outcome of a run; `tasks` names the tasks' data sets."""
 
     id: str
     checkpoint: Checkpoint
     run: Run | None
+    tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Plan:
 
     config: Config
     runs: dict[str, Run]
+    #: Runs of experiments with `train: false`.
+    timed: dict[str, Run]
     checkpoints: dict[str, Checkpoint]
     evaluations: dict[str, Evaluation]
 
@@ -129,13 +134,14 @@ class Plan:
         return [Checkpoint(settings.model, weights) for weights in settings.weights]
 
     def step_bench_runs(self, bench: str) -> list[Run]:
-        """The runs that a step measurement times: the first of each arm of its experiment."""
+        """The runs that a step measurement times: of each arm and point of its experiment's grid, the first seed."""
         settings = self.config.benches[bench]
         assert isinstance(settings, StepBench)
         first: dict[str, Run] = {}
-        for run in self.runs.values():
+        for run in (*self.runs.values(), *self.timed.values()):
             if run.experiment == settings.experiment:
-                first.setdefault(run.arm, run)
+                point = {key: value for key, value in run.varied.items() if key != "seed"}
+                first.setdefault(json.dumps([run.arm, point]), run)
         return list(first.values())
 
 
@@ -144,36 +150,34 @@ def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
     return [name for kind, name in names.items() if kind in kinds]
 
 
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """{"adapter.rank": 8} as {"adapter": {"rank": 8}}."""
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}."""
     tree: dict[str, Any] = {}
     for key, value in dotted.items():
-        *parents, last = key.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[last] = _nested(value) if isinstance(value, Mapping) else value
+        branch = nested(value) if isinstance(value, Mapping) else value
+        for part in reversed(key.split(".")):
+            branch = {part: branch}
+        tree = merged(tree, branch)
     return tree
-
-
-def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in override.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
 
 
 def _expand(name: str, experiment: Experiment) -> Iterator[Run]:
     """One run for each arm and point of the grid."""
-    keys = list(experiment.grid)
+    labels = _short(list(experiment.grid))
+    base = nested(experiment.base)
     for arm, changes in experiment.arms.items():
+        of_arm = merged(base, nested(changes))
         for values in itertools.product(*experiment.grid.values()):
-            varied = dict(zip(keys, values, strict=True))
-            suffix = "".join(f"-{key.split('.')[-1]}{value}" for key, value in varied.items())
-            run_id = f"{name}-{arm}{suffix}"
-            tree = _merged(_merged(_nested(experiment.base), _nested(changes)), _nested(varied))
-            yield Run(run_id, name, arm, varied, parse(RunSettings, tree, f"experiment {name}, arm {arm}"))
+            varied = dict(zip(experiment.grid, values, strict=True))
+            suffix = "".join(f"-{labels[key]}{_plain(value)}" for key, value in varied.items())
+            settings = parse(RunSettings, merged(of_arm, nested(varied)), f"experiment {name}, arm {arm}")
+            yield Run(f"{name}-{arm}{suffix}", name, arm, varied, settings)
+
+
+def _short(keys: list[str]) -> dict[str, str]:
+    """The last part of each dotted key, where it tells the keys apart; else the whole."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    return {key: part if list(last.values()).count(part) == 1 else key for key, part in last.items()}
 
 
 def _shortened(config: Config) -> Config:
@@ -210,9 +214,12 @@ def _shortened(config: Config) -> Config:
 
 def _plain_name(path: Path | None) -> str:
     """A file's or folder's name as a part of paths and commands; empty for no path."""
-    return (
-        re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().stem if path.is_file() else path.resolve().name) if path else ""
-    )
+    return _plain(path.resolve().stem if path.is_file() else path.resolve().name) if path else ""
+
+
+def _plain(value: Any) -> str:
+    """A value as a part of paths and commands."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(value))
 
 
 def plan(config: Config) -> Plan:
@@ -226,9 +233,31 @@ def plan(config: Config) -> Plan:
             _check_run(run, config)
             runs[run.id] = run
     checkpoints = {c.id: c for c in _checkpoints(config, runs)}
-    bases = {f"base-{id}": Evaluation(f"base-{id}", c, None) for id, c in checkpoints.items()}
-    trained = {run.id: Evaluation(run.id, run.checkpoint, run) for run in runs.values()}
-    return Plan(config, runs, checkpoints, {**bases, **trained})
+    trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
+    timed = {id: run for id, run in runs.items() if id not in trained}
+    return Plan(config, trained, timed, checkpoints, {e.id: e for e in _evaluations(config, trained)})
+
+
+def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluation]:
+    """The bases that runs start from, and bf16 beside them, each on the tasks of all their runs; then the runs."""
+    every = [task.dataset for task in config.evaluation.tasks]
+    of_run = {id: _tasks(config, run) for id, run in trained.items()}
+    of_base: dict[Checkpoint, set[str]] = {}
+    for id, run in trained.items():
+        for base in (Checkpoint(run.settings.model, "bf16"), run.checkpoint):
+            of_base.setdefault(base, set()).update(of_run[id])
+    for base, asked in of_base.items():
+        if asked:
+            yield Evaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
+    for id, run in trained.items():
+        if of_run[id]:
+            yield Evaluation(id, run.checkpoint, run, of_run[id])
+
+
+def _tasks(config: Config, run: Run) -> tuple[str, ...]:
+    named = config.experiments[run.experiment].tasks
+    every = (task.dataset for task in config.evaluation.tasks)
+    return tuple(every) if named is None or config.problems else tuple(named)
 
 
 def _checkpoints(config: Config, runs: Mapping[str, Run]) -> Iterator[Checkpoint]:
@@ -296,6 +325,7 @@ def check_inputs(plan_: Plan) -> None:
 def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
     """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`."""
     values = given if "name" in given else {**read_yaml(default), **given}
-    plan_ = plan(parse(Config, values, "configuration" if "name" in given else str(default)))
+    config = parse(Config, values, "configuration" if "name" in given else str(default))
+    plan_ = plan(with_locked_revisions(config))
     check_inputs(plan_)
     return plan_

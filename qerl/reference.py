@@ -16,6 +16,7 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 `qerl/config.py` by `qerl keys`.
 
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
+* `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
 (`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems
@@ -32,6 +33,12 @@ experiments:
       optimizer.learning_rate: [1.0e-3, 3.0e-3]
       seed: [0, 1, 2]
 ```
+
+A key of a grid may be any key of a run. `qerl plan CONFIG` prints the sheet of runs, what they cost at the speeds that
+were measured, and what is done.
+
+Models and data sets of the hub are pinned by commit: `qerl lock CONFIG` asks the hub and writes commits and SHA-256 of
+the files to the file that the key `lock` names. A workflow doesn't start with a branch or tag that isn't locked.
 
 Answers in tags, and a data set and a reward of your own, from `mine.py` in the working directory (a change of that file
 reruns what depends on it):
@@ -72,6 +79,7 @@ SECTIONS = (
     config.PretrainSettings,
     config.LocalModel,
     config.HubModel,
+    config.LockedRepo,
     config.Experiment,
     config.RunSettings,
     config.RunFile,

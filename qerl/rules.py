@@ -17,6 +17,7 @@ from qerl.config import (
     StepBench,
     parse,
 )
+from qerl.lease import lease
 
 app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
 
@@ -40,33 +41,43 @@ def data(settings: SettingsJson, out: Out) -> None:
 @app.command()
 def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
     """Train the miniature base policy from scratch."""
-    from qerl.models.base import pretrain_base
+    with lease(1):
+        from qerl.models.base import pretrain_base
 
-    pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
+        pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
 
 
 @app.command()
-def fetch(repo: str, revision: str, out: Out) -> None:
+def fetch(
+    repo: str,
+    revision: str,
+    out: Out,
+    lock: Annotated[Path | None, typer.Option(help="Compare the files with this lock file.")] = None,
+) -> None:
     """Download a model of the hub at a pinned revision."""
+    from qerl.lock import read_lock
     from qerl.models.base import fetch_model
 
-    fetch_model(repo, revision, out)
+    fetch_model(repo, revision, out, read_lock(lock).get(repo))
 
 
 @app.command()
 def quantize(model: str, weights: str, source: Path, out: Out) -> None:
     """Make a base in one weight format, with a report on size and error."""
-    from qerl.models.base import make_checkpoint
+    with lease(1):
+        from qerl.models.base import make_checkpoint
 
-    make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json")
+        make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json")
 
 
 @app.command()
 def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out: Out) -> None:
     """Train one run; a run that was killed goes on from its last checkpoint in WORK."""
-    from qerl.rl.train import train_run
+    row = json.loads(settings)
+    with lease(row["settings"]["processes"]):
+        from qerl.rl.train import train_run
 
-    train_run(json.loads(settings), checkpoint, data, work, out)
+        train_run(row, checkpoint, data, work, out)
 
 
 @app.command()
@@ -79,10 +90,11 @@ def evaluate(
     trained: Annotated[Path | None, typer.Option(help="Outcome of a run.")] = None,
 ) -> None:
     """Score a base or a trained policy on every task."""
-    from qerl.evals.job import evaluate_policy
-
     parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
-    evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
+    with lease(1):
+        from qerl.evals.job import evaluate_policy
+
+        evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
 
 
 @app.command()
@@ -94,17 +106,18 @@ def profile(
 
     parsed: RolloutBench | StepBench = TypeAdapter(BenchSettings).validate_json(settings)
     inputs: Any = json.loads(points)
-    if isinstance(parsed, RolloutBench):
-        from qerl.bench.rollout import bench_rollout
+    with lease(1):
+        if isinstance(parsed, RolloutBench):
+            from qerl.bench.rollout import bench_rollout
 
-        bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
-    else:
-        from qerl.bench.step import bench_step
+            bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
+        else:
+            from qerl.bench.step import bench_step
 
-        bench_step(bench, parsed, inputs, out)
+            bench_step(bench, parsed, inputs, out)
 
 
-Results = Annotated[list[Path], typer.Argument(help="Result files of the workflow.")]
+Results = Annotated[Path, typer.Argument(help="A file with the path of a stored result a line.")]
 
 
 @app.command()
@@ -112,7 +125,7 @@ def table(name: str, results: Results, out: Out) -> None:
     """Make one table from stored results."""
     from qerl.report.job import make_table
 
-    make_table(name, results, out)
+    make_table(name, _paths(results), out)
 
 
 @app.command()
@@ -120,4 +133,8 @@ def figure(name: str, results: Results, out: Out) -> None:
     """Make one figure from stored results."""
     from qerl.report.job import make_figure
 
-    make_figure(name, results, out)
+    make_figure(name, _paths(results), out)
+
+
+def _paths(results: Path) -> list[Path]:
+    return [Path(line) for line in results.read_text().splitlines()]

@@ -1,15 +1,18 @@
-"""A measurement: points timed in turn in one process, so that their ratios hold whatever else the machine does."""
+"""A measurement: points timed in one process."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qerl.measure import peak_memory_bytes, reset_peak_memory
 from qerl.progress import track
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -23,26 +26,42 @@ class Point:
     status: str = "ok"
 
 
-def run_points(points: Sequence[Point], repeats: int) -> list[Point]:
-    """Time every point `repeats` times, round by round, after a round that warms up and isn't kept.
+def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -> list[Point]:
+    """Time every point `repeats` times, after a time that warms up and isn't kept.
 
-    A point that runs out of memory stays in the list with that status.
+    `interleave`: all points in memory, round by round; otherwise one after another, each alone in memory. A point that
+    runs out of memory stays in the list with that status.
     """
-    measures = {id(point): point.make() for point in points}
+    for group in [list(points)] if interleave else [[point] for point in points]:
+        _run_together(group, repeats)
+        gc.collect()  # policies are cycles of modules
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return list(points)
+
+
+def _run_together(points: Sequence[Point], repeats: int) -> None:
+    measures = {id(point): _tried(point, point.make) for point in points}
     rounds = [(round_, point) for round_ in range(repeats + 1) for point in points]
     for round_, point in track(rounds, len(rounds), "measurements"):
-        if point.status == "ok":
-            _measure(point, measures[id(point)], round_)
-    return list(points)
+        measure = measures[id(point)]
+        if measure is not None and point.status == "ok":
+            _measure(point, measure, round_)
 
 
 def _measure(point: Point, measure: Callable[[int], dict[str, Any]], round_: int) -> None:
     reset_peak_memory()
-    try:
-        figures = measure(round_)
-    except (torch.cuda.OutOfMemoryError, MemoryError):
-        point.status = "out of memory"
+    figures = _tried(point, lambda: measure(round_))
+    if figures is None:
         return
     point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
     if round_ > 0:
         point.samples.append(figures)
+
+
+def _tried(point: Point, action: Callable[[], T]) -> T | None:
+    try:
+        return action()
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        point.status = "out of memory"
+        return None

@@ -54,7 +54,7 @@ def bench_rollout(name: str, settings: RolloutBench, checkpoints: dict[str, Path
         for r in settings.ranks
         for w in settings.weights
     ]
-    rows = [_row(point, settings) for point in run_points(points, settings.repeats)]
+    rows = [_row(point, settings) for point in run_points(points, settings.repeats, settings.interleave)]
     write_json(
         out,
         {"bench": name, "model": settings.model, "kind": "rollout", "points": rows, "provenance": stamp(settings.seed)},

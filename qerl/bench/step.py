@@ -26,20 +26,24 @@ def _measure(settings: RunSettings, checkpoint: Path, data: Path, work: Path) ->
 
 
 def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: Path) -> None:
-    """Time one step of each run in `rows` (arm, settings, checkpoint and data folders), in turn."""
+    """Time one step of each run in `rows` (id, arm, varied, settings, checkpoint and data folders), in turn."""
     with TemporaryDirectory() as work:
         points = []
         for row in rows:
             run = parse(RunSettings, row["settings"], f"arm {row['arm']}")
             label = {
                 "arm": row["arm"],
+                "varied": row["varied"],
                 "weights": run.weights,
                 "method": run.method,
                 "rank": run.adapter.rank if run.method == "lora" else 0,
+                "prompts": run.rollout.prompts,
+                "group_size": run.rollout.group_size,
+                "gradient_checkpointing": run.gradient_checkpointing,
             }
-            folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["arm"]
+            folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["id"]
             points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
-        measured = [_row(point) for point in run_points(points, settings.repeats)]
+        measured = [_row(point) for point in run_points(points, settings.repeats, settings.interleave)]
     models = {row["settings"]["model"] for row in rows}
     model = models.pop() if len(models) == 1 else ""
     write_json(out, {"bench": name, "model": model, "kind": "step", "points": measured, "provenance": stamp()})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qerl.config import ConfigError, PretrainSettings
+from qerl.config import ConfigError, LockedRepo, PretrainSettings
+from qerl.lock import MODEL_FILES, verify
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
 
@@ -20,23 +21,25 @@ def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target:
     write_json(target / "pretrain.json", {**outcome, "provenance": stamp(settings.seed)})
 
 
-def fetch_model(repo: str, revision: str, target: Path | None = None) -> Path:
+def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
     """Download a model of the hub to `target`, or to the hub's cache; return its folder.
 
-    Offline, the error names the command that would have fetched it.
+    Offline, the error names the command that would have fetched it; a file that isn't as in `locked` is an error.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
     try:
-        return Path(snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=patterns))
+        folder = Path(snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(MODEL_FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         command = f"hf download {repo} --revision {revision} --local-dir FOLDER"
         raise ConfigError(
             f"can't download {repo} ({type(error).__name__}): on a machine with network run `{command}`, "
             "then give that folder (in a workflow's configuration: a model with source: local)"
         ) from error
+    if locked is not None:
+        verify(locked, folder)
+    return folder
 
 
 def make_checkpoint(model: str, weights: str, source: Path, checkpoint: Path, report: Path) -> None:

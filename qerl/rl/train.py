@@ -28,10 +28,13 @@ METRICS = "metrics.jsonl"
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy that a run starts from."""
     if settings.method == "full":
-        return trained_in_full(checkpoint)
-    policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+        policy = trained_in_full(checkpoint)
+    else:
+        policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
+    if settings.gradient_checkpointing:  # it takes effect in training mode, that is in updates
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 
 

@@ -138,3 +138,23 @@ def test_the_installed_command_imports_from_the_working_directory(tmp_path):
     command = [sys.executable, str(tmp_path / "bin/qerl")]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "7"
+
+
+MINI = str(ROOT / "config/mini.yaml")
+
+
+def test_plan_is_a_table_for_people_and_rows_for_programs(call):
+    text = call("plan", MINI)
+    assert "main-nvfp4-lora-aqn-seed2" in text
+    assert "18 runs, 0 of them trained; 22 evaluations; 2 measurements" in text
+    rows = [json.loads(line) for line in call("plan", MINI, "--json").splitlines()]
+    table = call("plan", MINI, "--csv").splitlines()
+    assert len(rows) == len(table) - 1 == 18
+    assert table[0].split(",") == list(rows[0])
+    assert {(row["weights"], row["training"]) for row in rows} >= {("nvfp4", "lora+aqn"), ("bf16", "full")}
+
+
+def test_plan_takes_keys_as_the_workflow_does(call, folder):
+    (row, *_) = map(json.loads, call("plan", MINI, f"problems={folder / 'sums.jsonl'}", "--json").splitlines())
+    assert row["dataset"] == "sums"
+    assert call("where", MINI, f"problems={folder / 'sums.jsonl'}") == "results/mini-sums\n"

@@ -28,7 +28,7 @@ SETTINGS = {
     "adapter": {"rank": 4, "dropout": 0.1},
     "noise": {"schedule": "constant", "sigma_start": 0.05},
     "loss": {"name": "dapo", "kl": 0.05, "updates_per_rollout": 2, "correction": "token-truncate"},
-    # AdamW divides a gradient by its size: where that is near zero, the order of additions shows, by up to 1e-3 of this.
+    # AdamW divides a gradient by its size: where that is near zero, the order of additions shows.
     "optimizer": {"name": "adamw", "learning_rate": 1e-4},
     "micro_batch_tokens": 300,
     "checkpoint_every": 2,

@@ -332,3 +332,22 @@ def test_the_reference_is_the_untrained_base(checkpoints, tmp_path):
     with made.policy.reference():
         assert torch.equal(made.policy.lm(ids).logits, before)
     assert not torch.equal(made.policy.lm(ids).logits, before)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkpoints, tmp_path, method):
+    calls, trained = {}, {}
+    for again in (False, True):
+        run = trainer(checkpoints, tmp_path / str(again), weights="bf16", method=method, gradient_checkpointing=again)
+        block, calls[again] = run.policy.lm.model.layers[0], 0
+
+        def counted(*_, again=again):
+            if torch.is_grad_enabled():
+                calls[again] += 1
+
+        block.self_attn.register_forward_hook(counted)
+        run.step(1, 0)
+        trained[again] = {name: p.detach().clone() for name, p in run.policy.trainable()}
+    assert calls[True] == 2 * calls[False] > 0
+    for name, values in trained[False].items():
+        assert torch.allclose(values, trained[True][name], rtol=1e-5, atol=1e-6), name

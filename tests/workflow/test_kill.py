@@ -5,16 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from qerl.config import DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
 from tests.tiny import tiny_qwen2
+
+from .conftest import copy_tree
 
 pytestmark = [pytest.mark.slow]
 SETTINGS = {
@@ -95,3 +99,40 @@ def test_sigkill_leaves_a_run_that_continues_bit_for_bit(train, tmp_path, proces
     assert rewards[0] == rewards[1]
     assert len(rewards[0]) == 12
     assert not (tmp_path / "work-killed").exists()
+
+
+def trainings(folder: Path) -> list[int]:
+    """Process numbers of the training jobs that run in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+        if place == folder and command[1:5] == [b"-m", b"qerl", b"rule", b"train"]:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_the_workflow_tries_a_killed_training_again_from_its_checkpoint(tmp_path):
+    tree = copy_tree(tmp_path / "tree")
+    values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
+    values["experiments"]["main"]["base"] |= {"steps": 12, "checkpoint_every": 1}
+    (tree.folder / "long.yaml").write_text(yaml.safe_dump(values))
+    run = "main-nvfp4-lora-seed0"
+    before: list[str] = []
+
+    def kill_once():
+        work = tree.folder / "work/micro" / run
+        while not list(work.glob("*/step-*.pt")):
+            time.sleep(0.01)
+        for process in trainings(tree.folder.resolve()):
+            os.kill(process, signal.SIGKILL)
+        before.extend(next(work.glob("*/metrics.jsonl")).read_text().splitlines())
+
+    threading.Thread(target=kill_once, daemon=True).start()
+    tree.snakemake("--configfile", "long.yaml", "--", f"results/micro/train/{run}/run.json")
+    after = (tree.folder / f"results/micro/train/{run}/metrics.jsonl").read_text().splitlines()
+    assert len(after) == 12 > len(before) > 0
+    assert after[0] == before[0]  # with its seconds: the step was not done again

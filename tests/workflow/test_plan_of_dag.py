@@ -94,8 +94,17 @@ def test_a_base_without_chat_template_is_named_before_any_job(tree, tmp_path):
     assert "has no chat template" in said
 
 
-def test_the_gpu_profile_plans_the_same(tree):
-    assert MINI.items() <= tree.planned("--profile", "profiles/gpu").items()
+@pytest.mark.parametrize("profile", ["gpu", "node"])
+def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
+    assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()
+
+
+def test_profiles_name_rules_and_resources_that_exist(tree):
+    rules = {line.strip() for line in tree.snakemake("--list-rules").stdout.splitlines()}
+    for file in (tree.folder / "profiles").glob("*/config.yaml"):
+        for rule, resources in yaml.safe_load(file.read_text()).get("set-resources", {}).items():
+            assert rule in rules, file
+            assert set(resources) <= {"mem_mb", "runtime", "gpu"}
 
 
 def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):

@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))
 from snakemake.exceptions import WorkflowError
 
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.lock import check_pinned
 from qerl.plan import Plan, plan_from
 from qerl.provenance import code_version
 from qerl.report import printed
@@ -22,6 +23,14 @@ def read_plan(given: dict) -> Plan:
     """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
     try:
         return plan_from(given, default=ROOT / "config/mini.yaml")
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def refuse_branches() -> None:
+    """What comes from the hub must be pinned before any job starts; a dry run may come first."""
+    try:
+        check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
@@ -100,7 +109,9 @@ def pretrain_folders(wildcards) -> str:
 
 def hub_model(wildcards) -> str:
     model = PLAN.config.models[wildcards.model]
-    return f"{model.repo} {model.revision}"
+    lock = PLAN.config.lock
+    option = f" --lock {lock}" if lock and lock.is_file() else ""
+    return f"{model.repo} {model.revision}{option}"
 
 
 def checkpoint_names(wildcards) -> str:
@@ -169,8 +180,12 @@ def run_work_folder(wildcards) -> str:
 # --- evaluate
 
 
-def task_names() -> list[str]:
-    return sorted({task.dataset for task in PLAN.config.evaluation.tasks})
+def evaluation_settings(wildcards) -> str:
+    """The protocol, with the tasks of this policy only."""
+    asked = PLAN.evaluations[wildcards.evaluation].tasks
+    settings = PLAN.config.evaluation
+    tasks = [task for task in settings.tasks if task.dataset in asked]
+    return settings.model_copy(update={"tasks": tasks}).model_dump_json()
 
 
 def evaluation_row(wildcards) -> str:
@@ -211,7 +226,12 @@ def trained_option(wildcards) -> str:
 
 
 def evaluation_data(wildcards) -> list[str]:
-    return [file for name in task_names() for file in data_files(name)]
+    names = sorted(PLAN.evaluations[wildcards.evaluation].tasks)
+    return [file for name in names for file in data_files(name)]
+
+
+def evaluation_folders(wildcards) -> str:
+    return named_folders(sorted(PLAN.evaluations[wildcards.evaluation].tasks))
 
 
 # --- profile
@@ -222,8 +242,7 @@ def bench_checkpoints(bench) -> dict[str, str]:
     if isinstance(settings, RolloutBench):
         return {c.weights: checkpoint_folder(c) for c in PLAN.bench_checkpoints(bench)}
     return {
-        run.arm: checkpoint_folder(run.checkpoint)
-        for run in PLAN.step_bench_runs(bench)
+        run.id: checkpoint_folder(run.checkpoint) for run in PLAN.step_bench_runs(bench)
     }
 
 
@@ -245,9 +264,11 @@ def bench_points(wildcards) -> str:
         return json.dumps(folders)
     rows = [
         {
+            "id": run.id,
             "arm": run.arm,
+            "varied": {k: v for k, v in run.varied.items() if k != "seed"},
             "settings": run.settings.model_dump(mode="json"),
-            "checkpoint": folders[run.arm],
+            "checkpoint": folders[run.id],
             "data": f"{RESULTS}/data/{run.settings.dataset}",
         }
         for run in PLAN.step_bench_runs(wildcards.bench)

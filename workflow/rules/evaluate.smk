@@ -20,10 +20,10 @@ rule evaluate:
         runtime=720,
         gpu=1,
     params:
-        settings=PLAN.config.evaluation.model_dump_json(),
+        settings=evaluation_settings,
         row=evaluation_row,
         trained=trained_option,
-        data=named_folders(task_names()),
+        data=evaluation_folders,
         out=subpath(output.result, parent=True),
         code=code_version("qerl.evals.job"),
     shell:

@@ -57,10 +57,11 @@ rule fetch_model:
         "<logs>/fetch_model/{model}.log",
     wildcard_constraints:
         model=models_of(HubModel),
+    retries: 2
     localrule: True
     conda:
         "../../environment.yml"
     params:
         model=hub_model,
     shell:
-        "python -m qerl rule fetch {params.model} {output:q} > {log:q} 2>&1"
+        "python -m qerl rule fetch {params.model} --out {output:q} > {log:q} 2>&1"

@@ -1,10 +1,21 @@
 # Tables and figures are pure functions of the stored results; those beside the paper's read its printed numbers too.
 
 
+rule list_results:
+    output:
+        "<results>/results.txt",
+    localrule: True
+    params:
+        paths=stored_results(),
+    run:
+        Path(output[0]).write_text("\n".join(params.paths) + "\n")
+
+
 rule tables:
     input:
         stored_results(),
         printed_numbers,
+        names="<results>/results.txt",
     output:
         csv=report(
             "<results>/tables/{table}.csv",
@@ -25,13 +36,14 @@ rule tables:
         code=code_version("qerl.report.job"),
         out=subpath(output[0], parent=True),
     shell:
-        "python -m qerl rule table {wildcards.table} --out {params.out:q} {input:q} > {log:q} 2>&1"
+        "python -m qerl rule table {wildcards.table} --out {params.out:q} {input.names:q} > {log:q} 2>&1"
 
 
 rule figures:
     input:
         stored_results(),
         printed_numbers,
+        names="<results>/results.txt",
     output:
         png=report(
             "<results>/figures/{figure}.png",
@@ -51,4 +63,4 @@ rule figures:
         code=code_version("qerl.report.job"),
         out=subpath(output[0], parent=True),
     shell:
-        "python -m qerl rule figure {wildcards.figure} --out {params.out:q} {input:q} > {log:q} 2>&1"
+        "python -m qerl rule figure {wildcards.figure} --out {params.out:q} {input.names:q} > {log:q} 2>&1"

@@ -13,7 +13,7 @@ rule train:
         "<logs>/train/{run}.log",
     benchmark:
         "<benchmarks>/train/{run}.tsv"
-    retries: 1
+    retries: 2
     conda:
         "../../environment.yml"
     threads: run_processes

@@ -1,0 +1,110 @@
+"""GPUs of this node for one process: jobs of several workflows on it never share one by accident.
+
+A lease is an flock on a file a GPU. The kernel drops it when the process ends, however it ends. The GPUs are found
+without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from qerl.config import ConfigError
+from qerl.progress import log
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LISTED = re.compile(r"^GPU (\d+): .*\(UUID: ([\w-]+)\)$", re.MULTILINE)
+_POLL_SECONDS = 1.0
+
+
+def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The GPUs that this process may use: from their name in CUDA_VISIBLE_DEVICES to their UUID; empty without any.
+
+    Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
+    """
+    found = dict(_LISTED.findall(_nvidia_smi()))
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return found
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return {name: found.get(name, name) for name in names} if found else {}
+
+
+def _nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+
+
+def lock_folder() -> Path:
+    """One folder a node, for all its users."""
+    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    return folder
+
+
+@contextmanager
+def lease(count: int) -> Iterator[list[str]]:
+    """Wait until `count` GPUs are free, keep them for the length of the block, and show no others to CUDA.
+
+    Yields their names. Without GPUs there is nothing to share: an empty list, at once. Raises `ConfigError` if there
+    are fewer GPUs than asked for.
+    """
+    there = devices()
+    if there and count > len(there):
+        raise ConfigError(f"{count} GPUs are needed, {len(there)} are visible here; lower `processes`")
+    if not there or count == 0:
+        yield []
+        return
+    with ExitStack() as held:
+        names = _wait(there, count, held)
+        before = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = ",".join(names)
+        try:
+            yield names
+        finally:
+            if before is None:
+                del os.environ[VISIBLE]
+            else:
+                os.environ[VISIBLE] = before
+
+
+def _wait(there: Mapping[str, str], count: int, held: ExitStack) -> list[str]:
+    """Names of `count` GPUs whose locks are now in `held`: all at once or none, so that two waiting can't block."""
+    told = False
+    while True:
+        with ExitStack() as tried:
+            free = (name for name, uuid in there.items() if _lock(uuid, tried))
+            names = list(itertools.islice(free, count))
+            if len(names) == count:
+                held.push(tried.pop_all())
+                return names
+        if not told:
+            log.info("waiting for %d free of the GPUs %s", count, ", ".join(there))
+            told = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _lock(uuid: str, held: ExitStack) -> bool:
+    path = lock_folder() / f"{uuid}.lock"
+    if not path.exists():  # where others may write, kernels refuse O_CREAT on a file that is another user's
+        path.touch()
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return False
+    held.callback(os.close, file)
+    return True

@@ -1,0 +1,127 @@
+"""GPU leases between real processes, with a made-up `nvidia-smi`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl.config import ConfigError
+from qerl.lease import devices, lease
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import os, sys, time
+from qerl.lease import lease
+with lease(int(sys.argv[1])) as names:
+    assert "torch" not in sys.modules
+    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ",".join(names)
+    print(",".join(names), flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A node with as many GPUs as asked for, and a lock folder of its own."""
+
+    def make(count: int) -> None:
+        lines = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i:04x}-abcd)\n" for i in range(count))
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+        script.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return make
+
+
+@pytest.fixture
+def hold():
+    """Start a process that holds GPUs; `.held()` waits for them."""
+    started = []
+
+    def start(count: int, seconds: float = 60, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(count), str(seconds)]
+        environment = {**os.environ, **environment}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def held(process: subprocess.Popen) -> set[str]:
+    return set(process.stdout.readline().strip().split(","))
+
+
+def test_two_processes_never_hold_the_same_gpu(node, hold):
+    node(3)
+    first, second = hold(1), hold(2)
+    assert held(first) | held(second) == {"0", "1", "2"}
+
+
+def test_a_third_waits_until_one_is_killed(node, hold):
+    node(2)
+    holders = [hold(1), hold(1)]
+    names = [held(process) for process in holders]
+    waiting = hold(1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=3)
+    holders[1].send_signal(signal.SIGKILL)
+    assert held(waiting) == names[1]
+    assert holders[0].poll() is None
+
+
+def test_many_at_once_are_served_one_after_another(node, hold):
+    node(2)
+    processes = [hold(2, seconds=0.2) for _ in range(4)]
+    assert [held(process) for process in processes] == [{"0", "1"}] * 4
+
+
+def test_the_users_choice_of_gpus_is_kept(node, hold):
+    node(4)
+    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,1")) == {"3", "1"}
+    assert held(hold(2)) == {"0", "2"}
+
+
+def test_the_same_gpu_under_two_names_is_one(node, hold):
+    node(1)
+    assert held(hold(1, seconds=2, CUDA_VISIBLE_DEVICES="GPU-0000-abcd")) == {"GPU-0000-abcd"}
+    start = time.monotonic()
+    assert held(hold(1)) == {"0"}
+    assert time.monotonic() - start > 1
+
+
+def test_no_gpu_no_lease(node):
+    node(0)
+    with lease(4) as names:
+        assert names == []
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    node(2)
+    assert devices({"CUDA_VISIBLE_DEVICES": ""}) == {}
+
+
+def test_more_than_there_are_is_an_error(node):
+    node(2)
+    with pytest.raises(ConfigError, match="3 GPUs are needed, 2 are visible"), lease(3):
+        pass
+
+
+def test_the_variable_is_as_before_afterwards(node, monkeypatch):
+    node(2)
+    with lease(1) as names:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(names)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    with lease(1):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

@@ -1,0 +1,128 @@
+"""The paper's grid: its plan is exact and quick, and its miniature runs to the end."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from qerl.config import Config, parse, read_yaml
+from qerl.plan import plan
+from tests.small import small, write_small
+
+from .conftest import ROOT, copy_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PAPER = ROOT / "config/paper.yaml"
+#: One experiment of each kind, with one arm; `make paper-small` runs the whole.
+EXPERIMENTS = {"gsm8k-3b": "nvfp4-lora-aqn", "bigmath-32b": "bf16-lora", "steps-3b": "nvfp4-lora"}
+BENCHES = ("rollout-3b-1", "step-3b")
+
+
+def outputs(said: str) -> set[str]:
+    """All files that a dry run would make."""
+    lines = re.findall(r"^    output: (.*)$", said, re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
+
+
+def expected(plan_, results: str) -> set[str]:
+    """One file for each row of each sheet."""
+    return {
+        *(f"{results}/train/{name}/run.json" for name in plan_.runs),
+        *(f"{results}/evaluate/{name}/result.json" for name in plan_.evaluations),
+        *(f"{results}/quantize/{name}/report.json" for name in plan_.checkpoints),
+        *(f"{results}/profile/{name}.json" for name in plan_.config.benches),
+        *(f"{results}/tables/{name}.csv" for name in plan_.tables),
+        *(f"{results}/figures/{name}.png" for name in plan_.figures),
+    }
+
+
+def rows(files: set[str]) -> set[str]:
+    kinds = r"(train/[^/]+/run|evaluate/[^/]+/result|quantize/[^/]+/report|profile/[^/]+)\.json$|\.(csv|png)$"
+    return {file for file in files if re.search(kinds, file)}
+
+
+@pytest.mark.parametrize("protocol", ["paper", "upstream-scripts"])
+def test_a_dry_run_lists_exactly_the_planned_runs(tree, protocol):
+    plan_ = plan(parse(Config, {**read_yaml(PAPER), "protocol": protocol}, "paper"))
+    run = tree.snakemake("-n", "--configfile", "config/paper.yaml", "--config", f"protocol={protocol}")
+    assert rows(outputs(run.stdout + run.stderr)) == expected(plan_, plan_.folder)
+    assert plan_.folder == ("results/paper" if protocol == "paper" else "results/paper-upstream-scripts")
+
+
+def test_a_real_run_does_not_start_with_a_branch_of_the_hub(tree):
+    run = tree.snakemake("--configfile", "config/paper.yaml", check=False)
+    assert run.returncode != 0
+    said = run.stdout + run.stderr
+    assert re.search(r"run `qerl lock \S*config/paper.yaml`", said)
+    assert "Traceback" not in said
+    assert not (tree.folder / "results/paper").exists()
+
+
+def cost(tree, file: str) -> tuple[float, float]:
+    """Wall seconds and GB of the largest process of a dry run."""
+    start = time.perf_counter()
+    code = (
+        "import resource, subprocess, sys;"
+        "subprocess.run(sys.argv[1:], check=True, capture_output=True);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    snakemake = [sys.executable, "-m", "snakemake", "--cores", "2", "-n", "--quiet", "--configfile", file]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *snakemake], cwd=tree.folder, capture_output=True, text=True, check=True
+    )
+    return time.perf_counter() - start, int(run.stdout) * 1024 / 1e9
+
+
+def test_the_papers_grid_is_planned_in_20_seconds_and_a_gigabyte(tree):
+    seconds, gigabytes = cost(tree, "config/paper.yaml")
+    assert seconds < 20
+    assert gigabytes < 1
+
+
+def test_a_thousand_runs_are_planned_in_a_minute(tree, tmp_path):
+    values = read_yaml(tree.folder / "config/mini.yaml")
+    grid = {"adapter.rank": list(range(1, 21)), "optimizer.learning_rate": [1e-6, 1e-5], "seed": list(range(25))}
+    values["experiments"] = {"big": {"base": values["experiments"]["main"]["base"], "grid": grid}}
+    values["benches"] = {}
+    (tmp_path / "thousand.yaml").write_text(yaml.safe_dump(values))
+    assert len(plan(parse(Config, values, "thousand")).runs) == 1000
+    seconds, _ = cost(tree, str(tmp_path / "thousand.yaml"))
+    assert seconds < 60
+
+
+def subset(values: dict) -> dict:
+    experiments = {
+        name: values["experiments"][name] | {"arms": {arm: values["experiments"][name]["arms"][arm]}}
+        for name, arm in EXPERIMENTS.items()
+    }
+    benches = {name: values["benches"][name] for name in BENCHES}
+    benches["rollout-3b-1"] = benches["rollout-3b-1"] | {"weights": ["bf16", "nvfp4"], "ranks": [16]}
+    return values | {"experiments": experiments, "benches": benches}
+
+
+def test_the_miniature_has_the_same_rows_as_the_paper_but_for_the_seeds(tmp_path):
+    paper = plan(parse(Config, read_yaml(PAPER), "paper"))
+    tiny = plan(parse(Config, read_yaml(write_small(PAPER, tmp_path)), "small"))
+    assert tiny.runs.keys() == {name for name in paper.runs if name.endswith("-seed0")}
+    assert tiny.timed.keys() == paper.timed.keys()
+    assert tiny.checkpoints.keys() == paper.checkpoints.keys()
+    assert (tiny.tables, tiny.figures) == (paper.tables, paper.figures)
+    assert {e.id: e.tasks for e in tiny.evaluations.values()}.items() <= {
+        e.id: e.tasks for e in paper.evaluations.values()
+    }.items()
+    for name, run in tiny.runs.items():
+        same = {"model", "dataset", "weights", "method", "adapter", "noise", "loss", "optimizer", "reward"}
+        assert run.settings.model_dump(include=same) == paper.runs[name].settings.model_dump(include=same)
+
+
+def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path):
+    values = subset(small(read_yaml(PAPER), tmp_path / "data"))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values))
+    tree = copy_tree(tmp_path / "tree")
+    tree.snakemake("--configfile", str(tmp_path / "small.yaml"))
+    plan_ = plan(parse(Config, values, "small"))
+    for file in expected(plan_, plan_.folder):
+        assert (tree.folder / file).is_file(), file
