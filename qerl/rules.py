@@ -12,6 +12,7 @@ from qerl.config import (
     BenchSettings,
     DatasetSettings,
     EvaluationSettings,
+    HubData,
     PretrainSettings,
     RolloutBench,
     StepBench,
@@ -23,6 +24,7 @@ app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
 
 SettingsJson = Annotated[str, typer.Option("--settings", help="Settings as JSON.")]
 Out = Annotated[Path, typer.Option("--out", help="Where results go.")]
+Locked = Annotated[Path | None, typer.Option("--lock", help="Compare the files with this lock file.")]
 Named = Annotated[list[str], typer.Option("--data", help="NAME=FOLDER of a prepared data set.")]
 
 
@@ -31,11 +33,14 @@ def _pairs(values: list[str]) -> dict[str, Path]:
 
 
 @app.command()
-def data(settings: SettingsJson, out: Out) -> None:
+def data(settings: SettingsJson, out: Out, lock: Locked = None) -> None:
     """Prepare a data set: generated, from a local file or from the hub."""
     from qerl.data.sources import prepare
+    from qerl.lock import key_of, read_lock
 
-    prepare(parse(DatasetSettings, json.loads(settings), "data set"), out)
+    parsed = parse(DatasetSettings, json.loads(settings), "data set")
+    entry = read_lock(lock).get(key_of(parsed.origin)) if isinstance(parsed.origin, HubData) else None
+    prepare(parsed, out, {"revision": entry.revision, "files": entry.files} if entry else None)
 
 
 @app.command()
@@ -48,12 +53,7 @@ def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
 
 
 @app.command()
-def fetch(
-    repo: str,
-    revision: str,
-    out: Out,
-    lock: Annotated[Path | None, typer.Option(help="Compare the files with this lock file.")] = None,
-) -> None:
+def fetch(repo: str, revision: str, out: Out, lock: Locked = None) -> None:
     """Download a model of the hub at a pinned revision."""
     from qerl.lock import read_lock
     from qerl.models.base import fetch_model

@@ -79,6 +79,12 @@ def code_with(module: str, function: str | None) -> str:
 # --- prepare, quantize
 
 
+def lock_option(*_) -> str:
+    """`--lock FILE`, where there is a lock file."""
+    lock = PLAN.config.lock
+    return f"--lock {lock}" if lock and lock.is_file() else ""
+
+
 def dataset_settings(wildcards) -> str:
     return PLAN.config.datasets[wildcards.dataset].model_dump_json()
 
@@ -86,7 +92,8 @@ def dataset_settings(wildcards) -> str:
 def dataset_source(wildcards) -> list[str]:
     """The user's own file or folder, so that a change there is seen."""
     origin = PLAN.config.datasets[wildcards.dataset].origin
-    return [str(origin.path)] if origin.source == "local" else []
+    place = {"local": "path", "hub": "folder"}.get(origin.source, "")
+    return [str(source)] if (source := getattr(origin, place, None)) else []
 
 
 def dataset_code(wildcards) -> str:
@@ -109,9 +116,7 @@ def pretrain_folders(wildcards) -> str:
 
 def hub_model(wildcards) -> str:
     model = PLAN.config.models[wildcards.model]
-    lock = PLAN.config.lock
-    option = f" --lock {lock}" if lock and lock.is_file() else ""
-    return f"{model.repo} {model.revision}{option}"
+    return f"{model.repo} {model.revision} {lock_option()}"
 
 
 def checkpoint_names(wildcards) -> str:

@@ -18,10 +18,12 @@ rule prepare_data:
         runtime=30,
     params:
         settings=dataset_settings,
+        lock=lock_option,
         out=subpath(output.meta, parent=True),
         code=dataset_code,
     shell:
-        "python -m qerl rule data --settings {params.settings:q} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule data --settings {params.settings:q} --out {params.out:q} {params.lock}"
+        " > {log:q} 2>&1"
 
 
 rule pretrain:
