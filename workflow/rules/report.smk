@@ -4,6 +4,8 @@
 rule list_results:
     output:
         "<results>/results.txt",
+    log:
+        "<logs>/list_results.log",
     localrule: True
     params:
         paths=stored_results(),
