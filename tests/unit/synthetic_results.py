@@ -16,6 +16,7 @@ PROVENANCE = {
     "seed": 0,
     "time": "2026-01-01T00:00:00Z",
 }
+SAMPLER = "native, PyTorch on bfloat16"
 ARMS = {
     "bf16-full": ("bf16", "full", "off"),
     "bf16-lora": ("bf16", "lora", "off"),
@@ -57,6 +58,7 @@ def write_run(
         "peak_memory_bytes": 5e8,
         "trainable_parameters": 1000,
         "weight_bytes": 4e6,
+        "sampler": SAMPLER,
         "rollout_tokens_per_second": 900.0,
         "update_tokens_per_second": 1800.0,
         "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2},
@@ -142,7 +144,8 @@ def write_evaluation(
             for repeat in range(answers.shape[1])
         ]
     result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
-    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "provenance": PROVENANCE}
+    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "sampler": SAMPLER}
+    result |= {"provenance": PROVENANCE}
     path = write_json(root / "evaluate" / name / "result.json", result)
     write_lines(path.parent / "samples.jsonl", rows)
     return path
@@ -172,7 +175,7 @@ def rollout_point(weights: str, rank: int, samples: list[float], status: str = "
         "samples": samples,
         "peak_memory_bytes": 2e9,
         "weight_bytes": 1e6 if samples else None,
-        "sampler": "native, PyTorch on bfloat16" if samples else None,
+        "sampler": SAMPLER if samples else None,
         "status": status,
     }
 
