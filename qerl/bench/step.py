@@ -32,6 +32,7 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
         for row in rows:
             run = parse(RunSettings, row["settings"], f"arm {row['arm']}")
             label = {
+                "model": run.model,
                 "arm": row["arm"],
                 "varied": row["varied"],
                 "weights": run.weights,
@@ -44,9 +45,7 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
             folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["id"]
             points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
         measured = [_row(point) for point in run_points(points, settings.repeats, settings.interleave)]
-    models = {row["settings"]["model"] for row in rows}
-    model = models.pop() if len(models) == 1 else ""
-    write_json(out, {"bench": name, "model": model, "kind": "step", "points": measured, "provenance": stamp()})
+    write_json(out, {"bench": name, "kind": "step", "points": measured, "provenance": stamp()})
 
 
 def _row(point: Point) -> dict[str, Any]:

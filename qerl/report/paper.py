@@ -25,7 +25,7 @@ from qerl.report.intervals import (
 from qerl.report.printed import MODELS, Asked, Cell
 from qerl.report.results import KEY, ResultError
 from qerl.report.shapes import OK, Run
-from qerl.report.tables import NOT_RUN, scores_by_arm
+from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
 
 #: The data sets of the paper's average (Table 2).
 AVERAGED = ("math500", "aime24", "aime25", "amc23")
@@ -153,30 +153,19 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
 
 
 def steps(points: pd.DataFrame) -> Iterator[Result]:
-    """Seconds of a GRPO step, and the speed-up over BF16 LoRA of the same bench, completions and checkpointing."""
+    """Seconds of a GRPO step, and the speed-up over BF16 LoRA (`qerl.report.tables.step_base`)."""
     rows = points.to_dict("records")
     for point in rows:
-        same = ("bench", "model", "sequences", "gradient_checkpointing")
-        peers = [row for row in rows if all(_equal(row[key], point[key]) for key in same)]
-        bases = [row for row in peers if (row["weights"], row["method"]) == ("bf16", "lora")]
-        base = next((row for row in bases if row["rank"] == point["rank"]), next(iter(bases), None))
-        setting = {"bs": point["sequences"], "gc": {True: "on", False: "off"}.get(point["gradient_checkpointing"])}
         told = {
             "model": point["model"],
             "weights": point["weights"],
             "method": point["method"],
             "rank": point["rank"],
-            "setting": {
-                key: f"{value:g}" if key == "bs" else value for key, value in setting.items() if pd.notna(value)
-            },
+            "setting": {"bs": str(point["sequences"]), "gc": "on" if point["gradient_checkpointing"] else "off"},
             "source": f"{point['bench']}/{point['arm']}",
         }
         yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **told)
-        yield _quotient("step_speedup", point, base, "BF16 LoRA", told, of_seconds=True)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one == other or (pd.isna(one) and pd.isna(other))
+        yield _quotient("step_speedup", point, step_base(point, rows), "BF16 LoRA", told, of_seconds=True)
 
 
 def _quotient(

@@ -125,7 +125,7 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
     rows: list[dict[str, Any]] = []
     for path in paths:
         bench = _read(RolloutBenchResult, path) if kind == "rollout" else _read(StepBenchResult, path)
-        identity = {"bench": bench.bench, "model": bench.model, **bench.provenance.columns}
+        identity = bench.model_dump(exclude={"kind", "points", "provenance"}) | bench.provenance.columns
         rows += [identity | point.model_dump() for point in bench.points]
     return pd.DataFrame(rows)
 

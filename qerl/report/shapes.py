@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from qerl.config import Harness, RunSettings, WeightFormat
 
@@ -140,19 +140,24 @@ class RolloutPoint(Point):
 class StepPoint(Point):
     """One GRPO step of an arm, samples in seconds."""
 
+    model: str
     arm: str
     method: Literal["full", "lora"]
-    sequences: int | None = None
-    """Completions a step."""
-    gradient_checkpointing: bool | None = None
+    prompts: int
+    group_size: int
+    gradient_checkpointing: bool
     rollout_seconds: list[float] = []
     update_seconds: list[float] = []
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def sequences(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.group_size
 
 
 class _Bench(Stored):
     bench: str
-    #: Empty for a bench over an experiment of several models.
-    model: str = ""
     provenance: Provenance
 
 
@@ -160,11 +165,12 @@ class RolloutBenchResult(_Bench):
     """profile/<bench>.json of kind rollout."""
 
     kind: Literal["rollout"]
+    model: str
     points: list[RolloutPoint] = Field(min_length=1)
 
 
 class StepBenchResult(_Bench):
-    """profile/<bench>.json of kind step."""
+    """profile/<bench>.json of kind step; its points may be of several models."""
 
     kind: Literal["step"]
     points: list[StepPoint] = Field(min_length=1)

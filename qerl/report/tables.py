@@ -30,6 +30,8 @@ _CELL = [
     "note",
 ]
 _SETTING = ["bench", "model", "sequences", "completion_tokens"]
+#: What two steps must share for their times to be compared.
+_STEP_SETTING = ["bench", "model", "prompts", "group_size", "gradient_checkpointing"]
 
 
 # --- accuracy (paper Table 1 and 2) ----------------------------------------------------------------------------------
@@ -147,18 +149,25 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_speed(points: pd.DataFrame, reports: pd.DataFrame) -> pd.DataFrame:
-    """The paper's Table 3: size, error, seconds a GRPO step, speed-up over BF16 LoRA of the same bench, peak memory.
+    """The paper's Table 3: size, error, seconds a GRPO step, speed-up over BF16 LoRA (`step_base`), peak memory.
 
-    reports: from `load_quantization`; `relative_error` is the mean over the types of layers. The BF16 LoRA to compare
-    with is the bench's first such point, of the same rank where there is one; `speedup_base` names it.
+    reports: from `load_quantization`; `relative_error` is the mean over the types of layers. `speedup_base` names the
+    arm that a point is compared with.
     """
-    return pd.DataFrame(
-        [
-            _step_row(point, group.to_dict("records"), reports)
-            for _, group in points.groupby(["bench", "model"], sort=False)
-            for point in group.to_dict("records")
-        ]
-    )
+    rows = points.to_dict("records")
+    return pd.DataFrame([_step_row(point, step_base(point, rows), reports) for point in rows])
+
+
+def step_base(point: dict[Any, Any], points: Sequence[dict[Any, Any]]) -> dict[Any, Any] | None:
+    """The BF16 LoRA that a step is compared with; none where there is none to compare with. It may have failed.
+
+    It is of the same bench, model, prompts, group size and gradient checkpointing, and of the same rank where there is
+    such a one.
+    """
+    keys = [*_STEP_SETTING, "weights", "method"]
+    wanted = point | {"weights": "bf16", "method": "lora"}
+    bases = [other for other in points if all(other[key] == wanted[key] for key in keys)]
+    return next((base for base in bases if base["rank"] == point["rank"]), next(iter(bases), None))
 
 
 def quantization(reports: pd.DataFrame) -> pd.DataFrame:
@@ -168,20 +177,17 @@ def quantization(reports: pd.DataFrame) -> pd.DataFrame:
     return _sorted(reports[[*first, *errors]], ["model", "weights"])
 
 
-def _step_row(point: dict[Any, Any], bench: list[dict[Any, Any]], reports: pd.DataFrame) -> dict[str, Any]:
-    bases = [other for other in bench if (other["weights"], other["method"], other["status"]) == ("bf16", "lora", OK)]
-    base = next((other for other in bases if other["rank"] == point["rank"]), bases[0] if bases else None)
-    speedup = _ratio(base, point) if base else np.nan
+def _step_row(point: dict[Any, Any], base: dict[Any, Any] | None, reports: pd.DataFrame) -> dict[str, Any]:
     medians = {part: _quartiles(part, point[part])[part] for part in ("rollout_seconds", "update_seconds")}
     quantized = _quantized(point, reports)
     note = quantized.pop("note")
     return {
-        **{column: point[column] for column in ("bench", "model", "arm", "method", "weights", "rank", "weight_bytes")},
+        **{column: point[column] for column in (*_STEP_SETTING, "arm", "method", "weights", "rank", "weight_bytes")},
         **quantized,
         **_quartiles("step_seconds", point["samples"]),
         **medians,
-        "speedup": speedup,
-        "speedup_base": base["arm"] if base else "no BF16 LoRA",
+        "speedup": _ratio(base, point),
+        "speedup_base": _base_name(base),
         "repeats": len(point["samples"]),
         "peak_memory_bytes": point["peak_memory_bytes"],
         "status": point["status"],
@@ -189,12 +195,17 @@ def _step_row(point: dict[Any, Any], bench: list[dict[Any, Any]], reports: pd.Da
     }
 
 
+def _base_name(base: dict[Any, Any] | None) -> str:
+    if base is None:
+        return "no BF16 LoRA"
+    return base["arm"] + ("" if base["status"] == OK else f" ({base['status']})")
+
+
 def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
-    """Bits and error of a point's weights; a bench that names no model takes the only quantized one."""
-    model = point["model"] or (reports["model"].iloc[0] if reports["model"].nunique() == 1 else "")
-    found = reports[(reports["model"] == model) & (reports["weights"] == point["weights"])]
+    """Bits and error of a point's weights."""
+    found = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
     if found.empty:
-        reason = "" if point["weights"] == "bf16" else f"no quantization report of {model or 'the model'}"
+        reason = "" if point["weights"] == "bf16" else f"no quantization report of {point['model']}"
         return {"bits_per_weight": np.nan, "relative_error": np.nan, "note": reason}
     error = found.filter(like="/relative_error").iloc[0].mean()
     return {"bits_per_weight": found["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}

@@ -16,6 +16,7 @@ PROVENANCE = {
     "seed": 0,
     "time": "2026-01-01T00:00:00Z",
 }
+SAMPLER = "native, PyTorch on bfloat16"
 ARMS = {
     "bf16-full": ("bf16", "full", "off"),
     "bf16-lora": ("bf16", "lora", "off"),
@@ -57,6 +58,7 @@ def write_run(
         "peak_memory_bytes": 5e8,
         "trainable_parameters": 1000,
         "weight_bytes": 4e6,
+        "sampler": SAMPLER,
         "rollout_tokens_per_second": 900.0,
         "update_tokens_per_second": 1800.0,
         "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2},
@@ -142,7 +144,8 @@ def write_evaluation(
             for repeat in range(answers.shape[1])
         ]
     result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
-    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "provenance": PROVENANCE}
+    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "sampler": SAMPLER}
+    result |= {"provenance": PROVENANCE}
     path = write_json(root / "evaluate" / name / "result.json", result)
     write_lines(path.parent / "samples.jsonl", rows)
     return path
@@ -167,10 +170,12 @@ def rollout_point(weights: str, rank: int, samples: list[float], status: str = "
         "weights": weights,
         "rank": rank,
         "sequences": sequences,
+        "prompt_tokens": 32,
         "completion_tokens": 64,
         "samples": samples,
         "peak_memory_bytes": 2e9,
-        "weight_bytes": 1e6,
+        "weight_bytes": 1e6 if samples else None,
+        "sampler": SAMPLER if samples else None,
         "status": status,
     }
 
@@ -178,10 +183,15 @@ def rollout_point(weights: str, rank: int, samples: list[float], status: str = "
 def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 32, **further) -> dict:
     weights, method, _ = ARMS[arm]
     return {
+        "model": "mini",
         "arm": arm,
+        "varied": {"seed": 0},
         "weights": weights,
         "method": method,
         "rank": rank,
+        "prompts": 1,
+        "group_size": 8,
+        "gradient_checkpointing": False,
         "samples": samples,
         "rollout_seconds": [0.75 * value for value in samples],
         "update_seconds": [0.25 * value for value in samples],
@@ -192,8 +202,10 @@ def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 3
     }
 
 
-def write_bench(root: Path, name: str, kind: str, points: list[dict], model: str = "") -> Path:
-    result = {"bench": name, "model": model, "kind": kind, "points": points, "provenance": PROVENANCE}
+def write_bench(root: Path, name: str, kind: str, points: list[dict], model: str = "mini") -> Path:
+    """One measurement; `model` is that of rollouts, each point of steps has its own."""
+    result = {"bench": name, "kind": kind, "points": points, "provenance": PROVENANCE}
+    result |= {"model": model} if kind == "rollout" else {}
     return write_json(root / "profile" / f"{name}.json", result)
 
 
@@ -278,17 +290,19 @@ def _paper_benches(root: Path, model: str) -> list[Path]:
         for rank in (16, 32, 64)
     ]
     steps = [
-        step_point(arm, [n * (3 - number) * f for f in (0.98, 1.0, 1.03)], sequences=n, gradient_checkpointing=gc)
+        step_point(
+            arm, [n * (3 - number) * f for f in (0.98, 1.0, 1.03)], model=model, group_size=n, gradient_checkpointing=gc
+        )
         for number, arm in enumerate(("bf16-lora", "nvfp4-lora"))
         for n in (2, 8)
         for gc in (True, False)
         if (n, gc) != (8, False)
     ]
     steps += [
-        step_point("bf16-lora", [], "out of memory", sequences=8, gradient_checkpointing=False),
-        step_point("nvfp4-lora", [9.0], sequences=8, gradient_checkpointing=False),
+        step_point("bf16-lora", [], "out of memory", model=model),
+        step_point("nvfp4-lora", [9.0], model=model),
     ]
     return [
         write_bench(root, f"rollout-{model}", "rollout", points, model),
-        write_bench(root, f"step-{model}", "step", steps, model),
+        write_bench(root, f"step-{model}", "step", steps),
     ]

@@ -156,13 +156,12 @@ def test_interval_of_a_ratio_is_that_of_all_resamples():
 
 def test_speeds_are_compared_as_ratios_only(tmp_path):
     rates = [rollout_point("bf16", 16, [100, 110, 90], sequences=2), rollout_point("nvfp4", 16, [150], sequences=2)]
-    at = {"sequences": 2, "gradient_checkpointing": False}
+    at = {"model": MODEL, "group_size": 2}
     steps = [step_point("bf16-lora", [3.0, 2.0, 2.5], **at), step_point("nvfp4-lora", [2.0, 1.0, 1.5], **at)]
-    steps += [step_point("bf16-lora", [], "out of memory", sequences=8, gradient_checkpointing=False)]
-    steps += [step_point("nvfp4-lora", [9.0], sequences=8, gradient_checkpointing=False)]
+    steps += [step_point("bf16-lora", [], "out of memory", model=MODEL), step_point("nvfp4-lora", [9.0], model=MODEL)]
     paths = [
         write_bench(tmp_path, "r", "rollout", rates, MODEL),
-        write_bench(tmp_path, "s", "step", steps, MODEL),
+        write_bench(tmp_path, "s", "step", steps),
         write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, MODEL),
     ]
     frame = beside("table6", paths)

@@ -137,6 +137,32 @@ def test_memory_and_speed_by_hand(tmp_path):
     assert failed["note"] == "no quantization report of mini"
 
 
+@pytest.mark.parametrize(
+    "other", [{"model": "else"}, {"prompts": 2}, {"group_size": 4}, {"gradient_checkpointing": True}]
+)
+def test_steps_of_different_settings_are_not_compared(tmp_path, other):
+    steps = [
+        step_point("bf16-lora", [8.0]),
+        step_point("nvfp4-lora", [1.0], **other),
+        step_point("nvfp4-lora", [4.0]),
+    ]
+    alone = write_bench(tmp_path, "alone", "step", steps)
+    both = write_bench(tmp_path, "both", "step", [*steps, step_point("bf16-lora", [3.0], **other)])
+    points = results.load_benches([alone, both], "step")
+    table = tables.memory_speed(points, results.load_quantization([])).set_index("bench")
+    assert table.loc["alone", "speedup"].tolist() == pytest.approx([1, np.nan, 2], nan_ok=True)
+    assert table.loc["alone", "speedup_base"].tolist() == ["bf16-lora", "no BF16 LoRA", "bf16-lora"]
+    assert table.loc["both", "speedup"].tolist() == [1, 3, 2, 1]
+
+
+def test_a_speed_up_over_bf16_lora_that_failed_says_so(tmp_path):
+    steps = [step_point("bf16-lora", [], "out of memory"), step_point("nvfp4-lora", [1.0])]
+    bench = write_bench(tmp_path, "step", "step", steps)
+    row = tables.memory_speed(results.load_benches([bench], "step"), results.load_quantization([])).iloc[1]
+    assert np.isnan(row["speedup"])
+    assert row["speedup_base"] == "bf16-lora (out of memory)"
+
+
 def test_speed_up_needs_bf16_lora_in_the_same_bench(tmp_path):
     bench = write_bench(tmp_path, "step", "step", [step_point("nvfp4-lora", [1.0])])
     table = tables.memory_speed(results.load_benches([bench], "step"), results.load_quantization([]))
