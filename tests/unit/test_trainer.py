@@ -186,7 +186,7 @@ def test_the_reward_rises(checkpoints, tmp_path, monkeypatch, changes):
     parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
     optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
-    settings = {"weights": "nvfp4", "steps": 20, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
+    settings = {"weights": "nvfp4", "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
     rewards = [row["reward"] for row in trainer(checkpoints, tmp_path, **settings).run()]
     assert rewards[0] < 4
     assert fmean(rewards[-5:]) > 5.5  # of 6 letters
