@@ -6,7 +6,7 @@ rule list_results:
         "<results>/results.txt",
     localrule: True
     params:
-        paths=stored_results(),
+        paths=stored_results() + printed_files(),
     run:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
