@@ -240,7 +240,7 @@ def plan(config: Config) -> Plan:
 
 def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluation]:
     """The bases that runs start from, and bf16 beside them, each on the tasks of all their runs; then the runs."""
-    every = [task.dataset for task in config.evaluation.tasks]
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     of_run = {id: _tasks(config, run) for id, run in trained.items()}
     of_base: dict[Checkpoint, set[str]] = {}
     for id, run in trained.items():
@@ -256,7 +256,7 @@ def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluat
 
 def _tasks(config: Config, run: Run) -> tuple[str, ...]:
     named = config.experiments[run.experiment].tasks
-    every = (task.dataset for task in config.evaluation.tasks)
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     return tuple(every) if named is None or config.problems else tuple(named)
 
 

@@ -1,21 +1,20 @@
 """A configuration in miniature: the same experiments, arms, tasks and measurements on a tiny policy and local data.
 
-`python -m tests.small config/paper.yaml FOLDER` writes FOLDER/small.yaml, and data in the record formats of the hub's
-data sets beside it.
+`python -m tests.small config/paper.yaml FOLDER` writes FOLDER/small.yaml, and beside it miniature copies of the
+repositories that its data sets come from.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qerl.config import Config, Generated, merged, parse, read_yaml
-from qerl.data.arithmetic import generate
+from qerl.config import Config, merged, parse, read_yaml
 from qerl.plan import nested
+from tests.hub_layouts import REPOSITORIES
 
 #: The policies are trained in the DAG, on solutions without tags.
 WARM_UP = {"format": "gsm8k", "origin": {"source": "generated", "train": 64, "validation": 4, "test": 4}}
@@ -41,28 +40,33 @@ ROLLOUT = {"prompt_tokens": 4, "completion_tokens": 4, "repeats": 1, "dtype": "f
 
 
 def small(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The miniature of a configuration's `values`; its data sets are written into `folder`."""
+    """The miniature of a configuration's `values`; the repositories of its data sets are written into
+    `folder`."""
     parse(Config, values, "the configuration")
     kept = {key: value for key, value in values.items() if key not in ("lock", "protocols")}
-    datasets = {name: _small_dataset(name, data, folder) for name, data in values["datasets"].items()}
+    datasets = {name: _small_dataset(data, folder) for name, data in values["datasets"].items()}
     return kept | {
         "name": f"{values['name']}-small",
         "models": dict.fromkeys(values["models"], MODEL),
         "datasets": datasets | {"warm-up": WARM_UP},
         "experiments": {name: _small_experiment(e) for name, e in values["experiments"].items()},
-        "evaluation": merged(values["evaluation"], {"sampling": {"max_tokens": 4}, "repeats": 1, "dtype": "float32"}),
+        "evaluation": _small_evaluation(values["evaluation"]),
         "benches": {name: _small_bench(bench) for name, bench in values["benches"].items()},
     }
 
 
-def _small_dataset(name: str, data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Four problems to train on and two to be asked, as the format has them."""
-    splits = generate(data["format"], Generated(train=4, validation=2, test=2))
-    (folder / name).mkdir(parents=True)
-    for split, records in splits.items():
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / name / f"{split}.jsonl").write_text(text)
-    return data | {"origin": {"source": "local", "path": str(folder / name)}}
+def _small_dataset(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The data set out of a local copy of its repository, which sets may share."""
+    repo = data["origin"]["repo"]
+    copy = folder / repo
+    if not copy.is_dir():
+        REPOSITORIES[repo](copy)
+    return merged(data, {"origin": {"folder": str(copy)}})
+
+
+def _small_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
+    tasks = [task | {"repeats": 1} for task in evaluation["tasks"]]
+    return merged(evaluation, {"sampling": {"max_tokens": 4}, "repeats": 1, "dtype": "float32", "tasks": tasks})
 
 
 def _small_experiment(experiment: dict[str, Any]) -> dict[str, Any]:

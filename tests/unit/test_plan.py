@@ -106,6 +106,8 @@ def test_policies_are_scored_on_their_experiments_tasks():
         "one-nvfp4-lora-seed0": ("numbers",),
         "two-mxfp4-lora-seed0": ("arithmetic",),
     }
+    given["evaluation"]["tasks"].append(given["evaluation"]["tasks"][0] | {"name": "again"})
+    assert planned(given).evaluations["base-miniature-bf16"].tasks == ("arithmetic", "numbers")
     given["experiments"]["one"]["tasks"] = ["nubmers"]
     with pytest.raises(ConfigError, match="names 'nubmers'"):
         planned(given)

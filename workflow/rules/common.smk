@@ -306,10 +306,14 @@ def figures() -> list[str]:
     return [f"{RESULTS}/figures/{name}.png" for name in PLAN.figures]
 
 
+def printed_files() -> list[str]:
+    """What the paper prints."""
+    return sorted(map(str, printed.FOLDER.glob("*.csv")))
+
+
 def printed_numbers(wildcards) -> list[str]:
     """What the paper prints, for a table or a figure that stands beside it."""
-    beside = next(iter(wildcards)) in printed.NAMES
-    return sorted(map(str, printed.FOLDER.glob("*.csv"))) if beside else []
+    return printed_files() if next(iter(wildcards)) in printed.NAMES else []
 
 
 def table_category(wildcards) -> str:

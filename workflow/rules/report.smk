@@ -8,7 +8,7 @@ rule list_results:
         "<logs>/list_results.log",
     localrule: True
     params:
-        paths=stored_results(),
+        paths=stored_results() + printed_files(),
     run:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
