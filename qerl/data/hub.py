@@ -7,7 +7,6 @@ same wherever they come from; a lock entry proves it.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TypedDict
 
 from qerl.config import HubData, Split
 from qerl.data.records import DataError
+from qerl.lock import sha256_of
 
 
 class Locked(TypedDict):
@@ -34,7 +34,7 @@ class HubFiles:
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of each file, by its path in the repository."""
         every = dict.fromkeys(path for paths in self.splits.values() for path in paths)
-        return {path.relative_to(self.folder).as_posix(): _sha256(path) for path in every}
+        return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in every}
 
 
 def hub_files(origin: HubData, locked: Locked | None = None) -> HubFiles:
@@ -53,11 +53,6 @@ def hub_files(origin: HubData, locked: Locked | None = None) -> HubFiles:
     if locked is not None:
         _verify(files.hashes(), locked["files"], origin)
     return files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _name(origin: HubData) -> str:
