@@ -45,6 +45,8 @@ class _Variant:
         return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
 
 
+#: Stages that a thread block must have to itself before a second one on its multiprocessor is worth it.
+_SHARE_FROM = 7
 #: By rows; the last serves any number, in row blocks of its own height. Up to 32 rows two thread blocks share a
 #: multiprocessor's memory.
 _VARIANTS = (
@@ -57,8 +59,8 @@ _VARIANTS = (
 )
 #: What memory for sums holds until they are there, in the kernel's source too.
 _EMPTY = -1
-#: Into how many spans of columns A x is divided at most.
-_MOST_SPANS = 40
+#: Into how many spans of columns A x is divided, by how many rows A has.
+_SPANS = (8, 40)
 _MOST_ROWS = 8 * _VARIANTS[-1].nt
 
 _Params = params_struct(
@@ -87,7 +89,7 @@ class _Workspace:
     """What the kernels of a GPU leave for each other within a launch; launches of a stream follow one another."""
 
     def __init__(self, device: torch.device) -> None:
-        self.workers = torch.cuda.get_device_properties(device).multi_processor_count
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
         #: Captured graphs hold the addresses of buffers that were too small later: none is ever freed.
         self._buffers: dict[str, list[Tensor]] = defaultdict(list)
@@ -176,7 +178,9 @@ class W4Linear:
         row_blocks = -(-m // (8 * variant.nt))
         params = self._params(x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks)
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // variant.columns)
-        workers = min(self._workspace.workers // row_blocks, blocks)
+        processors = self._workspace.processors
+        two = variant.nt <= 4 and blocks >= 2 * _SHARE_FROM * processors
+        workers = min(processors * (2 if two else 1) // row_blocks, blocks)
         options = defines(NT=variant.nt, STAGES=variant.stages)
         function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
         launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
@@ -184,8 +188,10 @@ class W4Linear:
     def _params(self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get
         row_tiles = parts * self.rank // 16
-        span = -(-tiles.columns // layout.BLOCK_COLUMNS // _MOST_SPANS)
-        spans = -(-tiles.columns // layout.BLOCK_COLUMNS // span)
+        column_blocks = tiles.columns // layout.BLOCK_COLUMNS
+        most = min(max(self._workspace.processors // max(row_tiles, 1), _SPANS[0]), _SPANS[1])
+        span = -(-column_blocks // most)
+        spans = -(-column_blocks // span)
         multiplier, offset = tiles.scale_decode
         ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
         return _Params(
@@ -197,7 +203,7 @@ class W4Linear:
             lora_a=address(self._a) if self.rank else None,
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)) if self.rank else (_POINTER * 3)(),
             shrunk=address(get("shrunk", x.shape[0] * parts * self.rank // 2)),
-            sums=address(get("sums", self._workspace.workers * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
+            sums=address(get("sums", 2 * self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * row_tiles * spans * variant.nt * 128, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),

@@ -49,8 +49,8 @@ struct Params {
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
     u16* shrunk;            // [m, parts * rank]: A x, scaled
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
-    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after
-    int* counters;          // [row blocks of x][2]: tiles of A x that are there, who saw them all; zero before and after
+    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after, if many
+    int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     float lora_factor[3];   // of each part, multiplies A x
     int part_end[3];        // row behind each part
@@ -142,12 +142,19 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+    for (bool missing = true; missing;) {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++)
+                if (is_empty(v[i][n])) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step), missing = true;
+    }
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             if (i >= some) continue;
-            while (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
             from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
@@ -337,35 +344,41 @@ __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full,
 // operand's definition gives it: the sum is over the same columns, and loads are of 16 bytes.
 constexpr int SHRINK_NT = NT < 8 ? NT : 8;  // what fits into registers at a time
 
-__device__ __forceinline__ void shrink_block(const Params& p, const u16* a_row, int x_row, int column, float4 c[SHRINK_NT]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    uint4 a[2][4];
+struct ShrinkOperand {
+    uint4 rows[2][4];  // of A: g and g + 8
+
+    __device__ __forceinline__ void load(const Params& p, int tile, int column) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int k = 0; k < 4; k++) a[r][k] = *(const uint4*)(a_row + (size_t)(g + 8 * r) * p.columns + column + k * 32 + t * 8);
+            for (int k = 0; k < 4; k++)
+                rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
+    }
+
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[SHRINK_NT]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < SHRINK_NT; n++) {
-        uint4 b[4];
+        for (int n = 0; n < SHRINK_NT; n++) {
+            const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
+            uint4 b[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + k * 32 + t * 8));
+            for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(x + k * 32));
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const u32 first[4] = {a[0][k].x, a[1][k].x, a[0][k].y, a[1][k].y};
-            const u32 second[4] = {a[0][k].z, a[1][k].z, a[0][k].w, a[1][k].w};
-            multiply_add(c[n], first, b[k].x, b[k].y);
-            multiply_add(c[n], second, b[k].z, b[k].w);
+            for (int k = 0; k < 4; k++) {
+                const u32 first[4] = {rows[0][k].x, rows[1][k].x, rows[0][k].y, rows[1][k].y};
+                const u32 second[4] = {rows[0][k].z, rows[1][k].z, rows[0][k].w, rows[1][k].w};
+                multiply_add(c[n], first, b[k].x, b[k].y);
+                multiply_add(c[n], second, b[k].z, b[k].w);
+            }
         }
     }
-}
+};
 
-// Adds up the spans of 16 rows of A times 8 of x, in their order, and writes the sum as the product with B reads it.
-__device__ void finish_shrunk(const Params& p, uint4* sums, int spans, int tile, int first_x_row) {
-    constexpr int BATCH = 16;
+// Writes 16 rows of A times 8 of x as the product with B reads it.
+__device__ __forceinline__ void write_shrunk(const Params& p, const float4& c, int tile, int first_x_row) {
     const int lane = threadIdx.x % 32, row = first_x_row + lane / 4;
     const float factor = p.lora_factor[tile * 16 / p.rank];
-    float4 c = {0, 0, 0, 0};
-    for (int s = 0; s < spans; s += BATCH) receive<1, BATCH>(&c, sums + s * NT * 32 + lane, NT * 32, 0, spans - s);
     // c: A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
     const u32 low = transpose_matrix(to_bf16x2(c.x * factor, c.y * factor));
     const u32 high = transpose_matrix(to_bf16x2(c.z * factor, c.w * factor));
@@ -373,35 +386,79 @@ __device__ void finish_shrunk(const Params& p, uint4* sums, int spans, int tile,
     if (row < p.m) *(u32*)out = low, *(u32*)(out + 8) = high;
 }
 
-// A warp computes 16 rows of A times SHRINK_NT tiles of rows of x over a span of column blocks at a time; then it adds up
-// what falls to it. The first of a thread block waits for all and lets the multipliers read them.
+// Few rows: each thread block adds up the spans for itself, in their order; all write the same.
+__device__ __forceinline__ void sum_spans(const Params& p, const uint4* sums, int row_tiles, int spans, int lane) {
+    constexpr int BATCH = 16;
+    for (int tile = 0; tile < row_tiles; tile++)
+        for (int n = 0; n < NT; n++) {
+            float4 c = {0, 0, 0, 0};
+            for (int s = 0; s < spans; s += BATCH) {
+                uint4 v[BATCH];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) v[i] = look(sums + ((size_t)(tile * spans + min(s + i, spans - 1)) * NT + n) * 32 + lane);
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    if (s + i >= spans) continue;
+                    c.x += __uint_as_float(v[i].x), c.y += __uint_as_float(v[i].y);
+                    c.z += __uint_as_float(v[i].z), c.w += __uint_as_float(v[i].w);
+                }
+            }
+            write_shrunk(p, c, tile, n * 8);
+        }
+}
+
+// Many rows: the sums are shared out among all warps that compute A x.
+__device__ __forceinline__ void share_sums(const Params& p, const Share& share, uint4* sums, int row_tiles, int spans, int me,
+                                           int shrinkers, int lane) {
+    constexpr int BATCH = 8;
+    for (int item = me; item < row_tiles * NT; item += shrinkers) {
+        const int tile = item / NT, n = item % NT;
+        float4 c = {0, 0, 0, 0};
+        uint4* from = sums + ((size_t)tile * spans * NT + n) * 32 + lane;
+        for (int s = 0; s < spans; s += BATCH) receive<1, BATCH>(&c, from + s * NT * 32, NT * 32, 0, spans - s);
+        write_shrunk(p, c, tile, share.row_block * ROWS + n * 8);
+        __syncwarp();
+        if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
+    }
+}
+
+// A warp computes 16 rows of A times SHRINK_NT tiles of rows of x over a span of column blocks at a time. The first of a
+// thread block waits until A x is there and lets the multipliers read it.
 __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
     constexpr int GROUPS_OF_X = NT / SHRINK_NT;
     const int row_tiles = p.parts * p.rank / 16, blocks = p.columns / BLOCK_COLUMNS, spans = (blocks + p.span - 1) / p.span;
     const int shrinkers = SHRINKERS * share.workers, me = number * share.workers + share.worker;
+    const int items = row_tiles * spans * GROUPS_OF_X;
     uint4* sums = p.shrink_sums + (size_t)share.row_block * row_tiles * spans * NT * 32;
     int* counters = p.counters + 2 * share.row_block;
+    ShrinkOperand a;
+    if (me < items) a.load(p, me / GROUPS_OF_X / spans, me / GROUPS_OF_X % spans * p.span * BLOCK_COLUMNS);
     wait_for_earlier_kernels();
-    for (int item = me; item < row_tiles * spans * GROUPS_OF_X; item += shrinkers) {
-        const int unit = item / GROUPS_OF_X, first = item % GROUPS_OF_X * SHRINK_NT, tile = unit / spans, span = unit % spans;
+    for (int item = me; item < items; item += shrinkers) {
+        const int unit = item / GROUPS_OF_X, first = item % GROUPS_OF_X * SHRINK_NT, tile = unit / spans;
+        const int begin = unit % spans * p.span, end = min(begin + p.span, blocks);
         float4 c[SHRINK_NT] = {};
-        for (int block = span * p.span; block < min((span + 1) * p.span, blocks); block++)
-            shrink_block(p, p.lora_a + (size_t)tile * 16 * p.columns, share.row_block * ROWS + first * 8, block * BLOCK_COLUMNS, c);
+        for (int block = begin; block < end; block++) {
+            if (item != me || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS + first * 8, block * BLOCK_COLUMNS, c);
+        }
 #pragma unroll
         for (int n = 0; n < SHRINK_NT; n++) send(sums + ((size_t)unit * NT + first + n) * 32 + lane, c[n]);
-    }
-    for (int item = me; item < row_tiles * NT; item += shrinkers) {
-        const int tile = item / NT, n = item % NT;
-        finish_shrunk(p, sums + ((size_t)tile * spans * NT + n) * 32, spans, tile, share.row_block * ROWS + n * 8);
         __syncwarp();
-        if (lane == 0) add_release(counters, 1);
+        if (FEW && lane == 0) add_release(counters, 1);
     }
-    if (number == 0 && lane == 0) {
-        while (load_acquire(counters) != row_tiles * NT) {}
+    if (!FEW) share_sums(p, share, sums, row_tiles, spans, me, shrinkers, lane);
+    if (number) return;
+    if (lane == 0) {
+        while (load_acquire(counters) != (FEW ? items : row_tiles * NT)) {}
         // Who is the last to have seen it prepares it for the next launch.
         if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
-        barrier_arrive(shrunk);
     }
+    __syncwarp();
+    const int next_row = (share.first + share.column_blocks - 1) / share.column_blocks * share.column_blocks;
+    if (FEW && next_row < share.last) sum_spans(p, sums, row_tiles, spans, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shrunk);
 }
 
 // --- W x ---
@@ -585,9 +642,9 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
     } else {
         if (divided) add_sums(p, share, end, c);
         scale_sums(p, tile, c);
-        load_residual(p, tile, first_x_row, lane, before);
         if (p.rank) barrier_wait(shrunk, 0);
         if (p.rank) add_lora(p, tile, first_x_row, lane, c);
+        load_residual(p, tile, first_x_row, lane, before);
     }
     finish_tile(p, tile, first_x_row, lane, before, c);
 }
