@@ -86,6 +86,7 @@ SECTIONS = (
     config.AdapterSettings,
     config.NoiseSettings,
     config.EngineSettings,
+    config.NativeSettings,
     config.VllmSettings,
     config.RolloutSettings,
     config.SamplingSettings,

@@ -1,0 +1,1 @@
+"""Operations of a decode step: Triton and CUDA kernels, and the same in plain PyTorch."""
