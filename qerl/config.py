@@ -276,6 +276,9 @@ class NativeSettings(Settings):
     """GiB of the KV cache; unset: what the rollout can use, at most 60 % of the memory that is free before it."""
     sleep: bool = False
     """Give the cache's memory back after each rollout; the next one takes about a second longer."""
+    batch_invariant: bool = False
+    """A completion doesn't depend on what is drawn beside it, to the bit: prompts are computed one by one, and every
+    step has the size of a full batch, which costs time."""
 
 
 class EngineSettings(Settings):

@@ -1,6 +1,6 @@
 """A decode step's attention in Triton; `qerl.kernels.reference` has it in PyTorch.
 
-A program attends for the query heads of one KV head to SPLIT tokens of one sequence; a second launch combines the
+A program attends for the query heads of one KV head to some pages of one sequence; a second launch combines these
 splits in their order. The split that holds the new token rotates its key and appends it to the cache. What a program
 computes depends on its sequence alone, so results don't depend on the batch.
 """
@@ -12,9 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.geometry import SPLIT, Heads
+from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.slots import Slots
+
+
+@triton.jit
+def _split_tokens(position, PAGE: tl.constexpr):
+    """Tokens of a split of a sequence whose last token is at `position`: `geometry.pages_per_split`."""
+    pages = position // PAGE + 1
+    size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
+    return size * PAGE
 
 
 @triton.jit
@@ -31,30 +39,25 @@ def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: 
 
 @triton.jit
 def _attend(
-    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, out, partial, top, mass, pages_stride, scale, eps,
+    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, partial, top, mass, pages_stride, scale, eps,
     QUERY: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(PDL)
     slot = tl.load(rows + row)
     position = tl.load(positions + slot)
-    start = split * SPLIT
+    tokens = _split_tokens(position, PAGE)
+    start = split * tokens
+    if start > position:
+        return
     dtype: tl.constexpr = cache.dtype.element_ty
     member = tl.arange(0, GROUP_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     whole = tl.arange(0, DIM_BLOCK)
     in_half, in_whole = half < DIM // 2, whole < DIM
     query_head = head * GROUP + member
-    out_place = (row * QUERY + query_head)[:, None] * DIM + whole[None, :]
-    out_mask = (member < GROUP)[:, None] & in_whole[None, :]
-    if start > tl.maximum(position, 0):
-        return
-    if position < 0:
-        if SPLITS == 1:
-            tl.store(out + out_place, tl.zeros([GROUP_BLOCK, DIM_BLOCK], dtype), out_mask)
-        return
 
     token = qkv + row * (QUERY + 2 * KV) * DIM
     query = token + query_head[:, None] * DIM + half[None, :]
@@ -71,7 +74,7 @@ def _attend(
     highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     summed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    if start + SPLIT > position:
+    if start + tokens > position:
         key = token + (QUERY + head) * DIM + half[None, :]
         k1 = tl.load(key, in_half[None, :], other=0.0).to(tl.float32)
         k2 = tl.load(key + DIM // 2, in_half[None, :], other=0.0).to(tl.float32)
@@ -90,7 +93,7 @@ def _attend(
         total += 1.0
         summed += value.to(tl.float32)[None, :]
 
-    end = tl.minimum(start + SPLIT, position)
+    end = tl.minimum(start + tokens, position)
     for first in range(start, end, PAGE):
         page = tl.load(pages + slot * pages_stride + first // PAGE).to(tl.int64)
         place = cache + (page * 2 * KV + head) * PAGE * DIM
@@ -111,20 +114,18 @@ def _attend(
         summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
         highest = rising
 
-    if SPLITS == 1:
-        tl.store(out + out_place, (summed / total[:, None]).to(dtype), out_mask)
-    else:
-        part = (row * QUERY + query_head) * SPLITS + split
-        tl.store(partial + part[:, None] * DIM + whole[None, :], summed, out_mask)
-        tl.store(top + part, highest, member < GROUP)
-        tl.store(mass + part, total, member < GROUP)
+    part = (row * QUERY + query_head) * SPLITS + split
+    in_group = member < GROUP
+    tl.store(partial + part[:, None] * DIM + whole[None, :], summed, in_group[:, None] & in_whole[None, :])
+    tl.store(top + part, highest, in_group)
+    tl.store(mass + part, total, in_group)
 
 
 @triton.jit
 def _combine(
     rows, positions, partial, top, mass, out,
     QUERY: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     begin(PDL)
@@ -134,7 +135,7 @@ def _combine(
     highest = -float("inf")
     total = 0.0
     summed = tl.zeros([DIM_BLOCK], tl.float32)
-    used = tl.where(position < 0, 0, position // SPLIT + 1)
+    used = tl.where(position < 0, 0, position // _split_tokens(position, PAGE) + 1)
     first = (row * QUERY + head) * SPLITS
     for part in range(first, first + used):
         here = tl.load(top + part)
@@ -150,16 +151,14 @@ def _combine(
 def attend(
     qkv: Tensor, cache: Tensor, slots: Slots, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
 ) -> Tensor:
-    """See `reference.attend`; `splits` times SPLIT tokens are the most that a sequence may have."""
+    """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
     batch, device = len(rows), qkv.device
     out = qkv.new_empty(batch, heads.query * heads.dim)
     group = heads.query // heads.kv
-    parts = (batch, heads.query, splits) if splits > 1 else (0,)
-    partial = torch.empty(*parts, heads.dim, dtype=torch.float32, device=device)
-    top, mass = (torch.empty(parts, dtype=torch.float32, device=device) for _ in range(2))
+    partial = torch.empty(batch, heads.query, splits, heads.dim, dtype=torch.float32, device=device)
+    top, mass = torch.empty(2, batch, heads.query, splits, dtype=torch.float32, device=device)
     dim_block = triton.next_power_of_2(heads.dim)
-    norms = [out if norm is None else norm for norm in (heads.q_norm, heads.k_norm)]
-    common = {"QUERY": heads.query, "DIM": heads.dim, "SPLIT": SPLIT, "SPLITS": splits, **dependent(device)}
+    common = {"QUERY": heads.query, "DIM": heads.dim, "PAGE": cache.shape[-2], "SPLITS": splits, **dependent(device)}
     _attend[(batch, heads.kv, splits)](
         qkv,
         cache,
@@ -167,8 +166,9 @@ def attend(
         slots.position,
         slots.pages,
         *rope,
-        *norms,
-        out,
+        # Not read where there are none.
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
         partial,
         top,
         mass,
@@ -181,13 +181,11 @@ def attend(
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         HALF_BLOCK=max(16, dim_block // 2),
         DIM_BLOCK=max(16, dim_block),
-        PAGE=cache.shape[-2],
         NORM=heads.q_norm is not None,
         num_warps=4,
         **common,
     )
-    if splits > 1:
-        _combine[(batch, heads.query)](
-            rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
-        )
+    _combine[(batch, heads.query)](
+        rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
+    )
     return out

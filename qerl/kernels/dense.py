@@ -22,7 +22,6 @@ class TorchLinear:
         self.kernel = "PyTorch" if all(isinstance(base, nn.Linear) for base in self._bases) else "PyTorch unpacked"
         self._adapters = StackedAdapters(adapted, dtype)
         self._weight = stacked([base for base in self._bases if isinstance(base, nn.Linear)])
-        self._addresses = self._where()
         self.out_features = sum(base.out_features for base in self._bases)
         biases = [base.bias for base in self._bases]
         self._bias = None
@@ -32,14 +31,9 @@ class TorchLinear:
             )
         self.sync()
 
-    def _where(self) -> list[int]:
-        return [base.weight.data_ptr() for base in self._bases if isinstance(base, nn.Linear)]
-
     @torch.no_grad()
     def sync(self) -> None:
         """See `FusedLinear`."""
-        if self._where() != self._addresses:
-            raise RuntimeError("the policy's weights were moved or cast; make a new sampler for them")
         self._adapters.sync()
         if self._bias is not None:
             for part, base in zip(self._parts(self._bias), self._bases, strict=True):
@@ -58,13 +52,12 @@ class TorchLinear:
 
     def _product(self, x: Tensor, out: Tensor, residual: bool) -> None:
         if self._weight is not None:
-            _multiply(x, self._weight, out, residual)
+            _multiply(x, self._weight, self._bias, out, residual)
         else:
-            for part, base in zip(self._parts(out), self._bases, strict=True):
+            biases = [None] * len(self._bases) if self._bias is None else self._parts(self._bias)
+            for part, bias, base in zip(self._parts(out), biases, self._bases, strict=True):
                 weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
-                _multiply(x, weight, part, residual)
-        if self._bias is not None:
-            out += self._bias
+                _multiply(x, weight, bias, part, residual)
         if self._adapters.rank:
             out.addmm_(x @ self._adapters.down.T, self._adapters.up.T)
 
@@ -73,9 +66,13 @@ class TorchLinear:
         return joint.split([base.out_features for base in self._bases], dim=-1)
 
 
-def _multiply(x: Tensor, weight: Tensor, out: Tensor, residual: bool) -> None:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: bool) -> None:
     if residual:
         out.addmm_(x, weight.T)
+        if bias is not None:
+            out += bias
+    elif bias is not None:
+        torch.addmm(bias, x, weight.T, out=out)
     else:
         torch.mm(x, weight.T, out=out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from qerl.config import ConfigError
 from qerl.kernels.geometry import Heads
+from qerl.kernels.graphs import captured
 from qerl.kernels.operations import operations
 from qerl.kernels.protocol import FusedLinear, fuse
 from qerl.kernels.slots import DrawRule, Slots
@@ -54,6 +56,9 @@ class Decoder:
         self._norm = _norm(self._model.norm)
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
         self._rope = self._rope_table(1)
+        self._parameters = list(policy.lm.parameters())
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._sync: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -73,8 +78,16 @@ class Decoder:
         shape = (len(self._blocks), pages, 2, self.heads.kv, size, self.heads.dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    @torch.no_grad()
     def sync(self) -> None:
-        """Take over adapters and biases as they are now."""
+        """Take over adapters and biases as they are now; RuntimeError if the policy's tensors were moved."""
+        if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
+            raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new one")
+        if self._sync is None:
+            self._sync = captured(self._sync_all) if self.device.type == "cuda" else self._sync_all
+        self._sync()
+
+    def _sync_all(self) -> None:
         for linear in self.linears:
             linear.sync()
 

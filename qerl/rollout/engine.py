@@ -17,6 +17,8 @@ from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.rollout.schedule import Pool, Schedule, pages_for
 from qerl.rollout.steps import Steps
 
+#: Tokens of prompts, padding included, that are computed together.
+PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may take where no size is set.
 FREE_SHARE = 0.6
 _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
@@ -85,14 +87,17 @@ class EngineSampler:
             top_k=params.top_k,
             stops=self.stops,
         )
-        completions = Schedule(self.policy, pool, prompts, params).run(self.stops)
+        prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
+        completions = Schedule(self.policy, pool, prompts, params, prefill_tokens).run(self.stops)
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
         return completions
 
     def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
         """The pool as it is where it does, or a new one."""
-        sequences = min(self.max_sequences, len(prompts) * params.count)
+        sequences = self.max_sequences
+        if not self.settings.batch_invariant:
+            sequences = min(sequences, len(prompts) * params.count)
         alone, wanted = pages_for(prompts, params.max_tokens, sequences)
         pool = self._pool
         if pool is not None:
@@ -121,7 +126,8 @@ class EngineSampler:
         decoder.reach(pages_each * PAGE)
         slots = Slots.empty(sequences, tokens, pages_each, decoder.device)
         cache, rule = decoder.new_cache(min(wanted, affordable), PAGE), DrawRule.empty(decoder.device)
-        return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, Steps(decoder, slots, cache, rule))
+        steps = Steps(decoder, slots, cache, rule, whole=self.settings.batch_invariant)
+        return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, steps)
 
     def _cache_bytes(self) -> int:
         """Most bytes that the cache may have."""

@@ -21,8 +21,6 @@ from qerl.rollout.steps import Steps
 
 #: Decode steps between two looks at which sequences have ended.
 CHECK_EVERY = 16
-#: Tokens of prompts, padding included, that are computed together.
-PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,20 @@ class _Group:
 
 
 class Schedule:
-    """One call of `generate`."""
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens, padding included, are computed together."""
 
-    def __init__(self, policy: Policy, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        pool: Pool,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        prefill_tokens: int,
+    ) -> None:
+        self._prefill_tokens = prefill_tokens
         self._policy, self._pool, self._params = policy, pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
-        self._splits = splits_of(max(map(len, prompts)) + params.max_tokens)
+        self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
         self._active: dict[int, _Sequence] = {}
         self._free = list(range(pool.slots.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.slots.pages.shape), dtype=np.int32)
@@ -118,7 +124,7 @@ class Schedule:
             starting.append((sequence, group))
             if not group.waiting:
                 self._queue.popleft()
-        for batch in _batches(fresh):
+        for batch in _batches(fresh, self._prefill_tokens):
             logits = prefill(self._policy, [g.prompt for g in batch], [g.pages for g in batch], self._pool.cache)
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
@@ -240,12 +246,12 @@ class Schedule:
         sequence.slot, sequence.pages = IDLE, []
 
 
-def _batches(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
-    """Groups in parts of at most PREFILL_TOKENS tokens with padding, or of one group."""
+def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
+    """Groups in parts of at most `most` tokens with padding, or of one group."""
     batch: list[_Group] = []
     for group in groups:
         longest = max(len(g.prompt) for g in [*batch, group])
-        if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
+        if batch and longest * (len(batch) + 1) > most:
             yield batch
             batch = []
         batch.append(group)

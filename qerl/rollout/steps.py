@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qerl.kernels.graphs import captured
 from qerl.kernels.slots import DrawRule, Slots
 from qerl.rollout.decoder import Decoder
 
@@ -20,10 +21,14 @@ def bucket_of(rows: int) -> int:
 
 
 class Steps:
-    """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed."""
+    """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
 
-    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule) -> None:
+    `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
+    """
+
+    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule, whole: bool) -> None:
         self._decoder = decoder
+        self._whole = whole
         self._slots, self._cache, self._rule = slots, cache, rule
         self._rows = torch.full((bucket_of(slots.count),), slots.count, dtype=torch.int32, device=decoder.device)
         self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
@@ -32,7 +37,7 @@ class Steps:
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
         """`count` steps of the slots `chosen`; no wait for the device."""
-        bucket = bucket_of(len(chosen))
+        bucket = bucket_of(self._slots.count if self._whole else len(chosen))
         step = self._step(bucket, splits, truncated)
         padded = [*chosen, *[self._slots.count] * (bucket - len(chosen))]
         self._rows[:bucket].copy_(torch.tensor(padded, dtype=torch.int32))
@@ -43,16 +48,11 @@ class Steps:
         key = bucket, splits, truncated
         if key not in self._captured:
             rows = self._rows[:bucket]
-            eager = partial(self._decoder.step, rows, self._slots, self._cache, self._rule, splits, truncated)
-            self._captured[key] = eager if self._memory is None else self._capture(eager, rows)
+            eager: Callable[[], None] = partial(
+                self._decoder.step, rows, self._slots, self._cache, self._rule, splits, truncated
+            )
+            if self._memory is not None:
+                rows.fill_(self._slots.count)  # capturing runs the step on the idle slot alone
+                eager = captured(eager, self._memory)
+            self._captured[key] = eager
         return self._captured[key]
-
-    def _capture(self, eager: Callable[[], None], rows: Tensor) -> Callable[[], None]:
-        # Kernels are compiled and libraries set up in a run outside the graph, on the idle slot alone.
-        rows.fill_(self._slots.count)
-        eager()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            eager()
-        return graph.replay
