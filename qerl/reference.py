@@ -87,6 +87,7 @@ SECTIONS = (
     config.AdapterSettings,
     config.NoiseSettings,
     config.EngineSettings,
+    config.NativeSettings,
     config.VllmSettings,
     config.RolloutSettings,
     config.SamplingSettings,

@@ -1,1 +1,1 @@
-"""GPU kernels, each beside its reference: decode products of packed weights, and what stands around them."""
+"""Operations of a decode step and weights for them: CUDA and Triton kernels, and the same in plain PyTorch."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from qerl.kernels import tiles as layout
+from qerl.kernels.adapters import unwrap
 from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
@@ -107,25 +107,15 @@ def _workspace(device: torch.device) -> _Workspace:
     return _Workspace(device)
 
 
-@dataclass
-class _Adapter:
-    """LoRA of a layer: A [rank, in], B [out, rank] as they are trained."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-
-def _base_and_adapter(layer: nn.Module) -> tuple[nn.Module, _Adapter | None]:
-    if not isinstance(layer, LoraLinear):
-        return layer, None
-    if layer.disable_adapters or not layer.active_adapters:
-        return layer.get_base_layer(), None
-    name = layer.active_adapters[0]
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    assert isinstance(a, Tensor)
-    assert isinstance(b, Tensor)
-    return layer.get_base_layer(), _Adapter(a, b, layer.scaling[name])
+def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Whether `W4Linear` can take these layers: a GPU with the instructions, format, shapes and dtype."""
+    bases = [base for base in (unwrap(layer).base for layer in layers) if isinstance(base, PackedLinear)]
+    if len(bases) < len(layers) or dtype != torch.bfloat16 or len({base.weights_format for base in bases}) > 1:
+        return False
+    device = bases[0].qweight.device
+    shapes = [(base.out_features, base.in_features) for base in bases]
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and layout.fits(bases[0].weights_format, shapes)
 
 
 class W4Linear:
@@ -134,36 +124,33 @@ class W4Linear:
     The layers' weights move into `Tiles`, of which the layers read their own part from then on: there is one copy.
     """
 
+    kernel = "w4a16"
+
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
         """`interleaved`: of gate and up, for `silu`."""
-        bases, adapters = zip(*map(_base_and_adapter, layers), strict=True)
+        adapted = [unwrap(layer) for layer in layers]
+        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self.tiles = _tiles_of(bases, interleaved)
+        self.out_features = self.tiles.rows
         device = self.tiles.data.device
         self._workspace = _workspace(device)
-        self._adapters = adapters
+        self._loras = [layer.lora for layer in adapted]
         self._bias = _bias(bases, interleaved)
-        ranks = [adapter.a.shape[0] for adapter in adapters if adapter]
+        ranks = [len(lora.down) for lora in self._loras if lora is not None]
         self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
-        if self.rank:
-            shape = (len(layers), self.rank, self.tiles.columns)
-            self._a = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            self._b = [torch.zeros(n, self.rank, dtype=torch.bfloat16, device=device) for n in self.tiles.parts]
+        shape = (len(layers), self.rank, self.tiles.columns)
+        self._a = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self._b = [torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts]
         self.sync()
 
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """(to, from) of what `sync` copies."""
-        pairs = []
-        for part, adapter in enumerate(self._adapters):
-            if adapter is not None:
-                rank = adapter.a.shape[0]
-                pairs += [(self._a[part, :rank], adapter.a.data), (self._b[part][:, :rank], adapter.b.data)]
-        return pairs
-
+    @torch.no_grad()
     def sync(self) -> None:
-        """Take over the adapters as they are now, in bfloat16."""
-        pairs = self.copies()
-        if pairs:
-            torch._foreach_copy_([to for to, _ in pairs], [from_ for _, from_ in pairs])
+        """Take over the adapters as they are now, in bfloat16; ranks are padded with zeros to a multiple of 16."""
+        loras = [(part, lora) for part, lora in enumerate(self._loras) if lora is not None]
+        if loras:
+            a = [self._a[part, : len(lora.down)] for part, lora in loras]
+            b = [self._b[part][:, : len(lora.down)] for part, lora in loras]
+            torch._foreach_copy_(a + b, [lora.down for _, lora in loras] + [lora.up for _, lora in loras])
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""
@@ -200,14 +187,14 @@ class W4Linear:
             x=address(x),
             out=address(out),
             bias=address(self._bias),
-            lora_a=address(self._a) if self.rank else None,
-            lora_b=(_POINTER * 3)(*(address(b) for b in self._b)) if self.rank else (_POINTER * 3)(),
+            lora_a=address(self._a),
+            lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
             shrunk=address(get("shrunk", x.shape[0] * parts * self.rank // 2)),
             sums=address(get("sums", 2 * self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * row_tiles * spans * variant.nt * 128, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),
-            lora_factor=(ctypes.c_float * 3)(*(a.scaling if a else 0.0 for a in self._adapters)),
+            lora_factor=(ctypes.c_float * 3)(*(lora.scale if lora else 0.0 for lora in self._loras)),
             part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
             m=x.shape[0],
             rows=tiles.rows,
@@ -222,21 +209,19 @@ class W4Linear:
         )
 
 
-def _tiles_of(bases: Sequence[nn.Module], interleaved: bool) -> Tiles:
+def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     """The tiles that these layers share already, or new ones, which replace the layers' own tensors."""
-    packed = [base for base in bases if isinstance(base, PackedLinear)]
-    assert len(packed) == len(bases)
-    if packed[0].tiles is None:
-        tiles = layout.pack([base.packed for base in packed], interleaved)
-        for part, base in enumerate(packed):
+    if bases[0].tiles is None:
+        tiles = layout.pack([base.packed for base in bases], interleaved)
+        for part, base in enumerate(bases):
             base.use_tiles(tiles, part)
-    assert packed[0].tiles is not None
-    return packed[0].tiles
+    assert bases[0].tiles is not None
+    return bases[0].tiles
 
 
-def _bias(bases: Sequence[nn.Module], interleaved: bool) -> Tensor | None:
+def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
     """Float32, in the order of the tiles' rows."""
-    biases = [base.bias.data.float() for base in bases if isinstance(base.bias, Tensor)]
+    biases = [base.bias.data.float() for base in bases if base.bias is not None]
     if not biases:
         return None
     if interleaved or len(biases) < len(bases):
