@@ -44,7 +44,7 @@ def write_shape(
         raise ValueError(f"weights of random shapes are bf16 or nvfp4, not {weights_format}")
     folder.mkdir(parents=True)
     write_tokenizer(folder, texts)
-    write_pretty(folder / CONFIG, _config(size, weights_format))
+    write_pretty(folder / CONFIG, model_config(size, weights_format))
     write_pretty(folder / "generation_config.json", generation_config())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
@@ -77,7 +77,8 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterato
     yield held
 
 
-def _config(size: str, weights_format: str) -> dict[str, Any]:
+def model_config(size: str, weights_format: str) -> dict[str, Any]:
+    """config.json of a shape."""
     hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[size]
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],

@@ -15,7 +15,7 @@ ENABLED = True
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel start, which waits as this one does for those before it; what they wrote is read after this."""
+    """Let the next kernel start, which waits like this one; what those before wrote is read after this call."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
