@@ -56,6 +56,7 @@ class Decoder:
         self._norm = _norm(self._model.norm)
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
         self._rope = self._rope_table(1)
+        self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._sync: Callable[[], None] | None = None
@@ -84,7 +85,9 @@ class Decoder:
         if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
             raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new one")
         if self._sync is None:
-            self._sync = captured(self._sync_all) if self.device.type == "cuda" else self._sync_all
+            # Without adapters there may be nothing to capture.
+            in_graph = self.device.type == "cuda" and self._adapted
+            self._sync = captured(self._sync_all) if in_graph else self._sync_all
         self._sync()
 
     def _sync_all(self) -> None:
