@@ -1,1 +1,1 @@
-"""Operations of a decode step: Triton and CUDA kernels, and the same in plain PyTorch."""
+"""GPU kernels, each beside its reference: decode products of packed weights, and what stands around them."""

@@ -43,7 +43,7 @@ class EngineSampler:
     def served(self) -> str:
         """Engine, kernels and weights, in words."""
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
-        kernels = sorted({linear.kernel for linear in self._decoder.linears})
+        kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
         return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
 
