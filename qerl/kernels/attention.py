@@ -103,13 +103,13 @@ def _attend(
         k_mask = in_half[:, None] & there[None, :]
         k1 = tl.load(keys, k_mask, other=0.0)
         k2 = tl.load(keys + DIM // 2, k_mask, other=0.0)
+        values = place + KV * PAGE * DIM + token_in_page[:, None] * DIM + whole[None, :]
+        v = tl.load(values, there[:, None] & in_whole[None, :], other=0.0)
         scores = tl.dot(r1, k1, input_precision="ieee") + tl.dot(r2, k2, input_precision="ieee")
         scores = tl.where(there[None, :], scores * scale, float("-inf"))
         rising = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - rising[:, None])
         fade = tl.exp2(highest - rising)
-        values = place + KV * PAGE * DIM + token_in_page[:, None] * DIM + whole[None, :]
-        v = tl.load(values, there[:, None] & in_whole[None, :], other=0.0)
         total = total * fade + tl.sum(weights, axis=1)
         summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
         highest = rising

@@ -19,7 +19,6 @@ class TorchLinear:
         adapted = [unwrap(layer) for layer in layers]
         self._bases = [layer.base for layer in adapted]
         self._dtype = dtype
-        self.kernel = "PyTorch" if all(isinstance(base, nn.Linear) for base in self._bases) else "PyTorch unpacked"
         self._adapters = StackedAdapters(adapted, dtype)
         self._weight = stacked([base for base in self._bases if isinstance(base, nn.Linear)])
         self.out_features = sum(base.out_features for base in self._bases)

@@ -32,9 +32,9 @@ class FusedLinear(Protocol):
         ...
 
 
-def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, silu: bool = False) -> FusedLinear:
+def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -> FusedLinear:
     """One product of layers that read the same input: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
-    `dtype`: of the activations. `silu`: it will be called with `silu`, and only so.
+    `dtype`: of the activations. `gated`: gate and up, to be called with `silu`.
     """
-    return W4Linear(layers, interleaved=silu) if serves(layers, dtype) else TorchLinear(layers, dtype)
+    return W4Linear(layers, interleaved=gated) if serves(layers, dtype) else TorchLinear(layers, dtype)

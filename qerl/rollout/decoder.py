@@ -54,8 +54,10 @@ class Decoder:
         self._embedding: Any = policy.lm.get_input_embeddings().weight
         self._blocks = [_block(layer, config, self.dtype) for layer in self._model.layers]
         self._norm = _norm(self._model.norm)
+        self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
         self._rope = self._rope_table(1)
+        self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._sync: Callable[[], None] | None = None
@@ -84,7 +86,9 @@ class Decoder:
         if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
             raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new one")
         if self._sync is None:
-            self._sync = captured(self._sync_all) if self.device.type == "cuda" else self._sync_all
+            # Without adapters there may be nothing to capture.
+            in_graph = self.device.type == "cuda" and self._adapted
+            self._sync = captured(self._sync_all) if in_graph else self._sync_all
         self._sync()
 
     def _sync_all(self) -> None:
@@ -109,15 +113,15 @@ class Decoder:
         x = self._embedding[slots.token[rows]]
         for block, layer_cache in zip(self._blocks, cache, strict=True):
             normed = self._normed(x, block.input_norm)
-            qkv = x.new_empty(len(x), block.qkv.out_features)
+            qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
             block.qkv(normed, qkv)
             attended = ops.attend(qkv, layer_cache, slots, rows, self._rope, block.heads, splits)
             block.out(attended, x, residual=True)
             normed = self._normed(x, block.mlp_norm)
-            gated = x.new_empty(len(x), block.gate_up.out_features // 2)
+            gated = x.new_empty(len(x), self._intermediate)
             block.gate_up(normed, gated, silu=True)
             block.down(gated, x, residual=True)
-        logits = x.new_empty(len(x), self._head.out_features)
+        logits = x.new_empty(len(x), self._vocabulary)
         self._head(self._normed(x, self._norm), logits)
         ops.draw(logits, rows, slots, rule, truncated)
 
@@ -145,7 +149,7 @@ def _block(layer: Any, config: Any, dtype: torch.dtype) -> _Block:
         qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         out=fuse([attention.o_proj], dtype),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, silu=True),
+        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, gated=True),
         down=fuse([mlp.down_proj], dtype),
     )
 

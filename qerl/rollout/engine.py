@@ -43,7 +43,7 @@ class EngineSampler:
     def served(self) -> str:
         """Engine, kernels and weights, in words."""
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
-        kernels = sorted({linear.kernel for linear in self._decoder.linears})
+        kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
         return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
 
@@ -99,22 +99,20 @@ class EngineSampler:
         if not self.settings.batch_invariant:
             sequences = min(sequences, len(prompts) * params.count)
         alone, wanted = pages_for(prompts, params.max_tokens, sequences)
-        pool = self._pool
-        if pool is not None:
-            slots = pool.slots
-            fits = slots.tokens.shape[1] >= params.max_tokens and slots.pages.shape[1] >= alone - 2
-            enough = self._bounded or pool.pages.count >= wanted
-            if not (fits and enough and slots.count >= sequences):
-                self.release()
-                pool = None
-        if pool is None:
-            pool = self._pool = self._new_pool(alone, wanted, params.max_tokens, sequences)
-        if pool.pages.count < alone:
+        if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):
+            self.release()
+            self._pool = self._new_pool(alone, wanted, params.max_tokens, sequences)
+        if self._pool.pages.count < alone:
             raise ConfigError(
                 f"a sequence of {(alone - 2) * PAGE} tokens needs {alone} pages of the KV cache, which has "
-                f"{pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
+                f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
             )
-        return pool
+        return self._pool
+
+    def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
+        slots = pool.slots
+        fits = slots.tokens.shape[1] >= max_tokens and slots.pages.shape[1] >= alone - 2
+        return fits and slots.count >= sequences and (self._bounded or pool.pages.count >= wanted)
 
     def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads

@@ -162,7 +162,8 @@ class Schedule:
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
             source, target = torch.tensor(copies, device=self._pool.cache.device).T
-            self._pool.cache[:, target] = self._pool.cache[:, source]
+            for layer in self._pool.cache:
+                layer[target] = layer[source]
 
     def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
         """Put sequences into their slots and draw their first token."""

@@ -37,6 +37,8 @@ class Steps:
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
         """`count` steps of the slots `chosen`; no wait for the device."""
+        if not count:
+            return
         bucket = bucket_of(self._slots.count if self._whole else len(chosen))
         step = self._step(bucket, splits, truncated)
         padded = [*chosen, *[self._slots.count] * (bucket - len(chosen))]

@@ -243,6 +243,7 @@ def assert_close(policy, prompts, groups, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_logprobs_are_those_of_hugging_face_with_noise_and_after_a_sync(policy, temperature):
     sampler = make_sampler(policy, EngineSettings(), 64)
+    assert ("W4Linear" in sampler.served) == ("nvfp4" in sampler.served)
     sampler.stops = frozenset()
     params = SamplingParams(max_tokens=100, temperature=temperature, count=8, seed=4)
     clean = sampler.generate(PROMPTS, params)
