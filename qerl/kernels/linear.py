@@ -45,8 +45,6 @@ class _Variant:
         return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
 
 
-#: Stages that a thread block must have to itself before a second one on its multiprocessor is worth it.
-_SHARE_FROM = 7
 #: By rows; the last serves any number, in row blocks of its own height. Up to 32 rows two thread blocks share a
 #: multiprocessor's memory.
 _VARIANTS = (
@@ -165,9 +163,7 @@ class W4Linear:
         row_blocks = -(-m // (8 * variant.nt))
         params = self._params(x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks)
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // variant.columns)
-        processors = self._workspace.processors
-        two = variant.nt <= 4 and blocks >= 2 * _SHARE_FROM * processors
-        workers = min(processors * (2 if two else 1) // row_blocks, blocks)
+        workers = min(self._workspace.processors // row_blocks, blocks)
         options = defines(NT=variant.nt, STAGES=variant.stages)
         function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
         launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
@@ -190,7 +186,7 @@ class W4Linear:
             lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
             shrunk=address(get("shrunk", x.shape[0] * parts * self.rank // 2)),
-            sums=address(get("sums", 2 * self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
+            sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * row_tiles * spans * variant.nt * 128, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),

@@ -37,4 +37,6 @@ def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -
 
     `dtype`: of the activations. `gated`: gate and up, to be called with `silu`.
     """
-    return W4Linear(layers, interleaved=gated) if serves(layers, dtype) else TorchLinear(layers, dtype)
+    if serves(layers, dtype):
+        return W4Linear(layers, interleaved=gated)
+    return TorchLinear(layers, dtype)

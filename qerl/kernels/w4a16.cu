@@ -33,7 +33,8 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 enum Mode { PLAIN, RESIDUAL, SILU };
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
-constexpr bool FEW = NT <= 2;       // rows of x: mma.sync
+constexpr bool FEW = NT <= 2;           // rows of x: mma.sync
+constexpr int CHAINS = FEW ? 2 : 1;     // of sums, so that products needn't wait for each other
 
 struct alignas(64) TensorMap {
     u8 bytes[128];
@@ -49,7 +50,7 @@ struct Params {
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
     u16* shrunk;            // [m, parts * rank]: A x, scaled
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
-    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after, if many
+    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     float lora_factor[3];   // of each part, multiplies A x
@@ -142,19 +143,12 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
-    for (bool missing = true; missing;) {
-        missing = false;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-#pragma unroll
-            for (int n = 0; n < SUMS; n++)
-                if (is_empty(v[i][n])) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step), missing = true;
-    }
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             if (i >= some) continue;
+            while (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
             from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
@@ -306,7 +300,7 @@ struct Share {
         first = start(worker);
         last = start(worker + 1);
     }
-    __device__ int start(int w) const { return (int)((long long)units * w / workers); }
+    __device__ int start(int w) const { return (int)((unsigned)units * w / workers); }
 
   private:
     int units;
@@ -386,31 +380,10 @@ __device__ __forceinline__ void write_shrunk(const Params& p, const float4& c, i
     if (row < p.m) *(u32*)out = low, *(u32*)(out + 8) = high;
 }
 
-// Few rows: each thread block adds up the spans for itself, in their order; all write the same.
-__device__ __forceinline__ void sum_spans(const Params& p, const uint4* sums, int row_tiles, int spans, int lane) {
-    constexpr int BATCH = 16;
-    for (int tile = 0; tile < row_tiles; tile++)
-        for (int n = 0; n < NT; n++) {
-            float4 c = {0, 0, 0, 0};
-            for (int s = 0; s < spans; s += BATCH) {
-                uint4 v[BATCH];
-#pragma unroll
-                for (int i = 0; i < BATCH; i++) v[i] = look(sums + ((size_t)(tile * spans + min(s + i, spans - 1)) * NT + n) * 32 + lane);
-#pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    if (s + i >= spans) continue;
-                    c.x += __uint_as_float(v[i].x), c.y += __uint_as_float(v[i].y);
-                    c.z += __uint_as_float(v[i].z), c.w += __uint_as_float(v[i].w);
-                }
-            }
-            write_shrunk(p, c, tile, n * 8);
-        }
-}
-
-// Many rows: the sums are shared out among all warps that compute A x.
+// Adds up the spans of A x, in their order; the sums are shared out among all warps that compute A x.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, uint4* sums, int row_tiles, int spans, int me,
                                            int shrinkers, int lane) {
-    constexpr int BATCH = 8;
+    constexpr int BATCH = NT <= 2 ? 16 : 8;
     for (int item = me; item < row_tiles * NT; item += shrinkers) {
         const int tile = item / NT, n = item % NT;
         float4 c = {0, 0, 0, 0};
@@ -444,21 +417,15 @@ __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int num
         }
 #pragma unroll
         for (int n = 0; n < SHRINK_NT; n++) send(sums + ((size_t)unit * NT + first + n) * 32 + lane, c[n]);
-        __syncwarp();
-        if (FEW && lane == 0) add_release(counters, 1);
     }
-    if (!FEW) share_sums(p, share, sums, row_tiles, spans, me, shrinkers, lane);
+    share_sums(p, share, sums, row_tiles, spans, me, shrinkers, lane);
     if (number) return;
     if (lane == 0) {
-        while (load_acquire(counters) != (FEW ? items : row_tiles * NT)) {}
+        while (load_acquire(counters) != row_tiles * NT) {}
         // Who is the last to have seen it prepares it for the next launch.
         if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+        barrier_arrive(shrunk);
     }
-    __syncwarp();
-    const int next_row = (share.first + share.column_blocks - 1) / share.column_blocks * share.column_blocks;
-    if (FEW && next_row < share.last) sum_spans(p, sums, row_tiles, spans, lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shrunk);
 }
 
 // --- W x ---
@@ -467,8 +434,8 @@ __device__ __forceinline__ void unpack_group(const Params& p, const uint4& words
     unpack(component(words, j), scale_pair(half ? scales.y : scales.x, j, p), scale_pair(half ? scales.w : scales.z, j, p), a);
 }
 
-// Few rows of x: each warp reads them into registers. Two sets of sums, so that products needn't wait for each other.
-__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[2][NT]) {
+// Few rows of x: each warp reads them into registers.
+__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[CHAINS][NT]) {
     // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
     // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
     const int matrix = lane / 8, row = lane % 8, chunk = NT == 1 ? matrix : matrix % 2;
@@ -562,7 +529,7 @@ struct Tile {
     }
 };
 
-// B (A x); with `FEW` it goes before the sums are received, so that they are on their way meanwhile.
+// B (A x).
 __device__ __forceinline__ void add_lora(const Params& p, Tile& tile, int first_x_row, int lane, float4 c[NT]) {
     if (tile.row >= p.rows) return;
     for (int j = 0; j < p.rank; j += 16) {
@@ -629,23 +596,15 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
     Tile tile(p, row, lane);
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
-    if constexpr (FEW) {
-        // All that is read is on its way before the sums are waited for.
-        float4 lora[NT] = {};
-        load_residual(p, tile, first_x_row, lane, before);
-        if (p.rank) barrier_wait(shrunk, 0);
-        if (p.rank) add_lora(p, tile, first_x_row, lane, lora);
-        if (divided) add_sums(p, share, end, c);
-        scale_sums(p, tile, c);
-#pragma unroll
-        for (int n = 0; n < NT; n++) c[n].x += lora[n].x, c[n].y += lora[n].y, c[n].z += lora[n].z, c[n].w += lora[n].w;
-    } else {
-        if (divided) add_sums(p, share, end, c);
-        scale_sums(p, tile, c);
-        if (p.rank) barrier_wait(shrunk, 0);
-        if (p.rank) add_lora(p, tile, first_x_row, lane, c);
-        load_residual(p, tile, first_x_row, lane, before);
+    if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
+    // A x is there last: the others' sums come first.
+    if (divided) add_sums(p, share, end, c);
+    scale_sums(p, tile, c);
+    if (p.rank) {
+        barrier_wait(shrunk, 0);
+        add_lora(p, tile, first_x_row, lane, c);
     }
+    if constexpr (!FEW) load_residual(p, tile, first_x_row, lane, before);
     finish_tile(p, tile, first_x_row, lane, before, c);
 }
 
@@ -655,7 +614,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
     wait_for_earlier_kernels();
     for (int unit = share.first, i = 0; unit < share.last;) {
         const int begin = unit, row = unit / share.column_blocks, end = (row + 1) * share.column_blocks;
-        float4 c[FEW ? 2 : 1][NT] = {};
+        float4 c[CHAINS][NT] = {};
         for (; unit < min(end, share.last); unit++, i++) {
             const int stage = i % STAGES;
             barrier_wait(full + stage, (i / STAGES) & 1);
@@ -667,7 +626,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
         }
-        if constexpr (FEW)
+        if constexpr (CHAINS == 2)
 #pragma unroll
             for (int n = 0; n < NT; n++)
                 c[0][n].x += c[1][n].x, c[0][n].y += c[1][n].y, c[0][n].z += c[1][n].z, c[0][n].w += c[1][n].w;
