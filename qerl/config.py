@@ -404,7 +404,8 @@ class RunSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed."""
+    """Tokens of one forward and backward pass, a prompt counted once for all its completions there; gradients
+    accumulate over as many as needed."""
     gradient_checkpointing: bool = False
     """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
