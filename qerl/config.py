@@ -406,8 +406,9 @@ class RunSettings(Settings):
     micro_batch_tokens: PositiveInt = 16384
     """Tokens of one forward and backward pass, a prompt counted once for all its completions there; gradients
     accumulate over as many as needed."""
-    gradient_checkpointing: bool = False
-    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time.
+    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     processes: PositiveInt = 1

@@ -10,14 +10,37 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from qerl.config import NoiseSettings
 
 ROLES = ("input_layernorm", "post_attention_layernorm")
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = hidden.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(hidden, weight, inverse)
+        return (weight * (wide * inverse)).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        normed, wide = hidden.float() * inverse, grad.float()
+        grad_weight = (wide * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        of_normed = wide * weight
+        along = (of_normed * normed).mean(-1, keepdim=True)
+        return ((of_normed - normed * along) * inverse).to(hidden.dtype), grad_weight, None
 
 
 class NoisyRMSNorm(nn.Module):
@@ -33,9 +56,7 @@ class NoisyRMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden` [..., features] over the last dimension; same dtype out."""
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return ((self.weight.float() + self.noise) * normed).to(hidden.dtype)
+        return _ScaledNorm.apply(hidden, self.weight.float() + self.noise, self.variance_epsilon)
 
 
 def make_noisy(model: nn.Module) -> None:

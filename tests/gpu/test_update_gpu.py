@@ -10,6 +10,7 @@ from qerl.models.attention import Packing, attend
 from qerl.models.policy import with_adapter
 from qerl.rl import tiled
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rollout.sampler import Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -149,3 +150,27 @@ def test_log_probabilities_take_the_memory_of_a_tile():
     torch.testing.assert_close(entropy[:256].double(), -(full.exp() * full).sum(-1), rtol=0, atol=0.005)
     (expected,) = torch.autograd.grad(exact.sum(), wide)
     assert (found[:256].double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
+    """On a GPU that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
+    write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    drawn = [Sample(s.prompt, s.completion, 0.0, 1.0) for s in samples()] * 40
+    batch = micro_batch(drawn, list(range(len(drawn))), DEVICE)
+    tokens, gradients, counts = batch.ids.numel(), [], []
+    for full in (False, True):
+        policy = adapted(tmp_path / "m", "bfloat16")
+        policy.lm.train()
+        recomputation = Recomputation(policy)
+        needed = 3.5 * tokens * kept_bytes(policy)  # of four blocks' and two blocks' worth
+        torch.cuda.empty_cache()
+        spare = int(torch.cuda.mem_get_info()[0] - needed / USABLE)
+        _filling = torch.empty(spare if full else 0, dtype=torch.uint8, device=DEVICE)
+        counts.append(recomputation.choose(tokens))
+        logprobs_and_entropy(policy, batch, 1.0)[0].sum().backward()
+        gradients.append(torch.cat(list(of_all(policy).values())))
+        del policy, recomputation, _filling
+    assert counts[0] == 0
+    assert 0 < counts[1] <= 4
+    # Flash attention adds up the gradients of queries in any order.
+    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
