@@ -26,6 +26,7 @@ from qerl.progress import configure_logging, log
 from qerl.provenance import stamp, write_json
 from qerl.rl import tiled
 from qerl.rl.batches import Sample, micro_batch, split, token_states
+from qerl.rl.memory import blocks
 from qerl.rl.processes import Processes
 from qerl.rl.train import make_policy
 from qerl.rl.update import Updater
@@ -103,7 +104,8 @@ def _by_part(policy: Policy, samples: list[Sample], index: list[int]) -> dict[st
     parts: dict[str, Any] = {}
     for _ in range(2):
         policy.lm.zero_grad(set_to_none=True)
-        parts = {"tokens": batch.ids.numel(), "before": {"held_bytes": _held()}}
+        recomputed = sum(block.gradient_checkpointing for block in blocks(policy.lm))
+        parts = {"tokens": batch.ids.numel(), "recomputed_blocks": recomputed, "before": {"held_bytes": _held()}}
         with _part(parts, "blocks"):
             states = token_states(policy, batch)
         with _part(parts, "logprobs"):

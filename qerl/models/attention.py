@@ -113,6 +113,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
 
 
 def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    if query.is_cuda:  # whose kernels take a mask only for as many heads of keys; else all weights are kept
+        key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
     pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
     outs = []
     for q, k, v in pieces:

@@ -19,6 +19,7 @@ MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(0)
     for name, make in MAKERS.items():
         make(folder / name)
     return folder
