@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -102,19 +103,19 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
         row.add_group(samples[group[0]].prompt, [samples[i].completion.token_ids for i in group])
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
-    numbers = lambda values, **kind: torch.tensor(values, device=device, **kind)  # noqa: E731
+    whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
     return MicroBatch(
         index=index,
-        ids=numbers([row.ids]),
-        positions=numbers([row.positions]),
+        ids=whole([row.ids]),
+        positions=whole([row.positions]),
         packing=Packing.of(row.lengths, row.prompts, device),
-        states_M=numbers(row.states),
-        targets_M=numbers([token for c in completions for token in c.token_ids]),
+        states_M=whole(row.states),
+        targets_M=whole([token for c in completions for token in c.token_ids]),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
-        finished_N=numbers([float(c.finished) for c in completions]),
+        finished_N=real([float(c.finished) for c in completions]),
         sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
-        rewards_N=numbers([s.reward for s in chosen], dtype=torch.float32),
-        advantages_N=numbers([s.advantage for s in chosen], dtype=torch.float32),
+        rewards_N=real([s.reward for s in chosen]),
+        advantages_N=real([s.advantage for s in chosen]),
     )
 
 

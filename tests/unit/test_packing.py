@@ -125,6 +125,16 @@ def test_a_token_sees_its_prompt_and_its_own_completion_only(folder):
     assert not torch.isclose(after[:4], before[:4])[mask[:4]].any()
 
 
+@pytest.mark.parametrize("lengths", [(0, 3), (0, 0)])
+def test_a_completion_without_tokens_has_no_figures(folder, lengths):
+    policy, drawn = adapted(folder), samples([(4, lengths)])
+    logprobs, entropy = logprobs_and_entropy(policy, micro_batch(drawn, [0, 1], CPU), 1.0)
+    assert logprobs.shape == entropy.shape == (2, max(lengths))
+    assert not logprobs[0].any()
+    assert logprobs[1].all()
+    logprobs.sum().backward()
+
+
 def test_a_prompt_is_in_the_row_once_and_the_last_token_of_a_completion_is_not():
     drawn = samples(((3, (2, 1, 4)), (2, (2,))))
     batch = micro_batch(drawn, [0, 1, 2, 3], CPU)
