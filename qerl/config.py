@@ -417,9 +417,11 @@ class RunSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens (padding included) of one forward and backward pass; gradients accumulate over as many as needed."""
-    gradient_checkpointing: bool = False
-    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time."""
+    """Tokens of one forward and backward pass, a prompt counted once for all its completions there; gradients
+    accumulate over as many as needed."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time.
+    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     processes: PositiveInt = 1

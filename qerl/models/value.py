@@ -12,7 +12,7 @@ from torch import nn
 from qerl.config import PPOSettings
 from qerl.models.policy import POLICY_ADAPTER, VALUE_ADAPTER, VALUE_HEAD, Policy, same_requires_grad
 from qerl.quant.lora import register_lora
-from qerl.rl.batches import MicroBatch
+from qerl.rl.batches import MicroBatch, token_states
 
 
 def add_value(policy: Policy, settings: PPOSettings) -> None:
@@ -71,7 +71,6 @@ def values(policy: Policy, batch: MicroBatch) -> torch.Tensor:
     again = policy.lm.is_gradient_checkpointing and torch.is_grad_enabled()
     if again and policy.peft.active_adapter != VALUE_ADAPTER:
         raise ValueError("with gradient checkpointing, values and their backward pass must run inside value_adapter")
-    with value_adapter(policy), policy.autocast():
-        hidden = policy.lm.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-    states = hidden.gather(1, batch.positions_NT[..., None].expand(-1, -1, hidden.shape[-1]))
-    return policy.value_head(states.float())[..., 0] * batch.mask_NT
+    with value_adapter(policy):
+        states = token_states(policy, batch)
+    return batch.unpacked(policy.value_head(states.float())[:, 0])

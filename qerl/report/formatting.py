@@ -82,7 +82,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "rank": ("LoRA rank", lambda rank: f"{rank:.0f}" if rank else "no LoRA"),
     "prompts": ("prompts", _count),
     "group_size": ("group size", _count),
-    "gradient_checkpointing": ("gradient checkpointing", lambda on: "on" if on else "off"),
+    "gradient_checkpointing": ("gradient checkpointing", lambda on: {True: "on", False: "off"}.get(on, on)),
     "sequences": ("sequences", _count),
     "completion_tokens": ("tokens", _count),
     "repeats": ("repeats", _count),

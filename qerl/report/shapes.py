@@ -145,7 +145,7 @@ class StepPoint(Point):
     method: Literal["full", "lora"]
     prompts: int
     group_size: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | str
     rollout_seconds: list[float] = []
     update_seconds: list[float] = []
 

@@ -10,14 +10,42 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from qerl.config import NoiseSettings
 
 ROLES = ("input_layernorm", "post_attention_layernorm")
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it.
+
+    Products of a 16-bit and a float32 tensor are taken in float32 and results rounded as they are written, which spares
+    passes over memory that a cast would take.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
+        ctx.save_for_backward(hidden, weight, inverse)
+        return torch.mul(hidden * inverse, weight, out=torch.empty_like(hidden))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        normed = hidden * inverse
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along = (product @ weight)[..., None] / hidden.shape[-1]
+        grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
+        return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight, None
 
 
 class NoisyRMSNorm(nn.Module):
@@ -33,9 +61,7 @@ class NoisyRMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden` [..., features] over the last dimension; same dtype out."""
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return ((self.weight.float() + self.noise) * normed).to(hidden.dtype)
+        return _ScaledNorm.apply(hidden, self.weight.float() + self.noise, self.variance_epsilon)
 
 
 def make_noisy(model: nn.Module) -> None:

@@ -1,20 +1,22 @@
-"""From completions to padded micro-batches, and the log-probabilities of their tokens."""
+"""From completions to packed micro-batches, and the log-probabilities of their tokens.
+
+N completions, T tokens of the longest, M tokens of all, L tokens of the packed row.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
-from torch.nn.functional import log_softmax
-from torch.utils.checkpoint import checkpoint
 
+from qerl.models.attention import Packing, packed_hidden
 from qerl.models.policy import Policy
+from qerl.rl import tiled
 from qerl.rollout.sampler import Completion
-
-#: Rows of logits that exist at once; with a vocabulary of 152k in float32 they take 0.6 GB.
-LOGIT_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,87 +36,141 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded sequences: under causal attention padding behind them needs no mask."""
+    """Sequences in one row without padding, a prompt once before all its completions.
 
-    index: list[int]  # place of each row in the batch
-    ids: torch.Tensor  # [N, L] prompt, completion, padding
-    positions_NT: torch.Tensor  # [N, T] where the hidden state that predicts a completion token stands
-    targets_NT: torch.Tensor  # [N, T] completion tokens
+    The last token of a completion predicts nothing that is asked for and isn't in the row.
+    """
+
+    index: list[int]  # place of each completion in the batch
+    ids: torch.Tensor  # [1, L]
+    positions: torch.Tensor  # [1, L] place of each token in its own sequence
+    packing: Packing
+    states_M: torch.Tensor  # where in the row the hidden state that predicts a completion token stands
+    targets_M: torch.Tensor  # completion tokens
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
     finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
     sampler_logprobs_NT: torch.Tensor  # [N, T]
     rewards_N: torch.Tensor  # [N]
     advantages_N: torch.Tensor  # [N]
 
+    def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Figures of the completion tokens as [N, T], zero off the mask."""
+        empty = values_M.new_zeros(self.mask_NT.shape)
+        return empty.masked_scatter(self.mask_NT.bool(), values_M)
 
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+
+def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype, device=device)
+    return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in rows], dtype=torch.float32, device=device)
+
+
+class _Row:
+    """A packed row in the making."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.states: list[int] = []
+        self.lengths: list[int] = []
+        self.prompts: list[int | None] = []
+
+    def add_group(self, prompt: list[int], completions: Sequence[list[int]]) -> None:
+        place = self._add(prompt, 0, None)
+        last = len(self.ids) - 1
+        for completion in completions:
+            own = range(len(self.ids), len(self.ids) + len(completion) - 1)
+            self.states += [last, *own][: len(completion)]
+            if own:
+                self._add(completion[:-1], len(prompt), place)
+
+    def _add(self, ids: list[int], position: int, prompt: int | None) -> int:
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        self.lengths.append(len(ids))
+        self.prompts.append(prompt)
+        return len(self.lengths) - 1
+
+
+def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
+    """The samples `index` by their prompts, which those of a group follow one another with."""
+    return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
 
 
 def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.device) -> MicroBatch:
-    """Pad the samples `index` of a batch together."""
+    """Pack the samples `index` of a batch together."""
+    row = _Row()
+    for group in _groups(samples, index):
+        row.add_group(samples[group[0]].prompt, [samples[i].completion.token_ids for i in group])
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
-    spans = [range(len(s.prompt) - 1, s.length - 1) for s in chosen]
+    whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
     return MicroBatch(
         index=index,
-        ids=_padded([s.prompt + s.completion.token_ids for s in chosen], torch.long, device),
-        positions_NT=_padded(spans, torch.long, device),
-        targets_NT=_padded([c.token_ids for c in completions], torch.long, device),
-        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], torch.float32, device),
-        finished_N=torch.tensor([float(c.finished) for c in completions], device=device),
-        sampler_logprobs_NT=_padded([c.logprobs for c in completions], torch.float32, device),
-        rewards_N=torch.tensor([s.reward for s in chosen], dtype=torch.float32, device=device),
-        advantages_N=torch.tensor([s.advantage for s in chosen], dtype=torch.float32, device=device),
+        ids=whole([row.ids]),
+        positions=whole([row.positions]),
+        packing=Packing.of(row.lengths, row.prompts, device),
+        states_M=whole(row.states),
+        targets_M=whole([token for c in completions for token in c.token_ids]),
+        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
+        finished_N=real([float(c.finished) for c in completions]),
+        sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
+        rewards_N=real([s.reward for s in chosen]),
+        advantages_N=real([s.advantage for s in chosen]),
     )
 
 
+def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
+    """Tokens of the row that completions of one prompt make."""
+    return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
+
+
 def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
-    """Indices of the samples of each micro-batch, sorted by length, so that little is padding.
+    """Indices of the samples of each micro-batch, the largest first.
 
-    None exceeds `max_tokens` with padding, or its even share where `parts` processes divide the batch.
+    None has more than `max_tokens` tokens, or their even share where `parts` processes divide the batch; a completion
+    that is longer is alone. A group that fits stays together; one that doesn't is cut, and each part has the prompt.
     """
-    order = sorted(range(len(samples)), key=lambda i: samples[i].length)
-    most = math.ceil(len(samples) / parts)
-    batches: list[list[int]] = [[]]
-    for i in order:
-        if batches[-1] and (len(batches[-1]) == most or samples[i].length * (len(batches[-1]) + 1) > max_tokens):
+    groups = list(_groups(samples, range(len(samples))))
+    share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
+    limit = min(max_tokens, share)
+    pieces = [piece for group in groups for piece in _cut(samples, group, limit)]
+    pieces.sort(key=lambda piece: -packed_tokens(samples, piece))
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for piece in pieces:  # first fit
+        size = packed_tokens(samples, piece)
+        place = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if place == len(room):
             batches.append([])
-        batches[-1].append(i)
-    return batches
+            room.append(limit)
+        batches[place] += piece
+        room[place] -= size
+    order = sorted(range(len(batches)), key=lambda i: room[i])
+    return [sorted(batches[i]) for i in order]
 
 
-def _row_logprobs(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs = log_softmax((hidden @ head.to(hidden.dtype).T).float() / temperature, dim=-1)
-    entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[list[int]]:
+    piece: list[int] = []
+    for i in group:
+        if piece and packed_tokens(samples, [*piece, i]) > limit:
+            yield piece
+            piece = []
+        piece.append(i)
+    yield piece
+
+
+def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
+    """The hidden states [M, H] that predict the completion tokens, in the base's dtype."""
+    with policy.autocast():
+        return packed_hidden(policy.lm, batch.ids, batch.positions, batch.packing)[0][batch.states_M]
 
 
 def logprobs_and_entropy(policy: Policy, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the completion tokens and entropy of the distributions that they come from.
 
     Both [N, T] float32 at the sampling temperature, zero on padding; the entropy, H = -sum pi log pi, carries no
-    gradient. Logits exist for `LOGIT_ROWS` tokens at a time and are computed again in the backward pass.
+    gradient.
     """
-    with policy.autocast():
-        hidden = policy.lm.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-        where = batch.mask_NT.bool()
-        rows = hidden.gather(1, batch.positions_NT[..., None].expand(-1, -1, hidden.shape[-1]))[where]
-        targets, head = batch.targets_NT[where], policy.lm.get_output_embeddings().weight
-        parts = [
-            checkpoint(
-                _row_logprobs,
-                rows[i : i + LOGIT_ROWS],
-                head,
-                targets[i : i + LOGIT_ROWS],
-                temperature,
-                use_reentrant=False,
-            )
-            for i in range(0, len(rows), LOGIT_ROWS)
-        ]
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    empty = torch.zeros_like(batch.mask_NT)
-    return empty.masked_scatter(where, logprobs), empty.masked_scatter(where, entropies)
+    head = policy.lm.get_output_embeddings().weight
+    logprobs, entropies = tiled.logprobs_and_entropy(token_states(policy, batch), head, batch.targets_M, temperature)
+    return batch.unpacked(logprobs), batch.unpacked(entropies)

@@ -1,4 +1,4 @@
-"""Policy losses over padded batches of completions. Shapes: N sequences, T completion tokens."""
+"""Policy losses over [N, T] figures of tokens, zero off the mask. Shapes: N sequences, T completion tokens."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
         policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
-    if settings.gradient_checkpointing:  # it takes effect in training mode, that is in updates
+    if settings.gradient_checkpointing is True:  # it takes effect in training mode, that is in updates
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 

@@ -11,9 +11,10 @@ import torch
 
 from qerl.config import RunSettings
 from qerl.models.policy import Policy
-from qerl.models.value import is_value, values
+from qerl.models.value import is_value, value_adapter, values
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.losses import BatchSize, clipped, importance_weights, k3, mismatch, policy_loss
+from qerl.rl.memory import Recomputation
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.processes import Processes
 
@@ -87,6 +88,8 @@ class Updater:
         self.policy = policy
         self.processes = processes
         self.optimizer = make_optimizer(policy, settings)
+        chosen = settings.gradient_checkpointing == "auto" and policy.device.type == "cuda"
+        self.recomputation = Recomputation(policy) if chosen else None
 
     def update(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """All updates of one rollout; `samples` is the whole batch, the same in every process.
@@ -139,8 +142,13 @@ class Updater:
     # --- gradients ---
 
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        self._choose_recomputed(part)
         torch.manual_seed(part.seed)
         return logprobs_and_entropy(self.policy, part.batch, self.settings.rollout.sampling.temperature)
+
+    def _choose_recomputed(self, part: _Part) -> None:
+        if self.recomputation is not None and torch.is_grad_enabled():
+            self.recomputation.choose(part.batch.ids.numel())
 
     def _reference(self, part: _Part) -> torch.Tensor | None:
         if not self.settings.loss.kl:
@@ -234,8 +242,11 @@ class Updater:
         """Add the gradient of the value's loss."""
         assert part.old_values_NT is not None
         assert part.returns_NT is not None
-        ppo, now = self.settings.loss.ppo, values(self.policy, part.batch)
-        loss, held = value_loss(now, part.old_values_NT, part.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens)
-        (ppo.value_coefficient * loss).backward()
+        ppo, old = self.settings.loss.ppo, part.old_values_NT
+        self._choose_recomputed(part)
+        with value_adapter(self.policy):  # in the backward pass too, where blocks may be computed again
+            now = values(self.policy, part.batch)
+            loss, held = value_loss(now, old, part.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens)
+            (ppo.value_coefficient * loss).backward()
         sums["value/loss"] += loss.item()
         sums["value/clipped"] += held.item()

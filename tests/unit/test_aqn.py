@@ -62,6 +62,27 @@ def test_draws_depend_on_the_key_alone_and_differ_between_keys():
     assert draw.std().item() == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_formula_and_no_float32_copy_is_kept(dtype):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    norm = NoisyRMSNorm(torch.nn.Parameter(draw(64)), 1e-6)
+    norm.noise.copy_(0.1 * draw(64))
+    hidden, grad = draw(2, 5, 64).to(dtype).requires_grad_(), draw(2, 5, 64).to(dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = norm(hidden)
+    assert sorted(t.numel() for t in kept) == [2 * 5, 64, 2 * 5 * 64]
+    assert any(t.data_ptr() == hidden.data_ptr() for t in kept)
+    found = torch.autograd.grad(out, (hidden, norm.weight), grad)
+    wide, weight = hidden.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    exact = (weight + norm.noise) * wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = torch.autograd.grad(exact, (wide, weight), grad.double())
+    assert [g.dtype for g in found] == [dtype, torch.float32]
+    for a, b in zip((out, *found), (exact, *expected), strict=True):
+        assert (a.double() - b).norm() < (1e-6 if dtype == torch.float32 else 3e-3) * b.norm()
+
+
 def reference_norm(features: int = 64) -> Qwen2RMSNorm:
     norm = Qwen2RMSNorm(features)
     norm.weight.data = torch.rand(features) + 0.5

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from qerl.models.loading import load_model
 from qerl.quant.formats import PACKED_FORMATS, dequantize, quantize
 from qerl.quant.linear import PackedLinear, dense_weights
-from qerl.quant.lora import register_lora
+from qerl.quant.lora import LeanLoraLinear, register_lora
 from tests.tiny import tiny_qwen2
 
 ROWS, COLUMNS = 96, 128
@@ -230,3 +230,55 @@ def test_what_needs_the_dense_weight_is_an_error(weights_format, folder):
     base = pack(load_model(folder, torch.float32), weights_format)
     with pytest.raises(ValueError, match="use_dora"):
         get_peft_model(base, register_lora(LoraConfig(use_dora=True, target_modules=TARGETS)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("packed", [True, False])
+def test_lean_lora_is_pefts_under_autocast(weights_format, packed, dropout):
+    """Outputs and gradients against float64; PEFT's own forward pass errs as much or more."""
+    layer, dense = layer_pair(weights_format, torch.bfloat16)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False, lora_dropout=dropout)
+    torch.manual_seed(0)
+    ours = get_peft_model(nn.Sequential(layer if packed else dense), register_lora(config)).base_model.model[0]
+    stock = super(LeanLoraLinear, ours).forward
+    assert isinstance(ours, LeanLoraLinear)
+    x, grad = seeded(2, 5, COLUMNS, seed=2, dtype=torch.bfloat16), seeded(2, 5, ROWS, seed=3, dtype=torch.bfloat16)
+    a, b = (side["default"].weight for side in (ours.lora_A, ours.lora_B))
+    wide = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    torch.manual_seed(1)
+    kept = nn.functional.dropout(torch.ones_like(x), dropout).double()
+    shrunk = (wide[0] * kept) @ wide[1].T
+    exact = wide[0] @ dense.weight.double().T + dense.bias.double() + 3 * shrunk @ wide[2].T
+    expected = (exact, *torch.autograd.grad(exact, wide, grad.double()))
+
+    def errors(forward):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = forward(inputs)
+        found = (out, *torch.autograd.grad(out, (inputs, a, b), grad))
+        assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        return [((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, expected, strict=True)]
+
+    lean = errors(ours)
+    assert max(lean) < 0.01
+    if not dropout:  # PEFT draws it for another dtype
+        assert sum(lean) < 1.1 * sum(errors(stock))
+
+
+def test_layers_that_share_an_input_keep_it_once(weights_format):
+    """PEFT's own keep a copy each."""
+    layers = nn.ModuleList(layer_pair(weights_format, torch.bfloat16)[0] for _ in range(3))
+    config = register_lora(LoraConfig(r=4, target_modules=["0", "1", "2"]))
+    layers = get_peft_model(layers, config).base_model.model
+    x = seeded(50, COLUMNS, dtype=torch.bfloat16).requires_grad_()
+
+    def kept(forwards):
+        found = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            _ = [forward(x) for forward in forwards]
+        return {t.untyped_storage().data_ptr() for t in found if t.numel() == x.numel()}
+
+    assert kept(layers) == {x.untyped_storage().data_ptr()}
+    assert len(kept([super(LeanLoraLinear, layer).forward for layer in layers])) == 3

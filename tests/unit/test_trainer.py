@@ -334,10 +334,20 @@ def test_the_reference_is_the_untrained_base(checkpoints, tmp_path):
     assert not torch.equal(made.policy.lm(ids).logits, before)
 
 
+def test_ppo_with_gradient_checkpointing_is_ppo(checkpoints, tmp_path):
+    plain, again = (
+        trainer(checkpoints, tmp_path / str(on), **PPO, adapter={"rank": 4}, gradient_checkpointing=on)
+        for on in (False, True)
+    )
+    expected, found = plain.step(1, 0), again.step(1, 0)
+    for key in ("loss", "grad_norm", "value/loss"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7)
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkpoints, tmp_path, method):
     calls, trained = {}, {}
-    for again in (False, True):
+    for again in (False, True, "auto"):  # which on a CPU is False
         run = trainer(checkpoints, tmp_path / str(again), weights="bf16", method=method, gradient_checkpointing=again)
         block, calls[again] = run.policy.lm.model.layers[0], 0
 
@@ -349,5 +359,6 @@ def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkp
         run.step(1, 0)
         trained[again] = {name: p.detach().clone() for name, p in run.policy.trainable()}
     assert calls[True] == 2 * calls[False] > 0
+    assert calls["auto"] == calls[False]
     for name, values in trained[False].items():
         assert torch.allclose(values, trained[True][name], rtol=1e-5, atol=1e-6), name

@@ -1,0 +1,137 @@
+"""Attention over packed sequences: one row of tokens, no padding, a prompt once before all its completions.
+
+Registered with transformers, which calls it in every block: a forward pass that brings a `Packing` gets packed
+attention, any other is transformers' own SDPA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "qerl"
+
+#: torch 2.11 takes fewer heads of keys than of queries without being told.
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The pieces of a row, in order: a prompt, or a completion behind the prompt `prompts` names by its place."""
+
+    lengths: tuple[int, ...]
+    prompts: tuple[int | None, ...]
+    queries_ends: Tensor  # [pieces + 1] int32, where each piece's queries end, from 0
+    keys_ends: Tensor  # [pieces + 1] int32, where its keys end once its prompt's stand before its own
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> Packing:
+        """Of pieces that have at least one token each."""
+        widths = _widths(lengths, prompts)
+        queries, keys = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (lengths, widths))
+        return cls(tuple(lengths), tuple(prompts), queries, keys)
+
+    @property
+    def widths(self) -> list[int]:
+        """Keys of each piece."""
+        return _widths(self.lengths, self.prompts)
+
+    def keys(self, row: Tensor, dim: int) -> list[Tensor]:
+        """The keys or values of each piece out of a `row` of all, along dimension `dim`.
+
+        All copies of a prompt come from one `expand`, whose backward pass adds them up at once: in 16 bits, added one
+        by one, their gradients would be rounded each time.
+        """
+        pieces = row.split(self.lengths, dim)
+        copies: dict[int, Iterator[Tensor]] = {}
+        keys = []
+        for place, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True)):
+            if prompt is None:
+                copies[place] = iter(piece.expand(1 + self.prompts.count(place), *piece.shape).unbind(0))
+                keys.append(next(copies[place]))
+            else:
+                keys.append(torch.cat((next(copies[prompt]), piece), dim))
+        return keys
+
+
+def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
+    return [n if p is None else lengths[p] + n for n, p in zip(lengths, prompts, strict=True)]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D].
+
+    Each token sees its prompt and what comes before it in its own piece. Flash attention on a GPU in 16 bits, SDPA
+    piece by piece elsewhere.
+    """
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    if settings.get("dropout") or settings.get("sliding_window"):
+        raise ValueError(
+            "packed attention has neither dropout nor a sliding window; set attention_dropout=0 and "
+            "use_sliding_window=false in the model's config.json"
+        )
+    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    return (_flash if flash else _by_piece)(query, key, value, packing, settings["scaling"]), None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    """One call over all pieces; its causal mask is aligned so that the last query of a piece sees its last key."""
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        torch.cat(packing.keys(key[0].transpose(0, 1), 0)),
+        torch.cat(packing.keys(value[0].transpose(0, 1), 0)),
+        packing.queries_ends,
+        packing.keys_ends,
+        max(packing.lengths),
+        max(packing.widths),
+        scale=scale,
+        window_size=(-1, 0),
+        **_GQA,
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    if query.is_cuda:  # whose kernels take a mask only for as many heads of keys; else all weights are kept
+        key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
+    pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
+    outs = []
+    for q, k, v in pieces:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
+    if lm.config._attn_implementation != NAME:
+        lm.set_attn_implementation(NAME)
+    # A mask of four dimensions is taken as it is, so that none is made; packed attention needs none.
+    made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
+    output = lm.model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
+    return output.last_hidden_state
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

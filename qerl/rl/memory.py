@@ -1,0 +1,106 @@
+"""Which blocks compute their activations again in the backward pass (gradient checkpointing): as few as memory asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl.models.attention import Packing, packed_hidden
+from qerl.models.policy import Policy
+
+#: Share of the free memory that is counted on; the rest is for fragments, unpacked weights and tiles of logits.
+USABLE = 0.85
+#: Activations are measured on rows of so many and of twice as many tokens.
+MEASURED_TOKENS = 64
+
+
+@dataclass
+class Saved:
+    """Filled while the block lasts."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
+    """Bytes of all storages that are kept for the backward pass, each once, those of `model`'s weights left out."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = Saved()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            saved.bytes += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def blocks(lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The transformer blocks, in order."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def kept_bytes(policy: Policy) -> float:
+    """Bytes that a block keeps for its backward pass, a token more or less: measured on two short rows."""
+    _recompute_first(policy.lm, 0)
+    grown = _row_bytes(policy, 2 * MEASURED_TOKENS) - _row_bytes(policy, MEASURED_TOKENS)
+    return grown / MEASURED_TOKENS / len(blocks(policy.lm))
+
+
+def _row_bytes(policy: Policy, tokens: int) -> int:
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=policy.device)
+    positions = torch.arange(tokens, device=policy.device)[None]
+    with policy.autocast(), saved_for_backward(policy.lm) as saved:
+        # Its result holds what was counted until the end: a storage that is freed early could be counted as another.
+        _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))
+    return saved.bytes
+
+
+def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -> int:
+    """How many of `count` blocks must compute their activations again so that all fit into `free` bytes.
+
+    `kept`: bytes of a block that keeps its activations; `recomputed`: of one that keeps its input alone. The block
+    whose backward pass runs needs its activations and about as much for their gradients, recomputed or not.
+    """
+    missing = count * kept - (free - 2 * kept)
+    return min(count, max(0, math.ceil(missing / (kept - recomputed))))
+
+
+def _recompute_first(lm: PreTrainedModel, count: int) -> None:
+    """The first blocks: when their turn comes in the backward pass, the others' activations are gone."""
+    for place, block in enumerate(blocks(lm)):
+        block.gradient_checkpointing = place < count
+
+
+def free_bytes() -> float:
+    """What this process can still allocate on its GPU."""
+    free, _ = torch.cuda.mem_get_info()
+    return USABLE * (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
+class Recomputation:
+    """Chooses the blocks anew for each micro-batch, from what is free just before it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self._kept: float | None = None
+
+    def choose(self, tokens: int) -> int:
+        """For a forward pass over `tokens`; returns how many blocks compute theirs again."""
+        lm = self.policy.lm
+        if self._kept is None:
+            self._kept = kept_bytes(self.policy)
+        of_input = lm.config.hidden_size * lm.dtype.itemsize
+        count = recomputed_blocks(len(blocks(lm)), free_bytes(), tokens * self._kept, tokens * of_input)
+        _recompute_first(lm, count)
+        return count

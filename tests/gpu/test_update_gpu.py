@@ -1,0 +1,176 @@
+"""The packed update on a GPU in bfloat16 against float32 sequences, one by one, through Hugging Face's forward pass."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from qerl.bench.shapes import write_shape
+from qerl.config import AdapterSettings
+from qerl.models.attention import Packing, attend
+from qerl.models.policy import with_adapter
+from qerl.rl import tiled
+from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.memory import USABLE, Recomputation, kept_bytes
+from qerl.rollout.sampler import Completion
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+TEMPERATURE = 0.9
+
+
+@pytest.fixture(params=["bf16", "nvfp4"])
+def checkpoint(request, tmp_path):
+    write_shape(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    return tmp_path / "m"
+
+
+def adapted(checkpoint, dtype):
+    """The same random adapter whatever the dtype of the base."""
+    policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, 0, DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(DEVICE))
+    return policy
+
+
+def samples():
+    """Groups of odd sizes; completions of one and two tokens, whose pieces have no and one query."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda length: torch.randint(2, 1000, (length,), generator=generator).tolist()  # noqa: E731
+    groups = ((37, (300, 1, 129, 2)), (1, (65, 64)), (200, (7, 500, 31)), (64, (128,)))
+    return [
+        Sample(prompt, Completion(draw(length), [-1.0] * length, True), 0.0, 0.0)
+        for prompt, lengths in [(draw(p), lengths) for p, lengths in groups]
+        for length in lengths
+    ]
+
+
+def packed(policy, drawn, weights, max_tokens):
+    """Log-probabilities and entropy of each completion; gradients of the weighted log-probabilities accumulate."""
+    found = {}
+    for index in split(drawn, max_tokens):
+        batch = micro_batch(drawn, index, DEVICE)
+        logprobs, entropy = logprobs_and_entropy(policy, batch, TEMPERATURE)
+        rows = [(logprobs[n, : len(weights[i])], entropy[n, : len(weights[i])]) for n, i in enumerate(index)]
+        sum((row * weights[i]).sum() for i, (row, _) in zip(index, rows, strict=True)).backward()
+        found |= {i: (row.detach(), entropy) for i, (row, entropy) in zip(index, rows, strict=True)}
+    return [found[i] for i in range(len(drawn))]
+
+
+def one_by_one(policy, drawn, weights):
+    """The same in float32, with all logits of a sequence at once."""
+    found = []
+    for sample, weight in zip(drawn, weights, strict=True):
+        ids = torch.tensor([sample.prompt + sample.completion.token_ids], device=DEVICE)
+        logits = policy.lm(ids).logits[0, len(sample.prompt) - 1 : -1]
+        full = torch.log_softmax(logits / TEMPERATURE, -1)
+        row = full.gather(-1, ids[0, len(sample.prompt) :, None])[:, 0]
+        (row * weight).sum().backward()
+        found.append((row.detach(), -(full.exp() * full).sum(-1).detach()))
+    return found
+
+
+def of_all(policy):
+    return {name: parameter.grad.double().flatten() for name, parameter in policy.trainable()}
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 700, 300])
+def test_bfloat16_log_probabilities_and_gradients_follow_float32(checkpoint, max_tokens):
+    """bfloat16 keeps 8 bits: each product errs by 2^-9 of its size. Logits of this shape have a deviation near 0.5, and
+    errors of four blocks add up in squares, so that 0.03 is wide; a wrong mask or position moves whole
+    log-probabilities. The gradients' errors are independent of the gradients: the cosine stays near 1."""
+    drawn = samples()
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(len(s.completion.token_ids), generator=generator).to(DEVICE) for s in drawn]
+    ours, exact = adapted(checkpoint, "bfloat16"), adapted(checkpoint, "float32")
+    found, expected = packed(ours, drawn, weights, max_tokens), one_by_one(exact, drawn, weights)
+    deltas = torch.cat([a - b for (a, _), (b, _) in zip(found, expected, strict=True)])
+    assert deltas.abs().max() < 0.03
+    assert (torch.expm1(deltas) - deltas).mean() < 1e-4
+    for (_, a), (_, b) in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01)
+    mine, theirs = of_all(ours), of_all(exact)
+    for name, gradient in theirs.items():
+        assert torch.cosine_similarity(mine[name], gradient, dim=0) > 0.98, name
+    a, b = (torch.cat(list(gradients.values())) for gradients in (mine, theirs))
+    assert torch.cosine_similarity(a, b, dim=0) > 0.999
+    assert abs(a.norm() / b.norm() - 1) < 0.02
+
+
+def test_float32_on_a_gpu_is_exact(checkpoint):
+    drawn = samples()
+    weights = [torch.ones(len(s.completion.token_ids), device=DEVICE) for s in drawn]
+    ours, exact = adapted(checkpoint, "float32"), adapted(checkpoint, "float32")
+    found, expected = packed(ours, drawn, weights, 700), one_by_one(exact, drawn, weights)
+    for (a, _), (b, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    a, b = (torch.cat(list(of_all(policy).values())) for policy in (ours, exact))
+    assert (a - b).norm() < 1e-4 * b.norm()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(28, 4, 128), (12, 2, 128), (4, 4, 64), (14, 2, 64)])
+def test_flash_attention_sees_the_prompt_and_the_own_piece_only(heads, kv_heads, width):
+    """Outputs and gradients of each piece against SDPA in float64 with the mask written out."""
+    packing = Packing.of([37, 5, 1, 200, 1, 3, 64, 129], [None, 0, 0, 0, None, 4, None, 6], DEVICE)
+    total = sum(packing.lengths)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    draw = lambda count: torch.randn(1, count, total, width, generator=generator, device=DEVICE).bfloat16()  # noqa: E731
+    query, key, value, grad = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads).transpose(1, 2)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out, _ = attend(torch.nn.Module(), *inputs, None, packing, scaling=width**-0.5, dropout=0.0)
+    piece = torch.repeat_interleave(torch.arange(8, device=DEVICE), torch.tensor(packing.lengths, device=DEVICE))
+    prompt = torch.tensor([n if p is None else p for n, p in enumerate(packing.prompts)], device=DEVICE)[piece]
+    earlier = torch.ones(total, total, dtype=torch.bool, device=DEVICE).tril()
+    seen = earlier & ((piece[:, None] == piece) | (prompt[:, None] == piece))
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
+    found, expected = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(exact, wide, grad.double())
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() < 0.01 * b.norm()
+
+
+def test_log_probabilities_take_the_memory_of_a_tile():
+    """8,192 tokens of a vocabulary of 152,064: all logits would take 2.5 GB in bfloat16 and 5 GB in float32."""
+    hidden = torch.randn(8192, 896, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    head = 0.02 * torch.randn(152_064, 896, device=DEVICE, dtype=torch.bfloat16)
+    targets = torch.randint(152_064, (8192,), device=DEVICE)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets)
+    (found,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert torch.cuda.max_memory_allocated() - before < 5 * 4 * tiled.ROWS * tiled.COLUMNS + 4 * hidden.numel()
+    wide = hidden[:256].detach().double().requires_grad_()
+    full = torch.log_softmax(wide @ head.double().T, -1)
+    exact = full[torch.arange(256), targets[:256]]
+    torch.testing.assert_close(logprobs[:256].double(), exact, rtol=0, atol=0.01)
+    torch.testing.assert_close(entropy[:256].double(), -(full.exp() * full).sum(-1), rtol=0, atol=0.005)
+    (expected,) = torch.autograd.grad(exact.sum(), wide)
+    assert (found[:256].double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
+    """On a GPU that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
+    write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    drawn = [Sample(s.prompt, s.completion, 0.0, 1.0) for s in samples()] * 40
+    batch = micro_batch(drawn, list(range(len(drawn))), DEVICE)
+    tokens, gradients, counts = batch.ids.numel(), [], []
+    for full in (False, True):
+        policy = adapted(tmp_path / "m", "bfloat16")
+        policy.lm.train()
+        recomputation = Recomputation(policy)
+        needed = 3.5 * tokens * kept_bytes(policy)  # of four blocks' and two blocks' worth
+        torch.cuda.empty_cache()
+        spare = int(torch.cuda.mem_get_info()[0] - needed / USABLE)
+        _filling = torch.empty(spare if full else 0, dtype=torch.uint8, device=DEVICE)
+        counts.append(recomputation.choose(tokens))
+        logprobs_and_entropy(policy, batch, 1.0)[0].sum().backward()
+        gradients.append(torch.cat(list(of_all(policy).values())))
+        del policy, recomputation, _filling
+    assert counts[0] == 0
+    assert 0 < counts[1] <= 4
+    # Flash attention adds up the gradients of queries in any order.
+    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()

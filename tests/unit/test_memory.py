@@ -1,0 +1,91 @@
+"""What blocks keep for the backward pass, and how many compute it again."""
+
+import itertools
+
+import pytest
+import torch
+
+from qerl.config import AdapterSettings
+from qerl.models.policy import with_adapter
+from qerl.rl import memory
+from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.memory import Recomputation, kept_bytes, recomputed_blocks, saved_for_backward
+from qerl.rollout.sampler import Completion
+from tests.tiny import tiny_qwen2
+
+CPU = torch.device("cpu")
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("base"), num_hidden_layers=LAYERS)
+
+
+def adapted(checkpoint):
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4), "bfloat16", 0, CPU)
+    policy.lm.train()
+    return policy
+
+
+def batch(tokens):
+    """One prompt alone but for its last token: a single piece, as what is measured."""
+    sample = Sample(list(range(2, 90)) * (tokens // 88 + 1), Completion([5], [-1.0], True), 0.0, 0.0)
+    return micro_batch([Sample(sample.prompt[:tokens], sample.completion, 0.0, 0.0)], [0], CPU)
+
+
+def forward_bytes(policy, tokens):
+    with saved_for_backward(policy.lm) as saved:
+        _ = logprobs_and_entropy(policy, batch(tokens), 1.0)
+    return saved.bytes
+
+
+def test_a_storage_counts_once_and_weights_do_not():
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(10, 8, requires_grad=True)
+    with saved_for_backward(layer) as saved:
+        y = layer(x)
+        _ = y.tanh() * x.view(10, 8)  # keeps x, tanh(y)
+    assert saved.bytes == 2 * 10 * 8 * 4
+
+
+def test_measured_bytes_foretell_those_of_longer_rows(checkpoint):
+    policy = adapted(checkpoint)
+    kept = kept_bytes(policy)
+    grown = forward_bytes(policy, 240) - forward_bytes(policy, 176)
+    # Without a GPU the mask of a piece is as large as the square of its length.
+    assert 1 <= grown / (64 * LAYERS * kept) < 1.25
+
+
+@pytest.mark.parametrize(("count", "kept", "recomputed"), itertools.product((1, 4, 28), (10.0, 16.0), (1.0, 4.0)))
+def test_as_few_blocks_as_fit_are_recomputed(count, kept, recomputed):
+    def needed(again):
+        return (count - again) * kept + again * recomputed + 2 * kept
+
+    for free in torch.linspace(0, 1.2 * needed(0), 50).tolist():
+        fitting = [again for again in range(count + 1) if needed(again) <= free]
+        # Where even all are too much, all of them.
+        assert recomputed_blocks(count, free, kept, recomputed) == min(fitting, default=count)
+
+
+def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkpoint, monkeypatch):
+    policy = adapted(checkpoint)
+    part, counts, held, gradients = batch(200), [], [], []
+    recomputation = Recomputation(policy)
+    whole = LAYERS * 200 * kept_bytes(policy)
+    for share in (2.0, 1.25, 1.0, 0.0):
+        monkeypatch.setattr(memory, "free_bytes", lambda share=share: share * whole)
+        counts.append(recomputation.choose(200))
+        policy.lm.zero_grad()
+        with saved_for_backward(policy.lm) as saved:
+            logprobs, _ = logprobs_and_entropy(policy, part, 1.0)
+        logprobs.sum().backward()
+        held.append(saved.bytes)
+        gradients.append(torch.cat([p.grad.flatten() for _, p in policy.trainable() if p.grad is not None]))
+    assert counts[0] == 0
+    assert counts[-1] == LAYERS
+    assert 0 < counts[1] < counts[2] < LAYERS
+    assert held == sorted(held, reverse=True)
+    assert held[0] > 1.5 * held[2]
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])

@@ -1,0 +1,231 @@
+"""Packed micro-batches against padded sequences through Hugging Face's own forward pass."""
+
+import pytest
+import torch
+
+from qerl.config import AdapterSettings, PPOSettings
+from qerl.models.attention import NAME, Packing
+from qerl.models.policy import trained_in_full, with_adapter
+from qerl.models.value import add_value, values
+from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
+from qerl.rollout.sampler import Completion
+from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
+
+CPU = torch.device("cpu")
+PPO = PPOSettings(rank=4, alpha=8)
+MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(0)
+    for name, make in MAKERS.items():
+        make(folder / name)
+    return folder
+
+
+def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,)))):
+    """Groups of (tokens of the prompt, tokens of each completion)."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda length: torch.randint(2, 90, (length,), generator=generator).tolist()  # noqa: E731
+    return [
+        Sample(prompt, Completion(draw(length), [-1.0] * length, True), 0.0, 0.0)
+        for prompt, lengths in [(draw(p), lengths) for p, lengths in groups]
+        for length in lengths
+    ]
+
+
+def move(policy):
+    """As if trained: B isn't zero any more."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def adapted(folder, name="qwen2", dtype="float32"):
+    return move(with_adapter(folder / name, AdapterSettings(rank=4), dtype, 0, CPU))
+
+
+def padded(policy, drawn, temperature):
+    """Log-probabilities and entropy [N, T] by right-padded sequences, each with its prompt, and a mask."""
+    longest, widest = max(s.length for s in drawn), max(len(s.completion.token_ids) for s in drawn)
+    ids, mask = torch.zeros(len(drawn), longest, dtype=torch.long), torch.zeros(len(drawn), longest, dtype=torch.long)
+    for row, s in enumerate(drawn):
+        ids[row, : s.length] = torch.tensor(s.prompt + s.completion.token_ids)
+        mask[row, : s.length] = 1
+    logits = policy.lm(input_ids=ids, attention_mask=mask).logits / temperature
+    all_logprobs = torch.log_softmax(logits, -1)
+    entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs, entropy = torch.zeros(2, len(drawn), widest).unbind()
+    for row, s in enumerate(drawn):
+        span, count = slice(len(s.prompt) - 1, s.length - 1), len(s.completion.token_ids)
+        chosen = all_logprobs[row, span].gather(-1, ids[row, len(s.prompt) : s.length, None])[:, 0]
+        logprobs = logprobs.index_put((torch.full((count,), row), torch.arange(count)), chosen)
+        entropy[row, :count] = entropies[row, span].detach()
+    return logprobs, entropy
+
+
+def gradients(policy, loss):
+    parameters = dict(policy.trainable())
+    return dict(zip(parameters, torch.autograd.grad(loss, parameters.values(), allow_unused=True), strict=True))
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert (found - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_logprobs_entropy_and_gradients_are_those_of_padded_sequences(folder, name, method):
+    policy = adapted(folder, name) if method == "lora" else trained_in_full(folder / name, CPU)
+    drawn = samples()
+    batch = micro_batch(drawn, list(range(len(drawn))), CPU)
+    found, expected = logprobs_and_entropy(policy, batch, 0.8), padded(policy, drawn, 0.8)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs)
+    weights = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(2))
+    ours, theirs = (gradients(policy, (out[0] * weights).sum()) for out in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for parameter, gradient in theirs.items():
+        assert gradient.any(), parameter
+        assert_same(ours[parameter], gradient, 1e-4)
+    assert_same(*(torch.cat([gradient.flatten() for gradient in found.values()]) for found in (ours, theirs)))
+
+
+def test_values_are_those_of_each_sequence_alone(folder):
+    policy = with_adapter(folder / "qwen2", AdapterSettings(rank=4), "float32", 0, CPU)
+    add_value(policy, PPO)
+    move(policy)
+    drawn = samples()
+    together = values(policy, micro_batch(drawn, list(range(len(drawn))), CPU))
+    for row, sample in enumerate(drawn):
+        alone = values(policy, micro_batch(drawn, [row], CPU))
+        torch.testing.assert_close(together[row, : alone.shape[1]], alone[0], rtol=1e-5, atol=1e-6)
+        assert not together[row, len(sample.completion.token_ids) :].any()
+
+
+def test_a_token_sees_its_prompt_and_its_own_completion_only(folder):
+    """Another completion, or another group, changes nothing; an own earlier token or one of the prompt does."""
+    policy, drawn = adapted(folder), samples()
+    everything = list(range(len(drawn)))
+    read = lambda chosen: logprobs_and_entropy(policy, micro_batch(chosen, everything, CPU), 1.0)[0].detach()  # noqa: E731
+    before = read(drawn)
+    other = Completion([90] * 7, [-1.0] * 7, True)
+    changed = [Sample(s.prompt, other if i == 0 else s.completion, 0.0, 0.0) for i, s in enumerate(drawn)]
+    after = read(changed)
+    assert torch.equal(after[1:], before[1:])
+    assert not torch.isclose(after[0, :7], before[0, :7]).any()
+    prompt = [90, *drawn[0].prompt[1:]]
+    changed = [Sample(prompt if i < 4 else s.prompt, s.completion, 0.0, 0.0) for i, s in enumerate(drawn)]
+    after, mask = read(changed), micro_batch(drawn, everything, CPU).mask_NT.bool()
+    assert torch.equal(after[4:], before[4:])
+    assert not torch.isclose(after[:4], before[:4])[mask[:4]].any()
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (0, 0)])
+def test_a_completion_without_tokens_has_no_figures(folder, lengths):
+    policy, drawn = adapted(folder), samples([(4, lengths)])
+    logprobs, entropy = logprobs_and_entropy(policy, micro_batch(drawn, [0, 1], CPU), 1.0)
+    assert logprobs.shape == entropy.shape == (2, max(lengths))
+    assert not logprobs[0].any()
+    assert logprobs[1].all()
+    logprobs.sum().backward()
+
+
+def test_a_prompt_is_in_the_row_once_and_the_last_token_of_a_completion_is_not():
+    drawn = samples(((3, (2, 1, 4)), (2, (2,))))
+    batch = micro_batch(drawn, [0, 1, 2, 3], CPU)
+    first, second, _, third = (s.completion.token_ids for s in (drawn[0], drawn[2], drawn[1], drawn[3]))
+    assert batch.ids.tolist() == [drawn[0].prompt + first[:-1] + second[:-1] + drawn[3].prompt + third[:-1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 3, 4, 5, 0, 1, 2]]
+    assert batch.packing.lengths == (3, 1, 3, 2, 1)
+    assert batch.packing.prompts == (None, 0, 0, None, 3)
+    assert batch.packing.queries_ends.tolist() == [0, 3, 4, 7, 9, 10]
+    assert batch.packing.keys_ends.tolist() == [0, 3, 7, 13, 15, 18]
+    assert batch.states_M.tolist() == [2, 3, 2, 2, 4, 5, 6, 8, 9]
+    assert batch.targets_M.tolist() == [token for s in drawn for token in s.completion.token_ids]
+
+
+def test_keys_are_gathered_and_their_gradients_added_in_float32():
+    """Seven copies of a prompt's gradient of 1 + 2^-7: bfloat16 that adds one by one loses the small part."""
+    packing = Packing.of([2, *[1] * 6], [None, *[0] * 6], CPU)
+    row = torch.arange(8.0, dtype=torch.bfloat16)[:, None].requires_grad_()
+    keys = packing.keys(row, 0)
+    assert [k[:, 0].tolist() for k in keys] == [[0, 1], *([0, 1, n] for n in range(2, 8))]
+    (gradient,) = torch.autograd.grad(torch.cat(keys), row, torch.full((20, 1), 1 + 2**-7, dtype=torch.bfloat16))
+    assert gradient[:2, 0].tolist() == [torch.tensor(7 * (1 + 2**-7)).bfloat16().item()] * 2
+    assert gradient[2:, 0].tolist() == [1 + 2**-7] * 6
+
+
+def test_sampling_with_a_mask_is_that_of_transformers(folder):
+    """Left padding and a cache, as the native sampler has, after a packed pass."""
+    policy, drawn = adapted(folder), samples()
+    ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    before = policy.lm(input_ids=ids, attention_mask=mask).logits
+    logprobs_and_entropy(policy, micro_batch(drawn, [0, 1], CPU), 1.0)
+    assert policy.lm.config._attn_implementation == NAME
+    assert torch.equal(policy.lm(input_ids=ids, attention_mask=mask).logits, before)
+    policy.lm.config.save_pretrained(folder / "saved")
+    assert NAME not in (folder / "saved/config.json").read_text()
+
+
+def test_a_sliding_window_is_refused(tmp_path):
+    tiny_qwen2(tmp_path)
+    edit_config(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=None)
+    policy = with_adapter(tmp_path, AdapterSettings(rank=4), "float32", 0, CPU)
+    with pytest.raises(ValueError, match="use_sliding_window=false"):
+        logprobs_and_entropy(policy, micro_batch(samples(), [0], CPU), 1.0)
+
+
+# --- splitting ---
+
+
+def sizes(drawn, batches):
+    return [micro_batch(drawn, index, CPU).ids.shape[1] for index in batches]
+
+
+def test_groups_stay_together_where_they_fit():
+    drawn = samples([(4, (3, 3))] * 6)  # 8 tokens a group
+    batches = split(drawn, 20)
+    assert sorted(i for index in batches for i in index) == list(range(12))
+    assert sizes(drawn, batches) == [16, 16, 16]
+    assert all({i // 2 for i in index} == {index[0] // 2, index[2] // 2} for index in batches)
+
+
+def test_a_group_that_does_not_fit_is_cut_and_each_part_has_the_prompt():
+    drawn = samples([(4, (7, 7, 7, 7, 7))])
+    batches = split(drawn, 16)
+    assert batches == [[0, 1], [2, 3], [4]]
+    assert sizes(drawn, batches) == [16, 16, 10]
+
+
+def test_a_completion_over_the_limit_is_alone():
+    drawn = samples([(4, (2, 50, 2)), (3, (2,))])
+    batches = split(drawn, 16)
+    assert [1] in batches
+    assert sorted(i for index in batches for i in index) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sample_is_in_one_micro_batch_and_none_exceeds_the_limit(seed):
+    numbers = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=numbers))  # noqa: E731
+    drawn = samples([(draw(1, 9), tuple(draw(1, 40) for _ in range(draw(1, 9)))) for _ in range(12)])
+    batches = split(drawn, 64)
+    assert sorted(i for index in batches for i in index) == list(range(len(drawn)))
+    assert max(sizes(drawn, batches)) <= 64
+    assert sizes(drawn, batches) == sorted(sizes(drawn, batches), reverse=True)
+    assert sum(sizes(drawn, batches)) <= sum(packed_tokens(drawn, [i]) for i in range(len(drawn)))
+
+
+def test_processes_get_micro_batches_of_their_even_share():
+    drawn = samples([(4, (3, 3))] * 6)
+    assert len(split(drawn, 10_000)) == 1
+    assert sizes(drawn, split(drawn, 10_000, 2)) == [24, 24]
+    assert sizes(drawn, split(drawn, 10_000, 3)) == [16, 16, 16]
+    assert split(drawn, 16, 2) == split(drawn, 16)
+    one = samples([(4, (9, 9, 9, 9))])
+    assert len(split(one, 10_000, 2)) >= 2
