@@ -87,11 +87,12 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     with pytest.raises(CheckpointError, match=r"quantized already \(nvfp4\)"):
         qerl.train({**values, "model": str(packed), "weights": "mxfp4", "out": run.folder.parent / "other"})
     with pytest.raises(ConfigError, match=r"recipe=awq quantizes a dense model.*leave recipe out"):
-        qerl.train({**values, "model": str(packed), "recipe": "awq", "out": run.folder.parent / "other"})
+        changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
+        qerl.train({**values, **changed})
 
 
 def test_a_run_is_calibrated_on_its_own_data(values):
-    run = qerl.train({**values, "recipe": "awq", "calibration": {"samples": 4}})
+    run = qerl.train({**values, "weights": "nvfp4", "recipe": "awq", "calibration": {"samples": 4}})
     report = json.loads((run.checkpoint / "report.json").read_text())
     assert (report["method"], report["calibration"]["texts"], report["calibration"]["dataset"]) == ("awq", 4, "data")
     assert run.finished
