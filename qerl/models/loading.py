@@ -38,7 +38,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
 
     Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Tensors are read one at
-    a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file at most. Raises `CheckpointError`, which names the file and the fix.
+    a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file at most. Raises
+    `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)

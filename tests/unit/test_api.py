@@ -86,8 +86,8 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     assert any("lora_A" in name for name, _ in run.policy.lm.named_parameters())
     with pytest.raises(CheckpointError, match=r"quantized already \(nvfp4\)"):
         qerl.train({**values, "model": str(packed), "weights": "mxfp4", "out": run.folder.parent / "other"})
+    changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
     with pytest.raises(ConfigError, match=r"recipe=awq quantizes a dense model.*leave recipe out"):
-        changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
         qerl.train({**values, **changed})
 
 
