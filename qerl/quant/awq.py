@@ -58,7 +58,7 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE)
     equalise(model, weights_format, texts)
     # One by one: to read a parameter may bring it onto the GPU.
-    write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach()})
+    write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
     write_config(source, target)
     return {
         **calibration.settings.model_dump(),

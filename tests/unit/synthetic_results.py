@@ -190,6 +190,7 @@ def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 3
         "arm": arm,
         "varied": {"seed": 0},
         "weights": weights,
+        "recipe": "rtn",
         "method": method,
         "rank": rank,
         "prompts": 1,

@@ -53,8 +53,8 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_memory_is_bounded_by_a_file_and_a_layer_not_by_the_model(tmp_path):
     tiny = tiny_qwen2(tmp_path / "tiny")
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 64}
-    big = tiny_qwen2(tmp_path / "big", shard_size="8MB", **shape)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 40}
+    big = tiny_qwen2(tmp_path / "big", shard_size="4MB", **shape)
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tiny), str(big), str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -63,6 +63,6 @@ def test_memory_is_bounded_by_a_file_and_a_layer_not_by_the_model(tmp_path):
     whole = sum(info.size_bytes for info in headers.values())
     file = max(path.stat().st_size for path in weight_files(big))
     layer = max(headers[f"{name}.weight"].size_bytes for name in linear_layers(headers))
-    assert whole > 3 * (file + layer + SLACK)
+    assert whole > 2 * (file + layer + SLACK)
     for what, grown_by in grown.items():
         assert grown_by < file + layer + SLACK, what
