@@ -113,6 +113,8 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         if function is not None:
             load_function(function)
     source = _source(settings.model, settings.weights)
+    if settings.recipe == "awq" and weights_format_of(source) == settings.weights:
+        raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
     _write_run_file(settings)
     _prepare(settings.dataset, made.data)
     _whole(made.checkpoint, lambda target: _base(settings, source, target))
@@ -166,11 +168,14 @@ def _prepare(settings: DatasetSettings, target: Path) -> None:
 def _base(settings: RunFile, source: Path, target: Path) -> None:
     """The checkpoint that the run trains on."""
     from qerl.models.base import link_checkpoint, make_checkpoint
+    from qerl.quant.awq import Calibration
 
     if weights_format_of(source) == settings.weights:
         link_checkpoint(source, target)
-    else:
-        make_checkpoint(settings.model, settings.weights, source, target, target / REPORT)
+        return
+    made = settings.settings.calibrated
+    texts = Calibration(made, settings.out / "data") if made else None
+    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts)
 
 
 def _train(run: Run) -> None:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 RecordFormat = Literal["gsm8k", "math", "aime"]
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
+Recipe = Literal["rtn", "awq"]
 Harness = Literal["lm-eval", "lighteval"]
 Split = Literal["train", "validation", "test"]
 AnswerForm = Literal["native", "tags"]
@@ -198,6 +199,24 @@ class LockedRepo(Settings):
 
 
 ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discriminator="source")]
+
+
+# --- quantization ----------------------------------------------------------------------------------------------------
+
+
+class CalibrationSettings(Settings):
+    """Texts that `recipe: awq` measures activations on: training problems with their solutions in the chat template.
+
+    The paper has 256 texts of 2,048 tokens, of another data set."""
+
+    dataset: str | None = None
+    """None: the run's own."""
+    samples: PositiveInt = 256
+    """How many; all, where the data set has fewer."""
+    length: PositiveInt = 2048
+    """Longer texts are cut to this many tokens."""
+    seed: int = 0
+    """Which ones are drawn."""
 
 
 # --- a training run --------------------------------------------------------------------------------------------------
@@ -408,6 +427,11 @@ class RunSettings(Settings):
     model: str
     dataset: str
     weights: WeightFormat = "nvfp4"
+    recipe: Recipe = "rtn"
+    """How weights are quantized: `rtn` rounds to nearest, without data; `awq` (nvfp4 and mxfp4) scales channels by
+    their activations on calibration texts first."""
+    calibration: CalibrationSettings = CalibrationSettings()
+    """Used by `recipe: awq` only."""
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
@@ -435,6 +459,8 @@ class RunSettings(Settings):
             raise ValueError(
                 f"method=full can't train weights={self.weights}, which are frozen; use weights=bf16 or method=lora"
             )
+        if self.recipe == "awq" and self.weights not in ("nvfp4", "mxfp4"):
+            raise ValueError(f"recipe=awq scales for nvfp4 and mxfp4, not for weights={self.weights}; use recipe=rtn")
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
         if self.method == "full" and self.rollout.engine != "native":
@@ -462,6 +488,13 @@ class RunSettings(Settings):
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
         return self
 
+    @property
+    def calibrated(self) -> CalibrationSettings | None:
+        """The calibration of the run's checkpoint, with its data set's name; none without one."""
+        if self.recipe == "rtn":
+            return None
+        return self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
+
 
 class RunFile(RunSettings):
     """One run by hand, `qerl train run.yaml`: the keys of `RunSettings`, with model, data and outcome in place.
@@ -475,6 +508,13 @@ class RunFile(RunSettings):
     """A file or folder of records, or a mapping as under DatasetSettings."""
     out: Path
     """A new folder for all that the run makes. A killed run goes on from what is in it."""
+
+    @field_validator("calibration", mode="after")
+    @classmethod
+    def _calibrates_on_its_own_data(cls, calibration: CalibrationSettings) -> CalibrationSettings:
+        if calibration.dataset is not None:
+            raise ValueError("dataset can't be given here: a run by hand is calibrated on its own data; leave it out")
+        return calibration
 
     @field_validator("model", mode="after")
     @classmethod

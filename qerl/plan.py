@@ -12,6 +12,7 @@ from typing import Any
 
 from qerl.config import (
     GROUP_SIZE,
+    CalibrationSettings,
     Config,
     ConfigError,
     DatasetSettings,
@@ -21,6 +22,7 @@ from qerl.config import (
     LocalData,
     LocalModel,
     PretrainSettings,
+    Recipe,
     RolloutBench,
     RunSettings,
     StepBench,
@@ -38,15 +40,23 @@ from qerl.userfunction import load
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A base model in one weight format."""
+    """A base model in one weight format, rounded to nearest, or by AWQ where there is a calibration."""
 
     model: str
     weights: str
+    calibration: CalibrationSettings | None = None
 
     @property
     def id(self) -> str:
         """The name of its folder."""
-        return f"{self.model}-{self.weights}"
+        made = self.calibration
+        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
+        return f"{self.model}-{self.weights}{awq}"
+
+    @property
+    def recipe(self) -> Recipe:
+        """How its weights are quantized."""
+        return "awq" if self.calibration else "rtn"
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Run:
     @property
     def checkpoint(self) -> Checkpoint:
         """The base that the run starts from."""
-        return Checkpoint(self.settings.model, self.settings.weights)
+        return Checkpoint(self.settings.model, self.settings.weights, self.settings.calibrated)
 
 
 @dataclass(frozen=True)
@@ -276,6 +286,8 @@ def _check_run(run: Run, config: Config) -> None:
     for name, section, known in (("model", "models", config.models), ("dataset", "datasets", config.datasets)):
         if getattr(settings, name) not in known:
             raise ConfigError(f"{where}: {name}={getattr(settings, name)!r} is not in `{section}` of the configuration")
+    if (made := settings.calibrated) and made.dataset not in config.datasets:
+        raise ConfigError(f"{where}: calibration.dataset={made.dataset!r} is not in `datasets` of the configuration")
     if settings.weights in GROUP_SIZE:
         _check_groups(config.models[settings.model], settings.weights, where)
 

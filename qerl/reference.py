@@ -84,6 +84,7 @@ SECTIONS = (
     config.Experiment,
     config.RunSettings,
     config.RunFile,
+    config.CalibrationSettings,
     config.AdapterSettings,
     config.NoiseSettings,
     config.EngineSettings,

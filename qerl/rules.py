@@ -10,6 +10,7 @@ import typer
 
 from qerl.config import (
     BenchSettings,
+    CalibrationSettings,
     DatasetSettings,
     EvaluationSettings,
     HubData,
@@ -62,12 +63,25 @@ def fetch(repo: str, revision: str, out: Out, lock: Locked = None) -> None:
 
 
 @app.command()
-def quantize(model: str, weights: str, source: Path, out: Out) -> None:
+def quantize(
+    model: str,
+    weights: str,
+    source: Path,
+    out: Out,
+    calibration: Annotated[str | None, typer.Option(help="Settings of AWQ's calibration as JSON.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The prepared data set that it is calibrated on.")] = None,
+) -> None:
     """Make a base in one weight format, with a report on size and error."""
+    if (calibration is None) != (data is None):
+        raise typer.BadParameter("--calibration and --data belong together")
     with lease(1):
         from qerl.models.base import make_checkpoint
+        from qerl.quant.awq import Calibration
 
-        make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json")
+        texts = None
+        if calibration is not None and data is not None:
+            texts = Calibration(parse(CalibrationSettings, json.loads(calibration), "calibration"), data)
+        make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json", texts)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import pandas as pd
 
 from qerl.config import RunSettings
 from qerl.plan import Plan, Run
+from qerl.report.results import weights_name
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 #: Measured tokens a second of one device, by machine, model (the name in the configuration), weights and batch.
@@ -34,7 +35,7 @@ def _row(plan: Plan, run: Run, speeds: pd.DataFrame) -> dict[str, Any]:
     return {
         "run": run.id,
         "model": settings.model,
-        "weights": settings.weights,
+        "weights": weights_name(settings.weights, settings.recipe),
         "training": settings.method + noise,
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "dataset": settings.dataset,

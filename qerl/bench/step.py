@@ -36,6 +36,7 @@ def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: 
                 "arm": row["arm"],
                 "varied": row["varied"],
                 "weights": run.weights,
+                "recipe": run.recipe,
                 "method": run.method,
                 "rank": run.adapter.rank if run.method == "lora" else 0,
                 "prompts": run.rollout.prompts,

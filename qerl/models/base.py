@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl.config import ConfigError, LockedRepo, PretrainSettings
 from qerl.lock import MODEL_FILES, verify
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
+
+if TYPE_CHECKING:
+    from qerl.quant.awq import Calibration
 
 
 def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target: Path) -> None:
@@ -42,11 +46,16 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
     return folder
 
 
-def make_checkpoint(model: str, weights: str, source: Path, checkpoint: Path, report: Path) -> None:
-    """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked."""
+def make_checkpoint(
+    model: str, weights: str, source: Path, checkpoint: Path, report: Path, calibration: Calibration | None = None
+) -> None:
+    """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked.
+
+    With a `calibration` it is made by AWQ.
+    """
     from qerl.quant.quantize import quantize_checkpoint
 
-    about = quantize_checkpoint(source, checkpoint, weights)
+    about = quantize_checkpoint(source, checkpoint, weights, calibration)
     if weights == "bf16":
         link_checkpoint(source, checkpoint)
     write_json(report, {"model": model, "weights": weights, **about, "provenance": stamp()})

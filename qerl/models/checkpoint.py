@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,14 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
                     f"{folder / INDEX} names {name}, which {shard} doesn't hold; download the checkpoint again"
                 )
     return tensors
+
+
+def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
+    """The names of the tensors in each file, in the files' order."""
+    names: dict[Path, list[str]] = defaultdict(list)
+    for name, info in headers.items():
+        names[info.shard].append(name)
+    return dict(sorted(names.items()))
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

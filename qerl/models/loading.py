@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from qerl.models.checkpoint import (
     CheckpointError,
     TensorInfo,
+    by_shard,
     read_headers,
     weights_format_of,
 )
@@ -38,7 +38,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
 
     Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Tensors are read one at
-    a time, so that the peak of memory is the model. Raises `CheckpointError`, which names the file and the fix.
+    a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file at most. Raises
+    `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
@@ -59,10 +60,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
 
 def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a checkpoint, one shard after the other."""
-    by_shard: dict[Path, list[str]] = defaultdict(list)
-    for name, info in headers.items():
-        by_shard[info.shard].append(name)
-    for path, names in sorted(by_shard.items()):
+    for path, names in by_shard(headers).items():
         with safe_open(path, framework="pt", device=str(device)) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils import logging as transformers_logging
+from torch import Tensor
+from transformers import AutoTokenizer
 
 from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
 from qerl.models.loading import read_packed, stream
 from qerl.quant import FormatError
+from qerl.quant.awq import Calibration, write_equalised
 from qerl.quant.formats import dequantize, tensor_specs
+from qerl.quant.packing import linear_layers, write_packed
 
-#: Weight-only schemes of llmcompressor.
-_SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 #: rtn: round to nearest, without calibration data.
 _METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
 _LIBRARIES = {
@@ -32,17 +30,21 @@ _LIBRARIES = {
 }
 
 
-def quantize_checkpoint(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
+def quantize_checkpoint(
+    source: Path, target: Path, weights_format: str, calibration: Calibration | None = None
+) -> dict[str, Any]:
     """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
 
+    Weights are rounded to nearest; with a `calibration` (NVFP4, MXFP4) the model is equalised by AWQ before.
     Embeddings, norms and the head stay bfloat16; the tokenizer comes along. `target` appears complete or not at all.
-    "bf16" writes nothing. Returns `quantization_report`. Raises `CheckpointError` if `source` isn't dense or `target`
-    exists, `FormatError` if the format's groups don't divide a layer's input dimension.
+    "bf16" writes nothing. Returns `quantization_report`, of AWQ against the equalised model. Raises `CheckpointError`
+    if `source` isn't dense or `target` exists, `FormatError` if the format's groups don't divide a layer's input
+    dimension, `DataError` if there is nothing to calibrate on.
     """
     headers = _dense_headers(source)
     if weights_format == "bf16":
         return quantization_report(source, source, "bf16")
-    for layer in _linear_layers(headers):
+    for layer in linear_layers(headers):
         rows, columns = headers[f"{layer}.weight"].shape
         try:
             tensor_specs(weights_format, (rows, columns))
@@ -52,12 +54,13 @@ def quantize_checkpoint(source: Path, target: Path, weights_format: str) -> dict
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        partial = Path(scratch) / target.name
-        with _no_progress_bars():
-            model = _quantized_nf4(source) if weights_format == "nf4" else _quantized_fp4(source, weights_format)
-            model.save_pretrained(partial)
+        partial, dense, awq = Path(scratch) / target.name, source, {}
+        if calibration is not None:
+            dense = Path(scratch) / "equalised"
+            awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
+        write_packed(dense, partial, weights_format)
         AutoTokenizer.from_pretrained(source).save_pretrained(partial)
-        report = quantization_report(source, partial, weights_format)
+        report = quantization_report(dense, partial, weights_format) | awq
         partial.rename(target)
     return report
 
@@ -70,7 +73,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
     """
     dense = _dense_headers(source)
     headers = read_headers(target)
-    layers = _linear_layers(dense)
+    layers = linear_layers(dense)
     weights = sum(math.prod(dense[f"{layer}.weight"].shape) for layer in layers)
     parameters = sum(math.prod(info.shape) for info in dense.values())
     # A bias belongs to the layer, not to its quantized weight.
@@ -93,15 +96,6 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
     return read_headers(source)
 
 
-def _linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
-    """Names of the linear layers of the blocks (all that the formats quantize)."""
-    return {
-        name.removesuffix(".weight")
-        for name, info in headers.items()
-        if name.startswith("model.layers.") and name.endswith(".weight") and len(info.shape) == 2
-    }
-
-
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
 ) -> dict[str, float]:
@@ -111,39 +105,10 @@ def _relative_errors(
         kind = layer.rpartition(".")[2]
         name = f"{layer}.weight"
         [(_, weight)] = stream({name: dense[name]})
-        error[kind] += (weight.double() - dequantize(packed, torch.float32)).square().sum().item()
-        norm[kind] += weight.double().square().sum().item()
+        error[kind] += _squares(dequantize(packed, torch.float32).sub_(weight))
+        norm[kind] += _squares(weight)
     return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
 
 
-def _quantized_fp4(source: Path, weights_format: str) -> Any:
-    # The import takes seconds and configures a global logger, so only a process that quantizes pays for it.
-    from llmcompressor import oneshot
-    from llmcompressor.logger import LoggerConfig, configure_logger
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    configure_logger(LoggerConfig(console_log_level="ERROR"))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    recipe = QuantizationModifier(targets="Linear", scheme=_SCHEMES[weights_format], ignore=["lm_head"])
-    return oneshot(model=model, recipe=recipe)
-
-
-def _quantized_nf4(source: Path) -> Any:
-    scheme = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=scheme)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _squares(values: Tensor) -> float:
+    return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2

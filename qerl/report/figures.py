@@ -45,6 +45,10 @@ _COLOURS: dict[Any, str] = {
     ("nf4", "lora+aqn"): _PALETTE[6],
     ("mxfp4", "lora+aqn"): _PALETTE[5],
     ("bf16", "full+aqn"): _PALETTE[7],
+    ("nvfp4-awq", "lora"): "#00452f",
+    ("nvfp4-awq", "lora+aqn"): "#7a3600",
+    ("mxfp4-awq", "lora"): "#1f5f82",
+    ("mxfp4-awq", "lora+aqn"): "#6e4a28",
 }
 _LABELS = {
     "reward/correct": "right answers (share)",

@@ -54,7 +54,7 @@ def _ratio(value: float) -> str:
 
 
 def weights_label(weights: str) -> str:
-    """BF16, NF4, MXFP4, NVFP4."""
+    """BF16, NF4, MXFP4, NVFP4, NVFP4-AWQ."""
     return weights.upper()
 
 

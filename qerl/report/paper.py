@@ -23,7 +23,7 @@ from qerl.report.intervals import (
     ratio_interval,
 )
 from qerl.report.printed import MODELS, Asked, Cell
-from qerl.report.results import KEY, ResultError
+from qerl.report.results import KEY, ResultError, weights_name
 from qerl.report.shapes import OK, Run
 from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
 
@@ -59,7 +59,7 @@ def identity(settings: RunSettings) -> dict[str, Any]:
     consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
     return {
         "model": settings.model,
-        "weights": settings.weights,
+        "weights": weights_name(settings.weights, settings.recipe),
         "method": settings.method,
         "noise": noise.schedule + consistent,
         "rank": settings.adapter.rank if settings.method == "lora" else None,

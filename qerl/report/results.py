@@ -15,9 +15,11 @@ from typing import Any, Literal, TypeVar
 import pandas as pd
 from pydantic import ValidationError
 
+from qerl.config import Recipe
 from qerl.report.shapes import (
     OK,
     Evaluation,
+    Point,
     Quantization,
     RolloutBenchResult,
     Run,
@@ -84,7 +86,7 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
             "experiment": result.experiment or "",
             "arm": result.arm or "",
             "variant": variant(result.varied),
-            "weights": result.weights,
+            "weights": weights_name(result.weights, result.recipe),
             "training": training[result.run] if result.run else "none",
             "seed": result.varied.get("seed"),
             **result.provenance.columns,
@@ -111,12 +113,14 @@ def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a quantized model of quantize/<model>-<weights>/report.json; `<layer type>/relative_error` columns."""
+    """One row a quantized model of quantize/<checkpoint>/report.json; `<layer type>/relative_error` columns."""
     rows = []
     for path in paths:
         report = _read(Quantization, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
-        rows.append(report.model_dump(exclude={"relative_error", "provenance"}) | errors | report.provenance.columns)
+        told = report.model_dump(exclude={"relative_error", "provenance"})
+        told["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
+        rows.append(told | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 
 
@@ -126,8 +130,18 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
     for path in paths:
         bench = _read(RolloutBenchResult, path) if kind == "rollout" else _read(StepBenchResult, path)
         identity = bench.model_dump(exclude={"kind", "points", "provenance"}) | bench.provenance.columns
-        rows += [identity | point.model_dump() for point in bench.points]
+        rows += [identity | _point_columns(point) for point in bench.points]
     return pd.DataFrame(rows)
+
+
+def _point_columns(point: Point) -> dict[str, Any]:
+    columns = point.model_dump(exclude={"recipe"})
+    return columns | {"weights": weights_name(point.weights, point.recipe)}
+
+
+def weights_name(weights: str, recipe: Recipe) -> str:
+    """A weight format, with the recipe where it isn't rounding to nearest: nvfp4 or nvfp4-awq."""
+    return weights if recipe == "rtn" else f"{weights}-{recipe}"
 
 
 def variant(varied: dict[str, Any]) -> str:
@@ -147,7 +161,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "experiment": run.experiment,
         "arm": run.arm,
         "variant": variant(run.varied),
-        "weights": run.settings.weights,
+        "weights": weights_name(run.settings.weights, run.settings.recipe),
         "training": training_name(run.settings.method, run.settings.noise.schedule),
         "seed": run.settings.seed,
         "status": run.status,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
-from qerl.config import Harness, RunSettings, WeightFormat
+from qerl.config import Harness, Recipe, RunSettings, WeightFormat
 
 #: The status of a point that was measured; any other text is its error.
 OK = "ok"
@@ -93,6 +93,7 @@ class Evaluation(Stored):
     run: str | None
     model: str
     weights: WeightFormat
+    recipe: Recipe = "rtn"
     arm: str | None
     experiment: str | None
     varied: dict[str, Any]
@@ -101,7 +102,7 @@ class Evaluation(Stored):
 
 
 class Quantization(Stored):
-    """quantize/<model>-<weights>/report.json; `relative_error` by layer type."""
+    """quantize/<checkpoint>/report.json; `relative_error` by layer type."""
 
     model: str
     weights: WeightFormat
@@ -117,6 +118,7 @@ class Point(Stored):
     """What the points of both kinds of bench share; a failed one has its error as `status` and no samples."""
 
     weights: WeightFormat
+    recipe: Recipe = "rtn"
     rank: int
     samples: list[float] = []
     peak_memory_bytes: float | None = None

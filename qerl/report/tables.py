@@ -14,16 +14,19 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.config import WeightFormat
+from qerl.config import Recipe, WeightFormat
 from qerl.report.formatting import latex, present
 from qerl.report.intervals import METHOD, Interval, accuracy_interval, difference_interval
-from qerl.report.results import KEY, ResultError
+from qerl.report.results import KEY, ResultError, weights_name
 from qerl.report.shapes import OK
 
 NOT_RUN = "not run"
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
 
-_ORDER = {"weights": list(get_args(WeightFormat)), "training": ["none", "full", "full+aqn", "lora", "lora+aqn"]}
+_ORDER = {
+    "weights": [weights_name(weights, recipe) for weights in get_args(WeightFormat) for recipe in get_args(Recipe)],
+    "training": ["none", "full", "full+aqn", "lora", "lora+aqn"],
+}
 _CELL = [
     *(f"{measure}{end}" for measure in ("accuracy", "delta_bf16", "delta_format") for end in ("", "_low", "_high")),
     "seeds",

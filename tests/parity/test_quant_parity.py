@@ -11,15 +11,18 @@ from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from llmcompressor import model_free_ptq, oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
 from qerl.models.loading import load_model
 from qerl.quant import FormatError
 from qerl.quant.formats import PACKED_FORMATS, dequantize, from_checkpoint, nvfp4_global_scale, quantize, to_checkpoint
 from qerl.quant.linear import PackedLinear, dense_weights
 from qerl.quant.nf4 import STATE_NAME
+from qerl.quant.packing import SCHEMES
 from qerl.quant.quantize import quantization_report, quantize_checkpoint
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
@@ -275,6 +278,67 @@ def test_codec_reproduces_llmcompressors_checkpoint(checkpoints, architecture):
             packed = quantize(source[f"{layer}.weight"], weights_format, global_scale=shared)
             for name, tensor in packed.tensors.items():
                 assert_bits_equal(stored[f"{layer}.{name}"], tensor)
+
+
+def by_library(source, target, weights_format):
+    """The whole model in memory, quantized and saved by the library's main entry point."""
+    if weights_format == "nf4":
+        scheme = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=scheme)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        recipe = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+        oneshot(model=model, recipe=recipe)
+    model.save_pretrained(target)
+    return tensors_of(target)
+
+
+def tensors_of(folder):
+    return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("shards", "dtype"), [("1GB", torch.bfloat16), ("30KB", torch.bfloat16), ("1GB", torch.float32)]
+)
+def test_packing_by_parts_equals_the_librarys_packing_of_the_whole(
+    tmp_path, architecture, weights_format, shards, dtype
+):
+    """Also where layers that share a scale lie in different files."""
+    source = BUILDERS[architecture](tmp_path / "dense", shard_size=shards, dtype=dtype)
+    expected = by_library(source, tmp_path / "library", weights_format)
+    quantize_checkpoint(source, tmp_path / "ours", weights_format)
+    found = tensors_of(tmp_path / "ours")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert_bits_equal(tensor, expected[name])
+    files = {path.name for path in (tmp_path / "ours").glob("*.safetensors")}
+    assert files == {info.shard.name for info in read_headers(tmp_path / "ours").values()}
+    headers = read_headers(source)
+    split = {headers[f"model.layers.{n}.mlp.{p}_proj.weight"].shard for n in (0, 1) for p in ("gate", "up")}
+    assert (len(split) > 2) == (shards == "30KB") == (len(files) > 1)
+    assert AutoConfig.from_pretrained(tmp_path / "ours").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("weights_format", LIBRARY)
+def test_config_is_that_of_the_librarys_quantization_without_a_model(checkpoints, tmp_path, weights_format):
+    source = checkpoints[0] / "qwen2" / "bf16"
+    model_free_ptq(source, tmp_path / "free", scheme=SCHEMES[weights_format], ignore=["lm_head", "re:.*embed_tokens"])
+    found, expected = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (checkpoints[0] / "qwen2" / weights_format, tmp_path / "free")
+    )
+    [group] = expected["quantization_config"].pop("config_groups").values()
+    assert found["quantization_config"].pop("config_groups") == {"group_0": group}
+    # Embeddings are no linear layers, which readers go by; the library without a model goes by names.
+    assert expected["quantization_config"].pop("ignore") == ["lm_head", "re:.*embed_tokens"]
+    assert found["quantization_config"].pop("ignore") == ["lm_head"]
+    assert found == expected
 
 
 @everywhere

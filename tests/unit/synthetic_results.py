@@ -112,6 +112,7 @@ def write_evaluation(
     weights: str,
     run: Path | None = None,
     model: str = "mini",
+    recipe: str = "rtn",
 ) -> Path:
     """One evaluation; `correct` holds 0 or 1 as [problems, repeats] by data set; without a run: an untrained base."""
     trained = json.loads(run.read_text()) if run else {"run": None, "arm": None, "experiment": None, "varied": {}}
@@ -144,14 +145,16 @@ def write_evaluation(
             for repeat in range(answers.shape[1])
         ]
     result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
-    result |= {"eval": name, "model": model, "weights": weights, "tasks": tasks, "sampler": SAMPLER}
+    result |= {"eval": name, "model": model, "weights": weights, "recipe": recipe, "tasks": tasks, "sampler": SAMPLER}
     result |= {"provenance": PROVENANCE}
     path = write_json(root / "evaluate" / name / "result.json", result)
     write_lines(path.parent / "samples.jsonl", rows)
     return path
 
 
-def write_quantization(root: Path, weights: str, bits: float, errors: dict[str, float], model: str = "mini") -> Path:
+def write_quantization(
+    root: Path, weights: str, bits: float, errors: dict[str, float], model: str = "mini", method: str = "rtn"
+) -> Path:
     report = {
         "model": model,
         "weights": weights,
@@ -159,10 +162,10 @@ def write_quantization(root: Path, weights: str, bits: float, errors: dict[str, 
         "bits_per_weight": bits,
         "bits_per_weight_model": bits + 1,
         "relative_error": errors,
-        "method": "rtn",
+        "method": method,
         "provenance": PROVENANCE,
     }
-    return write_json(root / "quantize" / f"{model}-{weights}" / "report.json", report)
+    return write_json(root / "quantize" / f"{model}-{weights}-{method}" / "report.json", report)
 
 
 def rollout_point(weights: str, rank: int, samples: list[float], status: str = "ok", sequences: int = 8) -> dict:
@@ -187,6 +190,7 @@ def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 3
         "arm": arm,
         "varied": {"seed": 0},
         "weights": weights,
+        "recipe": "rtn",
         "method": method,
         "rank": rank,
         "prompts": 1,

@@ -86,6 +86,16 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     assert any("lora_A" in name for name, _ in run.policy.lm.named_parameters())
     with pytest.raises(CheckpointError, match=r"quantized already \(nvfp4\)"):
         qerl.train({**values, "model": str(packed), "weights": "mxfp4", "out": run.folder.parent / "other"})
+    changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
+    with pytest.raises(ConfigError, match=r"recipe=awq quantizes a dense model.*leave recipe out"):
+        qerl.train({**values, **changed})
+
+
+def test_a_run_is_calibrated_on_its_own_data(values):
+    run = qerl.train({**values, "weights": "nvfp4", "recipe": "awq", "calibration": {"samples": 4}})
+    report = json.loads((run.checkpoint / "report.json").read_text())
+    assert (report["method"], report["calibration"]["texts"], report["calibration"]["dataset"]) == ("awq", 4, "data")
+    assert run.finished
 
 
 def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
@@ -145,6 +155,7 @@ def test_a_folder_of_something_else_is_left_alone(values, tmp_path):
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl doesn't exist"),
         ({"dataset": {"format": "gsm8k", "orign": {}}}, "`dataset.origin`"),
         ({"out": None}, "`out`"),
+        ({"calibration": {"dataset": "gsm8k"}}, "calibrated on its own data; leave it out"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, sentence):

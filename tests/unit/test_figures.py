@@ -50,6 +50,16 @@ def test_an_arm_keeps_its_colour(tmp_path, metrics):
     assert len({colour_of(reward, arm) for arm in ARMS}) == len(ARMS)
 
 
+def test_awq_has_a_name_and_a_colour_of_its_own(tmp_path):
+    bases = ({}, {"recipe": "awq"})
+    arms = ("nvfp4-lora", "nvfp4-lora-aqn")
+    paths = [write_run(tmp_path / str(n), arm, 0, base=base) for n, base in enumerate(bases) for arm in arms]
+    frame = results.load_runs(paths).assign(arm=lambda rows: rows["weights"] + rows["training"])
+    names = ["NVFP4 LoRA", "NVFP4 LoRA + AQN", "NVFP4-AWQ LoRA", "NVFP4-AWQ LoRA + AQN"]
+    assert list(figures._names(frame).values()) == names
+    assert len(set(figures._colours(frame).values())) == 4
+
+
 def test_labels_of_equal_curves_do_not_overlap(tmp_path):
     runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in range(1, 9)]
     svg = drawn(tmp_path, figures.reward, results.load_metrics(runs))

@@ -93,6 +93,7 @@ def test_a_cell_takes_only_what_it_asks_for(tmp_path):
         *trained(tmp_path, "bf16-lora", 0, right, "data", data="bigmath-3-5"),
         *trained(tmp_path, "nvfp4-lora-aqn", 0, right, "mode", noise=consistent),
         *trained(tmp_path, "nvfp4-lora-aqn", 0, right, "decay", noise={"schedule": "linear"}),
+        *trained(tmp_path, "nvfp4-lora", 0, right, "recipe", recipe="awq"),
     ]
     frame = beside("table1", paths)
     assert cell(frame, "nvfp4", "gsm8k")["status"] == "not run (rank 16 was)"

@@ -126,6 +126,63 @@ def test_a_timed_experiment_is_measured_and_not_trained():
     assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
 
 
+# --- recipes
+
+
+def checkpoints_of(**keys):
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "recipe": "awq", **keys}}
+    return planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
+
+
+def test_a_calibrated_checkpoint_has_a_folder_of_its_own():
+    plan_ = checkpoints_of()
+    awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
+    assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}
+    assert {r.id: r.checkpoint.id for r in plan_.runs.values()} == {
+        **{f"e-a-seed{seed}": "miniature-nvfp4" for seed in (0, 1)},
+        **{f"e-b-seed{seed}": awq for seed in (0, 1)},
+    }
+    assert f"base-{awq}" in plan_.evaluations
+    assert set(sheet(plan_, "h200").weights) == {"nvfp4", "nvfp4-awq"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],
+)
+def test_every_setting_of_the_calibration_tells_checkpoints_apart(key, value):
+    names = set(checkpoints_of(calibration={key: value}).checkpoints)
+    assert names - set(checkpoints_of().checkpoints) == {f"miniature-nvfp4-awq-{_calibrated(**{key: value})}"}
+
+
+def _calibrated(dataset="arithmetic", samples=256, length=2048, seed=0):
+    return f"{dataset}-{samples}x{length}-seed{seed}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"calibration": {"dataset": "nowhere"}}, "calibration.dataset='nowhere' is not in `datasets`"),
+        ({"weights": "nf4"}, "not for weights=nf4; use recipe=rtn"),
+        ({"weights": "bf16"}, "not for weights=bf16; use recipe=rtn"),
+    ],
+)
+def test_a_recipe_that_cant_be_followed_is_one_sentence(keys, sentence):
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
+        checkpoints_of(**keys)
+    assert sentence in str(error.value)
+
+
+def test_the_papers_grid_compares_awq_with_rounding_to_nearest_under_both_protocols():
+    for protocol in ("paper", "upstream-scripts"):
+        runs = planned(values("paper", protocol=protocol)).runs
+        awq = {name: run.settings for name, run in runs.items() if run.settings.recipe == "awq"}
+        assert len(awq) == 6
+        for name, settings in awq.items():
+            other = runs[name.replace("-awq", "")].settings
+            assert settings == other.model_copy(update={"recipe": "awq"})
+
+
 # --- protocols
 
 

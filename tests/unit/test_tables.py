@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from qerl.report import results, tables
+from qerl.report.formatting import present
 from qerl.report.results import ResultError
 from tests.unit.synthetic_results import (
     rollout_point,
@@ -75,6 +76,21 @@ def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
     table = tables.accuracy(cells_of(evaluations, runs))
     assert dict(zip(table["variant"], table["gsm8k/accuracy"], strict=True)) == {"steps=5": 0.5, "steps=20": 1.0}
     assert table["gsm8k/note"].iloc[0] == "untrained bf16 base not run; untrained nvfp4 base not run"
+
+
+def test_awq_is_a_format_of_its_own_with_its_own_base(small, tmp_path):
+    evaluations, runs = small
+    runs = [*runs, write_run(tmp_path, "nvfp4-lora", 0, experiment="awq", base={"recipe": "awq"})]
+    evaluations = [
+        *evaluations,
+        write_evaluation(tmp_path, "base-awq", {"gsm8k": column([1, 1, 1, 0])}, "nvfp4", recipe="awq"),
+        write_evaluation(tmp_path, "awq-0", {"gsm8k": column([1, 1, 1, 1])}, "nvfp4", runs[2], recipe="awq"),
+    ]
+    table = tables.accuracy(cells_of(evaluations, runs)).set_index(["weights", "training"])
+    assert table.loc[("nvfp4-awq", "none"), "gsm8k/accuracy"] == 0.75
+    assert table.loc[("nvfp4-awq", "lora"), "gsm8k/delta_format"] == 0.25
+    assert table.loc[("nvfp4", "lora"), "gsm8k/delta_format"] == 0.625
+    assert {"NVFP4", "NVFP4-AWQ"} < set(present(table.reset_index())["weights"])
 
 
 def test_different_problems_cannot_be_paired(small, tmp_path):
@@ -212,10 +228,12 @@ def test_quantization_by_type_of_layer(tmp_path):
     paths = [
         write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.08}),
         write_quantization(tmp_path, "nf4", 4.13, {"q_proj": 0.09, "o_proj": 0.07}),
+        write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, method="awq"),
     ]
     table = tables.quantization(results.load_quantization(paths))
-    assert table["weights"].tolist() == ["nf4", "nvfp4"]
-    assert table["q_proj/relative_error"].tolist() == [0.09, 0.08]
+    assert table["weights"].tolist() == ["nf4", "nvfp4", "nvfp4-awq"]
+    assert table["method"].tolist() == ["rtn", "rtn", "awq"]
+    assert table["q_proj/relative_error"].tolist() == [0.09, 0.08, 0.1]
     assert np.isnan(table["o_proj/relative_error"].iloc[1])
 
 

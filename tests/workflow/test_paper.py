@@ -17,7 +17,7 @@ from .conftest import ROOT, copy_tree
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAPER = ROOT / "config/paper.yaml"
 #: One experiment of each kind, with one arm; `make paper-small` runs the whole.
-EXPERIMENTS = {"gsm8k-3b": "nvfp4-lora-aqn", "bigmath-32b": "bf16-lora", "steps-3b": "nvfp4-lora"}
+EXPERIMENTS = {"gsm8k-7b": "nvfp4-awq-lora-aqn", "bigmath-32b": "bf16-lora", "steps-3b": "nvfp4-lora"}
 BENCHES = ("rollout-3b-1", "step-3b")
 
 

@@ -1,6 +1,7 @@
 # The configuration as sheets, and the functions that rules look their rows up with.
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def checkpoint_names(wildcards) -> str:
     return f"{base.model} {base.weights}"
 
 
+def calibration_data(wildcards) -> list[str]:
+    """What AWQ measures activations on; nothing for a checkpoint that is rounded to nearest."""
+    calibration = PLAN.checkpoints[wildcards.checkpoint].calibration
+    return data_files(calibration.dataset) if calibration else []
+
+
+def calibration_options(wildcards) -> str:
+    calibration = PLAN.checkpoints[wildcards.checkpoint].calibration
+    if calibration is None:
+        return ""
+    settings = shlex.quote(calibration.model_dump_json())
+    return f"--calibration {settings} --data {RESULTS}/data/{calibration.dataset}"
+
+
 def model_settings(wildcards) -> str:
     return PLAN.config.models[wildcards.model].model_dump_json()
 
@@ -200,6 +215,7 @@ def evaluation_row(wildcards) -> str:
         "eval": evaluation.id,
         "model": evaluation.checkpoint.model,
         "weights": evaluation.checkpoint.weights,
+        "recipe": evaluation.checkpoint.recipe,
     }
     run = evaluation.run
     trained = (

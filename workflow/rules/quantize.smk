@@ -1,9 +1,11 @@
-# A base in each weight format, with a report on its size and error. bf16 is the source itself, linked.
+# A base in each weight format, with a report on its size and error. bf16 is the source itself, linked. AWQ reads a data
+# set besides.
 
 
 rule quantize:
     input:
-        base_folder,
+        base=base_folder,
+        data=calibration_data,
     output:
         checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
         report="<results>/quantize/{checkpoint}/report.json",
@@ -19,7 +21,9 @@ rule quantize:
         gpu=1,
     params:
         which=checkpoint_names,
+        calibration=calibration_options,
         out=subpath(output.report, parent=True),
         code=code_version("qerl.quant.quantize"),
     shell:
-        "python -m qerl rule quantize {params.which} {input:q} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule quantize {params.which} {input.base:q} --out {params.out:q} {params.calibration}"
+        " > {log:q} 2>&1"

@@ -1,0 +1,208 @@
+"""AWQ: the equalised model computes what the dense one does, and its rounding is the library's, bit for bit."""
+
+import json
+import math
+
+import pytest
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl.config import CalibrationSettings, DatasetSettings, Generated
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import DataError
+from qerl.data.sources import prepare, read_split
+from qerl.models.checkpoint import check_checkpoint, weights_format_of
+from qerl.models.loading import load_model
+from qerl.quant.awq import Calibration, _modifier, calibration_ids, equalise
+from qerl.quant.linear import PackedLinear
+from qerl.quant.packing import SCHEMES
+from qerl.quant.quantize import quantization_report, quantize_checkpoint
+from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
+
+BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+SETTINGS = CalibrationSettings(samples=6, length=96)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "sums"
+    settings = DatasetSettings(format="gsm8k", origin=Generated(train=20, validation=2, test=2), instruction="Number:")
+    prepare(settings, folder)
+    return folder
+
+
+def dense(architecture, folder):
+    """A random model whose blocks read a few channels that are much larger than the others, as those of real models."""
+    BUILDERS[architecture](folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        if name.endswith("layernorm.weight"):
+            parameter.data[::16] *= 20
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, data):
+    """Folder of each architecture's checkpoints (bf16, rtn, awq), with the report of the last."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    reports = {}
+    for name in BUILDERS:
+        source = dense(name, root / name / "bf16")
+        quantize_checkpoint(source, root / name / "rtn", "nvfp4")
+        reports[name] = quantize_checkpoint(source, root / name / "awq", "nvfp4", Calibration(SETTINGS, data))
+    return root, reports
+
+
+everywhere = pytest.mark.parametrize("architecture", BUILDERS)
+
+
+def texts_of(folder, data):
+    return calibration_ids(AutoTokenizer.from_pretrained(folder), Calibration(SETTINGS, data))
+
+
+@everywhere
+@pytest.mark.parametrize("weights_format", SCHEMES)
+def test_equalising_leaves_the_function_as_it_is(checkpoints, data, architecture, weights_format):
+    folder = checkpoints[0] / architecture / "bf16"
+    texts = texts_of(folder, data)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    token_ids = torch.tensor([texts[0]])
+    with torch.no_grad():
+        expected = model(token_ids).logits
+        equalise(model, weights_format, texts)
+        scaled = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        scaled.load_state_dict({name: model.get_parameter(name) for name in before}, strict=False)
+        torch.testing.assert_close(scaled(token_ids).logits, expected, rtol=1e-4, atol=1e-5)
+    changed = {name.rpartition(".weight")[0].rpartition(".")[2] for name in before if differs(scaled, before, name)}
+    assert {"input_layernorm", "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"} <= changed
+    assert not {"embed_tokens", "norm", "lm_head", "q_norm", "k_norm"} & changed
+
+
+def differs(model, before, name):
+    return not torch.equal(model.get_parameter(name), before[name])
+
+
+@everywhere
+def test_checkpoint_equals_that_of_the_librarys_own_run(checkpoints, data, tmp_path, architecture):
+    folder = checkpoints[0] / architecture
+    texts = texts_of(folder / "bf16", data)
+    model = AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.bfloat16)
+    rows = [{"input_ids": torch.tensor([text])} for text in texts]
+    recipe = [_modifier(), QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])]
+    oneshot(model=model, recipe=recipe, dataset=DataLoader(rows, batch_size=None)).save_pretrained(tmp_path)
+    expected, found = load_file(tmp_path / "model.safetensors"), load_file(folder / "awq" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+@everywhere
+def test_loaded_logits_equal_those_of_transformers(checkpoints, data, architecture):
+    folder = checkpoints[0] / architecture / "awq"
+    check_checkpoint(folder)
+    assert weights_format_of(folder) == "nvfp4"
+    model = load_model(folder, torch.bfloat16)
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 14
+    token_ids = torch.tensor([texts_of(folder.parent / "bf16", data)[0]])
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()(token_ids).logits
+    assert torch.equal(model(token_ids).logits, expected)
+
+
+@everywhere
+def test_fused_layers_share_their_global_scale(checkpoints, architecture):
+    tensors = load_file(checkpoints[0] / architecture / "awq" / "model.safetensors")
+    for block in ("model.layers.0", "model.layers.1"):
+        scales = {name: tensors[f"{block}.{name}_proj.weight_global_scale"].item() for name in _PROJECTIONS}
+        assert scales["self_attn.q"] == scales["self_attn.k"] == scales["self_attn.v"]
+        assert scales["mlp.gate"] == scales["mlp.up"]
+        assert len(set(scales.values())) == 4
+
+
+_PROJECTIONS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+@everywhere
+def test_large_channels_cost_less_than_by_rounding_to_nearest(checkpoints, data, architecture):
+    folder = checkpoints[0] / architecture
+    others = Calibration(SETTINGS.model_copy(update={"seed": 1}), data)
+    texts = calibration_ids(AutoTokenizer.from_pretrained(folder / "bf16"), others)
+    token_ids = torch.tensor([text[:40] for text in texts])
+
+    def logits(model):
+        with torch.no_grad():
+            return model(token_ids).logits
+
+    expected = logits(load_model(folder / "bf16", torch.float32))
+    rtn, awq = (load_model(folder / name, torch.float32) for name in ("rtn", "awq"))
+    by_rounding, by_awq = ((logits(model) - expected).norm().item() for model in (rtn, awq))
+    assert by_awq < 0.9 * by_rounding
+    # Weights and norms belong together: with the dense model's norms nothing is right.
+    for name, parameter in rtn.named_parameters():
+        if name.endswith("layernorm.weight"):
+            awq.get_parameter(name).data.copy_(parameter)
+    assert (logits(awq) - expected).norm().item() > 2 * by_rounding
+
+
+# --- texts and report
+
+
+def test_texts_are_training_problems_with_their_solutions(checkpoints, data):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints[0] / "qwen2" / "bf16")
+    problems = {problem.question: problem for problem in read_split(data, "train")}
+    whole = Calibration(CalibrationSettings(samples=5, length=2048), data)
+    texts = calibration_ids(tokenizer, whole)
+    assert len(texts) == 5
+    for ids in texts:
+        [problem] = [p for p in problems.values() if ids[: len(prompt(tokenizer, p))] == prompt(tokenizer, p)]
+        answer = ids[len(prompt(tokenizer, problem)) :]
+        assert answer == [*tokenizer.encode(problem.solution, add_special_tokens=False), tokenizer.eos_token_id]
+    assert texts == calibration_ids(tokenizer, whole)
+    assert texts != calibration_ids(tokenizer, Calibration(CalibrationSettings(samples=5, seed=1), data))
+    cut = Calibration(CalibrationSettings(samples=5, length=30), data)
+    assert calibration_ids(tokenizer, cut) == [ids[:30] for ids in texts]
+    every = calibration_ids(tokenizer, Calibration(CalibrationSettings(samples=1000), data))
+    assert len(every) == len(problems)
+
+
+def prompt(tokenizer, problem):
+    return prompt_ids(tokenizer, problem.question, "Number:")
+
+
+def test_a_set_without_training_problems_is_an_error(checkpoints, tmp_path):
+    settings = {"format": "gsm8k", "origin": {"source": "local", "path": tmp_path / "p.jsonl", "test_fraction": 1}}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    settings["origin"]["validation_fraction"] = 0
+    prepare(DatasetSettings(**settings), tmp_path / "data")
+    source = checkpoints[0] / "qwen2" / "bf16"
+    with pytest.raises(DataError, match=r"no training problems.*calibration.dataset"):
+        quantize_checkpoint(source, tmp_path / "out", "nvfp4", Calibration(SETTINGS, tmp_path / "data"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "p.jsonl"]
+
+
+@everywhere
+def test_report_names_the_method_and_what_it_was_calibrated_on(checkpoints, data, architecture):
+    root, reports = checkpoints
+    report, folder = reports[architecture], root / architecture
+    texts = texts_of(folder / "bf16", data)
+    assert report["method"] == "awq"
+    assert report["calibration"] == {
+        **SETTINGS.model_dump(),
+        "texts": len(texts),
+        "tokens": sum(map(len, texts)),
+        "sha256": json.loads((data / "dataset.json").read_text())["sha256"]["train"],
+    }
+    assert {"llmcompressor", "compressed-tensors"} <= report["versions"].keys()
+    rtn = quantization_report(folder / "bf16", folder / "rtn", "nvfp4")
+    assert (report["bits_per_weight"], rtn["method"]) == (rtn["bits_per_weight"], "rtn")
+    # Of the weights as AWQ scaled them: of about the size of plain rounding, not of the scaling.
+    for kind, error in report["relative_error"].items():
+        assert math.isclose(error, rtn["relative_error"][kind], rel_tol=0.3), kind
