@@ -63,7 +63,11 @@ def identity(settings: RunSettings) -> dict[str, Any]:
         "method": settings.method,
         "noise": noise.schedule + consistent,
         "rank": settings.adapter.rank if settings.method == "lora" else None,
-        "setting": {"data": settings.dataset, "lr": f"{settings.optimizer.learning_rate:g}"},
+        "setting": {
+            "data": settings.dataset,
+            "lr": f"{settings.optimizer.learning_rate:g}",
+            "sigma": f"{noise.sigma_start:g}",
+        },
     }
 
 

@@ -309,7 +309,8 @@ def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
         return write_run(tmp_path, arm, 0, experiment=str(len(list(tmp_path.rglob("run.json")))), base=base)
 
     paths = [runs("nvfp4-lora-aqn", adapter={"rank": rank}) for rank in (64, 16)]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name}) for name in ("cosine", "linear")]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name, "sigma_start": 5e-2}) for name in ("cosine", "linear")]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": "logarithmic", "sigma_start": 1e-2})]
     paths += [runs("nvfp4-lora-aqn", model=MODEL, optimizer={"learning_rate": 3e-5})]
     paths += [FOLDER / printed.CURVES]
     told = {
