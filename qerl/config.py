@@ -643,6 +643,13 @@ class Experiment(Settings):
     tasks: list[str] | None = None
     """Which of `evaluation.tasks` (names of their data sets) the bases and the trained policies are scored on; none
     given: all. An empty list leaves the curves of training only."""
+    on_failure: Literal["stop", "row"] = "stop"
+    """What becomes of a run that is out of memory or over `time_limit`. `stop`: its job fails; `row`: that is its
+    result, which tables show as a row, and all else goes on. To try it again on another machine, delete its folder
+    train/<run> of the results."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Hours that the steps of a run may take, all attempts together; looked at before each step. A higher limit goes on
+    where the lower one stopped."""
     omitted: dict[str, str] = {}
     """Arms of the paper that this experiment leaves out, each with the reason; `qerl plan` shows them."""
 

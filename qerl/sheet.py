@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pandas as pd
 
 from qerl.costs import SIZES, UNMEASURED, Costs, Hours, Work
 from qerl.plan import Plan, Run
+from qerl.report.shapes import OK
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
@@ -71,8 +73,15 @@ def _columns(phase: str, hours: Hours) -> dict[str, Any]:
 
 
 def _done(plan: Plan, run: Run) -> str:
-    results = {"trained": f"train/{run.id}/run.json", "evaluated": f"evaluate/{run.id}/result.json"}
-    return ", ".join(what for what, file in results.items() if (Path(plan.folder) / file).is_file())
+    trained, evaluated = (
+        Path(plan.folder) / file for file in (f"train/{run.id}/run.json", f"evaluate/{run.id}/result.json")
+    )
+    if not trained.is_file():
+        return ""
+    status = json.loads(trained.read_text()).get("status", OK)
+    if status != OK:
+        return str(status)
+    return "trained, evaluated" if evaluated.is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
     makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
-        "accuracy": lambda: (tables.accuracy(stored.accuracy_cells()), stored.evaluations()),
+        "accuracy": lambda: (tables.accuracy(stored.accuracy_cells(), stored.runs()), stored.evaluations()),
         "memory_speed": lambda: _with_records(
             lambda points: tables.memory_speed(points, stored.quantization()), stored.points("step")
         ),

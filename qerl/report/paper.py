@@ -23,7 +23,7 @@ from qerl.report.intervals import (
     ratio_interval,
 )
 from qerl.report.printed import MODELS, TABLES, Asked, Cell
-from qerl.report.results import KEY, ResultError
+from qerl.report.results import KEY, ResultError, variant
 from qerl.report.shapes import OK, Run
 from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
 
@@ -158,7 +158,7 @@ def failures(runs: Iterable[Run], cells: Iterable[Cell]) -> Iterator[Result]:
     metrics = list(dict.fromkeys(cell.metric for cell in cells))
     for run in runs:
         for metric in metrics if run.status != OK else []:
-            source = f"{run.experiment}/{run.arm}"
+            source = _source({"experiment": run.experiment, "arm": run.arm, "variant": variant(run.varied)})
             yield Result(metric=metric, measure=str, source=source, status=run.status, **identity(run.settings))
 
 
@@ -329,7 +329,19 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
     else:
         row |= {"source": result.source, "status": result.status}
         row |= _numbers(cell, result) if result.status == OK else {}
-    return {**row, "inconsistent": cell.inconsistent, "note": cell.note}
+    return {
+        **row,
+        "inconsistent": cell.inconsistent,
+        "note": "; ".join(filter(None, [cell.note, _lost(result, fitting)])),
+    }
+
+
+def _lost(result: Result | None, fitting: Sequence[Result]) -> str:
+    """Which runs of an arm that has a number from the others failed."""
+    if result is None or result.status != OK or not result.seeds:
+        return ""
+    failed = [other.status for other in fitting if other.source == result.source and other.status != OK]
+    return f"without {len(failed)} of our runs: {', '.join(dict.fromkeys(failed))}" if failed else ""
 
 
 _COMPARED, _ENDS = ("ours", "difference"), ("", "_low", "_high")

@@ -151,6 +151,17 @@ def test_the_first_arm_of_the_configuration_stands_in_a_cell(tmp_path):
     assert (found["source"], found["ours"], found["seeds"]) == ("first/nf4-lora", 50, 1)
 
 
+def test_a_number_without_some_of_its_runs_says_so(tmp_path):
+    paths = [
+        *trained(tmp_path, "nf4-lora", 0, {"gsm8k": column([1, 0])}),
+        *trained(tmp_path, "nf4-lora", 1, {}, status="out of memory after 3 of 9 steps"),
+        *trained(tmp_path, "nf4-lora", 2, {}, "other", status="timeout of 1 h after 3 of 9 steps"),
+    ]
+    found = cell(beside("table1", paths), "nf4", "gsm8k")
+    assert (found["ours"], found["seeds"]) == (50, 1)
+    assert found["note"] == "without 1 of our runs: out of memory after 3 of 9 steps"
+
+
 def test_different_problems_cannot_be_paired(small, tmp_path):
     write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16", model=MODEL)
     with pytest.raises(results.ResultError, match="different problems of gsm8k"):

@@ -143,12 +143,15 @@ def base_folder(wildcards) -> str:
 def run_json(run) -> str:
     """A row of the sheet of runs, with every setting resolved."""
     settings = run.settings.model_dump(mode="json")
+    experiment = PLAN.config.experiments[run.experiment]
     row = {
         "id": run.id,
         "experiment": run.experiment,
         "arm": run.arm,
         "varied": run.varied,
         "settings": settings,
+        "on_failure": experiment.on_failure,
+        "time_limit": experiment.time_limit,
     }
     return json.dumps(row)
 
