@@ -119,15 +119,23 @@ def evaluate(
     max_tokens: MaxTokens = _EVALUATION.max_tokens,
     seed: Seed = 0,
     instruction: Instruction = None,
+    task: Annotated[
+        str | None, typer.Option(help="One of the harness's own tasks, such as gsm8k or math_500, with its own prompt.")
+    ] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples of --task; default: its own.")] = None,
     dtype: Dtype = None,
 ) -> None:
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
     asked = _problems(model, problems, dataset)
-    added = _instruction(model) if instruction is None else instruction
+    if fewshot is not None and task is None:
+        raise ConfigError("--fewshot counts the examples of a --task; name one")
+    stock = api.stock_task(task, fewshot=fewshot) if task else None
+    own = (_instruction(model), _answer(model)) if stock is None else ("", "native")
+    added = own[0] if instruction is None else instruction
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     policy = api.load(model, dtype)
     outcome = api.evaluate(
-        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=_answer(model), **sampling
+        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=own[1], task=stock, **sampling
     )
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
