@@ -263,6 +263,9 @@ class VllmSettings(Settings):
     """Give the engine's memory back between rollouts: weights go to host memory, the cache is dropped."""
     eager: bool = False
     """Neither compile nor capture CUDA graphs; starts faster, runs slower."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of this machine that share each layer of the engine. The policy that is sampled from lies whole on the first
+    of them besides."""
     url: str | None = None
     """`vllm-server`: address of the server, such as http://host:8000."""
     adapters: Path | None = None
@@ -275,6 +278,11 @@ class EngineSettings(Settings):
     engine: Literal["native", "vllm", "vllm-server"] = "native"
     """`vllm`: vLLM within this process; `vllm-server`: a running OpenAI-compatible server of vLLM."""
     vllm: VllmSettings = VllmSettings()
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that sampling takes."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     @model_validator(mode="after")
     def _server_is_known(self) -> EngineSettings:
@@ -413,6 +421,11 @@ class RunSettings(Settings):
     """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
     to the order in which gradients are added."""
     seed: int = 0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run takes."""
+        return max(self.processes, self.rollout.engine_gpus)
 
     @model_validator(mode="after")
     def _combination_is_possible(self) -> RunSettings:
