@@ -197,7 +197,7 @@ def _names(plan: Plan, need: Need) -> str:
     benches = [name for name in plan.config.benches if name in need.benches]
     if len(need.runs) == len(plan.runs) and len(benches) == len(plan.config.benches):
         return f"{len(plan.runs)} runs, {len(plan.evaluations)} evaluations, {len(benches)} measurements"
-    return ", ".join(f"`{name}`" for name in [*experiments, *benches])
+    return ", ".join(f"`{name}`" for name in [*experiments, *benches]) or "nothing of its own"
 
 
 def page(plan: Plan, machine: str) -> str:

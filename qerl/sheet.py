@@ -55,7 +55,7 @@ def _row(plan: Plan, run: Run, costs: Costs) -> dict[str, Any]:
         "dataset": settings.dataset,
         "steps": settings.steps,
         "completions": settings.rollout.prompts * settings.rollout.group_size,
-        "gpus": settings.processes,
+        "gpus": settings.gpus,
         **_columns("rollout", costs.rollout(work)),
         **_columns("update", costs.update(work)),
         "speed_of": ""
