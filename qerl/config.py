@@ -272,11 +272,24 @@ class VllmSettings(Settings):
     """`vllm-server`: folder for adapters, at the same path on this host and the server's."""
 
 
+class NativeSettings(Settings):
+    """The native engine, which samples from the trainer's own weights on a GPU."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """GiB of the KV cache; unset: what the rollout can use, at most 60 % of the memory that is free before it."""
+    sleep: bool = False
+    """Give the cache's memory back after each rollout; the next one takes about a second longer."""
+    batch_invariant: bool = False
+    """A completion doesn't depend on what is drawn beside it, to the bit: prompts are computed one by one, and every
+    step has the size of a full batch, which costs time."""
+
+
 class EngineSettings(Settings):
     """Who draws the completions."""
 
     engine: Literal["native", "vllm", "vllm-server"] = "native"
     """`vllm`: vLLM within this process; `vllm-server`: a running OpenAI-compatible server of vLLM."""
+    native: NativeSettings = NativeSettings()
     vllm: VllmSettings = VllmSettings()
 
     @property

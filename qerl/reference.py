@@ -17,6 +17,7 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
 * `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
+* `walk.yaml`: the whole DAG at the size of Qwen2.5-1.5B, random weights in the files of the hub (docs/paper.md).
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
 (`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems
@@ -86,6 +87,7 @@ SECTIONS = (
     config.AdapterSettings,
     config.NoiseSettings,
     config.EngineSettings,
+    config.NativeSettings,
     config.VllmSettings,
     config.RolloutSettings,
     config.SamplingSettings,

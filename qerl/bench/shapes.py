@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen2Tokenizer
 
+from qerl.bench.qwen_files import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
 from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX
 from qerl.quant.formats import nvfp4_global_scale, quantize, to_checkpoint
 
 #: hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied embeddings.
 SHAPES = {
-    "tiny": (64, 2, 2, 1, 128, 1024, True),
-    "small": (512, 4, 4, 2, 1024, 1024, True),
+    "tiny": (64, 2, 2, 1, 128, 151936, True),
+    "small": (512, 4, 4, 2, 1024, 151936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
     "3B": (2048, 36, 16, 2, 11008, 151936, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, False),
@@ -27,52 +26,83 @@ SHAPES = {
     "32B": (5120, 64, 40, 8, 27648, 152064, False),
 }
 _STD = 0.02
-_END = "<|im_end|>"
-_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}\n"
+#: Bytes of tensors in a file at most, unless a tensor alone is larger.
+SHARD_BYTES = 10**9
 
 
-def write_shape(folder: Path, size: str, weights_format: str, texts: Sequence[str], seed: int = 0) -> None:
-    """Write a checkpoint of `size` (a key of SHAPES) with normal weights, std 0.02, as bfloat16 or NVFP4, and a
-    tokenizer trained on `texts`.
+def write_shape(
+    folder: Path, size: str, weights_format: str, texts: Sequence[str], seed: int = 0, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a checkpoint of `size` (a key of SHAPES) with normal weights, std 0.02, as bfloat16 or NVFP4, in the layout
+    of Qwen2.5's repositories; the tokenizer learns its first merges from `texts`.
 
-    Layers are made, packed and written one by one, on a GPU where there is one. NVFP4's layout is llmcompressor's:
-    layers that run fused (q, k, v; gate, up) share their global scale.
+    With that std logits have one of 0.02 * sqrt(hidden size), 0.8 at 1.5B. Layers are made and packed one by one, on a
+    GPU where there is one. NVFP4's layout is llmcompressor's: layers that run fused (q, k, v; gate, up) share their
+    global scale.
     """
     if weights_format not in ("bf16", "nvfp4"):
         raise ValueError(f"weights of random shapes are bf16 or nvfp4, not {weights_format}")
     folder.mkdir(parents=True)
-    tokenizer = Qwen2Tokenizer(eos_token=_END).train_new_from_iterator(texts, 512, show_progress=False)
-    tokenizer.chat_template = _TEMPLATE
-    tokenizer.save_pretrained(folder)
-    (folder / CONFIG).write_text(json.dumps(_config(size, weights_format, tokenizer.eos_token_id), indent=1))
+    write_tokenizer(folder, texts)
+    write_pretty(folder / CONFIG, _config(size, weights_format))
+    write_pretty(folder / "generation_config.json", generation_config())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
-    index: dict[str, str] = {}
-    for number, tensors in enumerate(_shards(size, weights_format, generator)):
-        name = f"model-{number:05d}.safetensors"
-        save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, folder / name)
-        index |= dict.fromkeys(tensors, name)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    _write_shards(folder, _tensors(size, weights_format, generator), shard_bytes)
 
 
-def _config(size: str, weights_format: str, end: int) -> dict[str, Any]:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Files in the order of the tensors, and their index; a file's name says how many there are."""
+    shards: list[dict[str, int]] = []
+    for held in _grouped(tensors, shard_bytes):
+        save_file(held, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in held.items()})
+    where: dict[str, str] = {}
+    for number, sizes in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.partial").rename(folder / file)
+        where |= dict.fromkeys(sizes, file)
+    total = sum(sum(sizes.values()) for sizes in shards)
+    write_pretty(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+
+
+def _grouped(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors, on the CPU, up to `shard_bytes` together."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and tensor.nbytes + sum(t.nbytes for t in held.values()) > shard_bytes:
+            yield held
+            held = {}
+        held[name] = tensor.contiguous().cpu()
+    yield held
+
+
+def _config(size: str, weights_format: str) -> dict[str, Any]:
     hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[size]
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
+        "attention_dropout": 0.0,
+        "bos_token_id": IDS[END_OF_TEXT],
+        "eos_token_id": IDS[END],
         "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": _STD,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "model_type": "qwen2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
-        "max_position_embeddings": 32768,
+        "sliding_window": 32768,
+        "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
-        "eos_token_id": end,
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocabulary,
     }
     if weights_format == "nvfp4":
         config["quantization_config"] = _QUANTIZATION
@@ -104,17 +134,16 @@ _QUANTIZATION = {
 }
 
 
-def _shards(size: str, weights_format: str, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """Tensors of the file, a block at a time."""
+def _tensors(size: str, weights_format: str, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, in the order of the network."""
     hidden, layers, _, _, _, vocabulary, tied = SHAPES[size]
-    outer = {"model.embed_tokens.weight": _normal((vocabulary, hidden), generator)}
-    outer["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    if not tied:
-        outer["lm_head.weight"] = _normal((vocabulary, hidden), generator)
-    yield outer
+    yield "model.embed_tokens.weight", _normal((vocabulary, hidden), generator)
     for layer in range(layers):
         block = _block(size, weights_format, generator)
-        yield {f"model.layers.{layer}.{name}": tensor for name, tensor in block.items()}
+        yield from ((f"model.layers.{layer}.{name}", tensor) for name, tensor in block.items())
+    yield "model.norm.weight", torch.ones(hidden, dtype=torch.bfloat16)
+    if not tied:
+        yield "lm_head.weight", _normal((vocabulary, hidden), generator)
 
 
 def _block(size: str, weights_format: str, generator: torch.Generator) -> dict[str, Tensor]:

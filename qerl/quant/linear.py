@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels import tiles as layout
+from qerl.kernels.tiles import Tiles
+from qerl.kernels.unpack import dense
 from qerl.quant.formats import Packed, dequantize, tensor_specs
 
 
@@ -66,6 +69,9 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=packed_dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self._dense: Tensor | None = None
+        #: The weights in the layout of the GPU's kernels, once `use_tiles` has put them in the place of the buffers.
+        self.tiles: Tiles | None = None
+        self._part = 0
 
     @classmethod
     def from_packed(cls, packed: Packed, bias: Tensor | None = None) -> PackedLinear:
@@ -78,21 +84,32 @@ class PackedLinear(nn.Module):
         layer.bias = None if bias is None else nn.Parameter(bias)
         return layer
 
+    def use_tiles(self, tiles: Tiles, part: int) -> None:
+        """Read the weight from `tiles`, which other layers may share, from now on; the layer's own tensors go."""
+        for name in self.packed_names:
+            delattr(self, name)
+        self.tiles, self._part, self.packed_names = tiles, part, ("tiles_data",)
+        self.register_buffer("tiles_data", tiles.data, persistent=False)
+
     @property
     def packed(self) -> Packed:
-        """The packed weight (not copied)."""
+        """The packed weight (not copied, unless it is in tiles)."""
+        if self.tiles is not None:
+            return layout.unpack(self.tiles, self._part)
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
         return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
 
     @property
     def qweight(self) -> Tensor:
         """The packed codes, under the name by which PEFT finds the device of a quantized layer."""
-        return self.get_buffer("weight_packed")
+        return self.get_buffer(self.packed_names[0])
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], unpacked now or kept by `dense_weights`."""
         if self._dense is not None and self._dense.dtype == dtype:
             return self._dense
+        if self.tiles is not None and dtype == torch.bfloat16 and self.tiles.data.is_cuda:
+            return dense(self.tiles, self._part)
         return dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

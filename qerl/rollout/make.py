@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qerl.config import EngineSettings
 from qerl.models.policy import Policy
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.native import NativeSampler
 from qerl.rollout.sampler import Sampler
 
@@ -11,7 +12,8 @@ from qerl.rollout.sampler import Sampler
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
     """A sampler of `policy`, which it shares tensors with (native) or was handed a copy of (vLLM).
 
-    `max_sequences` bounds what the native sampler decodes together; `vllm.max_sequences` does for vLLM.
+    A GPU is served by the native engine, a CPU by the native sampler in plain PyTorch.
+    `max_sequences` bounds what these decode together; `vllm.max_sequences` does for vLLM.
     """
     if settings.engine == "vllm":
         from qerl.rollout.vllm import VllmSampler
@@ -21,4 +23,6 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         from qerl.rollout.vllm_server import VllmServerSampler
 
         return VllmServerSampler(policy, settings.vllm)
+    if policy.device.type == "cuda":
+        return EngineSampler(policy, settings.native, max_sequences)
     return NativeSampler(policy, max_sequences)

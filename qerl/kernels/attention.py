@@ -1,0 +1,191 @@
+"""A decode step's attention in Triton; `qerl.kernels.reference` has it in PyTorch.
+
+A program attends for the query heads of one KV head to some pages of one sequence; a second launch combines these
+splits in their order. The split that holds the new token rotates its key and appends it to the cache. What a program
+computes depends on its sequence alone, so results don't depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.geometry import Heads
+from qerl.kernels.launch import begin, dependent
+from qerl.kernels.slots import Slots
+
+
+@triton.jit
+def _split_tokens(position, PAGE: tl.constexpr):
+    """Tokens of a split of a sequence whose last token is at `position`: `geometry.pages_per_split`."""
+    pages = position // PAGE + 1
+    size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
+    return size * PAGE
+
+
+@triton.jit
+def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of heads in two halves [N, D / 2]; rounded before and after the weight, as Qwen3 does."""
+    square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    scale = tl.rsqrt(square / DIM + eps)[:, None]
+    w1 = tl.load(weight + half, inside, other=0.0).to(tl.float32)[None, :]
+    w2 = tl.load(weight + DIM // 2 + half, inside, other=0.0).to(tl.float32)[None, :]
+    first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+    second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _attend(
+    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, partial, top, mass, pages_stride, scale, eps,
+    QUERY: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin(PDL)
+    slot = tl.load(rows + row)
+    position = tl.load(positions + slot)
+    tokens = _split_tokens(position, PAGE)
+    start = split * tokens
+    if start > position:
+        return
+    dtype: tl.constexpr = cache.dtype.element_ty
+    member = tl.arange(0, GROUP_BLOCK)
+    half = tl.arange(0, HALF_BLOCK)
+    whole = tl.arange(0, DIM_BLOCK)
+    in_half, in_whole = half < DIM // 2, whole < DIM
+    query_head = head * GROUP + member
+
+    token = qkv + row * (QUERY + 2 * KV) * DIM
+    query = token + query_head[:, None] * DIM + half[None, :]
+    q_mask = (member < GROUP)[:, None] & in_half[None, :]
+    q1 = tl.load(query, q_mask, other=0.0).to(tl.float32)
+    q2 = tl.load(query + DIM // 2, q_mask, other=0.0).to(tl.float32)
+    if NORM:
+        q1, q2 = _normed(q1, q2, q_norm, half, in_half, eps, DIM, dtype)
+    c = tl.load(cos + position * (DIM // 2) + half, in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + position * (DIM // 2) + half, in_half, other=0.0).to(tl.float32)[None, :]
+    r1 = (q1 * c - q2 * s).to(dtype)
+    r2 = (q2 * c + q1 * s).to(dtype)
+
+    highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    summed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    if start + tokens > position:
+        key = token + (QUERY + head) * DIM + half[None, :]
+        k1 = tl.load(key, in_half[None, :], other=0.0).to(tl.float32)
+        k2 = tl.load(key + DIM // 2, in_half[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            k1, k2 = _normed(k1, k2, k_norm, half, in_half, eps, DIM, dtype)
+        n1 = (k1 * c - k2 * s).to(dtype)
+        n2 = (k2 * c + k1 * s).to(dtype)
+        value = tl.load(token + (QUERY + KV + head) * DIM + whole, in_whole, other=0.0)
+        page = tl.load(pages + slot * pages_stride + position // PAGE).to(tl.int64)
+        place = cache + ((page * 2 * KV + head) * PAGE + position % PAGE) * DIM
+        tl.store(place + half[None, :], n1, in_half[None, :])
+        tl.store(place + DIM // 2 + half[None, :], n2, in_half[None, :])
+        tl.store(place + KV * PAGE * DIM + whole, value, in_whole)
+        products = r1.to(tl.float32) * n1.to(tl.float32) + r2.to(tl.float32) * n2.to(tl.float32)
+        highest = tl.sum(products, axis=1) * scale
+        total += 1.0
+        summed += value.to(tl.float32)[None, :]
+
+    end = tl.minimum(start + tokens, position)
+    for first in range(start, end, PAGE):
+        page = tl.load(pages + slot * pages_stride + first // PAGE).to(tl.int64)
+        place = cache + (page * 2 * KV + head) * PAGE * DIM
+        token_in_page = tl.arange(0, PAGE)
+        there = first + token_in_page < end
+        keys = place + token_in_page[None, :] * DIM + half[:, None]
+        k_mask = in_half[:, None] & there[None, :]
+        k1 = tl.load(keys, k_mask, other=0.0)
+        k2 = tl.load(keys + DIM // 2, k_mask, other=0.0)
+        scores = tl.dot(r1, k1, input_precision="ieee") + tl.dot(r2, k2, input_precision="ieee")
+        scores = tl.where(there[None, :], scores * scale, float("-inf"))
+        rising = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - rising[:, None])
+        fade = tl.exp2(highest - rising)
+        values = place + KV * PAGE * DIM + token_in_page[:, None] * DIM + whole[None, :]
+        v = tl.load(values, there[:, None] & in_whole[None, :], other=0.0)
+        total = total * fade + tl.sum(weights, axis=1)
+        summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
+        highest = rising
+
+    part = (row * QUERY + query_head) * SPLITS + split
+    in_group = member < GROUP
+    tl.store(partial + part[:, None] * DIM + whole[None, :], summed, in_group[:, None] & in_whole[None, :])
+    tl.store(top + part, highest, in_group)
+    tl.store(mass + part, total, in_group)
+
+
+@triton.jit
+def _combine(
+    rows, positions, partial, top, mass, out,
+    QUERY: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    begin(PDL)
+    position = tl.load(positions + tl.load(rows + row))
+    whole = tl.arange(0, DIM_BLOCK)
+    inside = whole < DIM
+    highest = -float("inf")
+    total = 0.0
+    summed = tl.zeros([DIM_BLOCK], tl.float32)
+    used = tl.where(position < 0, 0, position // _split_tokens(position, PAGE) + 1)
+    first = (row * QUERY + head) * SPLITS
+    for part in range(first, first + used):
+        here = tl.load(top + part)
+        rising = tl.maximum(highest, here)
+        fade, weight = tl.exp2(highest - rising), tl.exp2(here - rising)
+        total = total * fade + tl.load(mass + part) * weight
+        summed = summed * fade + tl.load(partial + part * DIM + whole, inside, other=0.0) * weight
+        highest = rising
+    result = tl.where(position < 0, 0.0, summed / total)
+    tl.store(out + (row * QUERY + head) * DIM + whole, result.to(out.dtype.element_ty), inside)
+
+
+def attend(
+    qkv: Tensor, cache: Tensor, slots: Slots, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+) -> Tensor:
+    """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
+    batch, device = len(rows), qkv.device
+    out = qkv.new_empty(batch, heads.query * heads.dim)
+    group = heads.query // heads.kv
+    partial = torch.empty(batch, heads.query, splits, heads.dim, dtype=torch.float32, device=device)
+    top, mass = torch.empty(2, batch, heads.query, splits, dtype=torch.float32, device=device)
+    dim_block = triton.next_power_of_2(heads.dim)
+    common = {"QUERY": heads.query, "DIM": heads.dim, "PAGE": cache.shape[-2], "SPLITS": splits, **dependent(device)}
+    _attend[(batch, heads.kv, splits)](
+        qkv,
+        cache,
+        rows,
+        slots.position,
+        slots.pages,
+        *rope,
+        # Not read where there are none.
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
+        partial,
+        top,
+        mass,
+        slots.pages.stride(0),
+        # Scores are in units of log2.
+        heads.scale * 1.4426950408889634,
+        heads.eps,
+        KV=heads.kv,
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        HALF_BLOCK=max(16, dim_block // 2),
+        DIM_BLOCK=max(16, dim_block),
+        NORM=heads.q_norm is not None,
+        num_warps=4,
+        **common,
+    )
+    _combine[(batch, heads.query)](
+        rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
+    )
+    return out

@@ -1,0 +1,149 @@
+"""CUDA C++ sources, compiled when first used by NVRTC, which PyTorch brings: no compiler and no headers are needed."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+
+_SOURCES = Path(__file__).parent
+
+
+class KernelError(RuntimeError):
+    """A kernel can't be compiled, loaded or launched."""
+
+
+@cache
+def load(source: str, entry: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Any:
+    """The function `entry` of a source file of this folder on a GPU, compiled with -D options.
+
+    `shared_bytes`: dynamic shared memory of a thread block. Machine code is kept in the user's cache folder.
+    """
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes PyTorch's context the current one
+        library = _check(driver.cuLibraryLoadData(_machine_code(source, defines, device), [], [], 0, [], [], 0))
+        function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, entry.encode()))))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return function
+
+
+def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ctypes.Structure) -> None:
+    """Launch on PyTorch's current stream; the kernel may start before the one before it has ended.
+
+    Such a kernel must execute griddepcontrol.wait before it touches what others write.
+    """
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [early], 1
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
+
+
+def _machine_code(source: str, defines: tuple[tuple[str, int], ...], device: int) -> bytes:
+    major, minor = torch.cuda.get_device_capability(device)
+    # The "a" of sm_90a: with the instructions that only this generation has.
+    architecture = f"sm_{major}{minor}" + ("a" if major == 9 else "")
+    options = [f"-arch={architecture}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    text = (_SOURCES / source).read_bytes()
+    key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
+    kept = _cache_folder() / f"{Path(source).stem}-{key}.cubin"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=kept.parent, delete=False) as partial:
+            partial.write(_compile(text, source, options))
+        Path(partial.name).replace(kept)
+    return kept.read_bytes()
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / "kernels"
+
+
+def _nvrtc_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    result, major, minor = nvrtc.nvrtcVersion()
+    _check((result,))
+    return major, minor
+
+
+def _compile(text: bytes, name: str, options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise KernelError(f"{name} doesn't compile with {' '.join(options)}:\n{log.decode()}")
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    return code
+
+
+def _check(returned: Any) -> Any:
+    """The value of a call of the driver or of NVRTC, which return (status, value)."""
+    status, *values = returned
+    if int(status):
+        raise KernelError(f"CUDA answered {status!r}")
+    return values[0] if values else None
+
+
+def params_struct(**fields: Any) -> type[ctypes.Structure]:
+    """A structure that a kernel takes by value; `fields` in the order of the source. Its size is a multiple of 64."""
+    size = ctypes.sizeof(type("Unpadded", (ctypes.Structure,), {"_fields_": list(fields.items())}))
+    return type(
+        "Params", (ctypes.Structure,), {"_fields_": [*fields.items(), ("padding", ctypes.c_uint8 * (-size % 64))]}
+    )
+
+
+def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> ctypes.Array[ctypes.c_uint8]:
+    """The descriptor by which bulk copies read boxes of a contiguous bfloat16 matrix [rows, columns].
+
+    A box arrives as [box_columns / 64, box_rows, 64] with the 128-byte swizzle; rows that don't exist are zero.
+    """
+    from cuda.bindings import driver
+
+    rows, columns = matrix.shape
+    result = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        3,
+        matrix.data_ptr(),
+        [driver.cuuint64_t(64), driver.cuuint64_t(rows), driver.cuuint64_t(columns // 64)],
+        [driver.cuuint64_t(2 * columns), driver.cuuint64_t(128)],
+        [driver.cuuint32_t(64), driver.cuuint32_t(box_rows), driver.cuuint32_t(box_columns // 64)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    descriptor = _check(result)
+    return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(int(descriptor.getPtr()), 128))
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's data is; None is the null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def defines(**values: int) -> tuple[tuple[str, int], ...]:
+    """Options -D of a source, as `load` takes them."""
+    return tuple(values.items())

@@ -1,0 +1,229 @@
+"""Linear layers with 4-bit weights and LoRA on a GPU: one kernel for few rows, unpacked weights and cuBLAS for many."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from qerl.kernels import tiles as layout
+from qerl.kernels.adapters import unwrap
+from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
+from qerl.kernels.tiles import Tiles
+from qerl.quant.linear import PackedLinear
+
+_PLAIN, _RESIDUAL, _SILU = range(3)
+_POINTER = ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """How the kernel is compiled for up to 8 * nt rows; `stages` of the ring bound what is in flight."""
+
+    nt: int
+    stages: int
+
+    @property
+    def columns(self) -> int:
+        """Of W and x in a stage."""
+        return 256 if self.nt <= 8 else 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the ring, and 1,024 for the alignment of its first stage."""
+        stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
+        return self.stages * stage + 1024
+
+    @property
+    def threads(self) -> int:
+        """Warps that multiply, one that copies, one or three for A x."""
+        return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
+
+
+#: Stages that a thread block must have to itself before a second one on its multiprocessor is worth it.
+_SHARE_FROM = 7
+#: By rows; the last serves any number, in row blocks of its own height. Up to 32 rows two thread blocks share a
+#: multiprocessor's memory.
+_VARIANTS = (
+    _Variant(nt=1, stages=4),
+    _Variant(nt=2, stages=4),
+    _Variant(nt=4, stages=3),
+    _Variant(nt=8, stages=4),
+    _Variant(nt=16, stages=5),
+    _Variant(nt=32, stages=3),
+)
+#: What memory for sums holds until they are there, in the kernel's source too.
+_EMPTY = -1
+#: Into how many spans of columns A x is divided, by how many rows A has.
+_SPANS = (8, 40)
+_MOST_ROWS = 8 * _VARIANTS[-1].nt
+
+_Params = params_struct(
+    x_map=ctypes.c_uint8 * 128,
+    weights=_POINTER,
+    x=_POINTER,
+    out=_POINTER,
+    bias=_POINTER,
+    lora_a=_POINTER,
+    lora_b=_POINTER * 3,
+    shrunk=_POINTER,
+    sums=_POINTER,
+    shrink_sums=_POINTER,
+    counters=_POINTER,
+    factor=ctypes.c_float * 3,
+    lora_factor=ctypes.c_float * 3,
+    part_end=ctypes.c_int * 3,
+    **dict.fromkeys(
+        ("m", "rows", "columns", "rank", "parts", "mode", "scale_multiplier", "scale_offset", "row_blocks", "span"),
+        ctypes.c_int,
+    ),
+)
+
+
+class _Workspace:
+    """What the kernels of a GPU leave for each other within a launch; launches of a stream follow one another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = device
+        #: Captured graphs hold the addresses of buffers that were too small later: none is ever freed.
+        self._buffers: dict[str, list[Tensor]] = defaultdict(list)
+
+    def get(self, name: str, count: int, fill: int = 0) -> Tensor:
+        """At least `count` words of 32 bits, all `fill` at first."""
+        buffers = self._buffers[name]
+        if not buffers or buffers[-1].numel() < count:
+            buffers.append(torch.full((max(count, 1),), fill, dtype=torch.int32, device=self._device))
+        return buffers[-1]
+
+
+@cache
+def _workspace(device: torch.device) -> _Workspace:
+    return _Workspace(device)
+
+
+def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Whether `W4Linear` can take these layers: a GPU with the instructions, format, shapes and dtype."""
+    bases = [base for base in (unwrap(layer).base for layer in layers) if isinstance(base, PackedLinear)]
+    if len(bases) < len(layers) or dtype != torch.bfloat16 or len({base.weights_format for base in bases}) > 1:
+        return False
+    device = bases[0].qweight.device
+    shapes = [(base.out_features, base.in_features) for base in bases]
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and layout.fits(bases[0].weights_format, shapes)
+
+
+class W4Linear:
+    """`FusedLinear` over NVFP4 or MXFP4 layers; bfloat16 activations.
+
+    The layers' weights move into `Tiles`, of which the layers read their own part from then on: there is one copy.
+    """
+
+    kernel = "w4a16"
+
+    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
+        """`interleaved`: of gate and up, for `silu`."""
+        adapted = [unwrap(layer) for layer in layers]
+        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+        self.tiles = _tiles_of(bases, interleaved)
+        self.out_features = self.tiles.rows
+        device = self.tiles.data.device
+        self._workspace = _workspace(device)
+        self._loras = [layer.lora for layer in adapted]
+        self._bias = _bias(bases, interleaved)
+        ranks = [len(lora.down) for lora in self._loras if lora is not None]
+        self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
+        shape = (len(layers), self.rank, self.tiles.columns)
+        self._a = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self._b = [torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts]
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Take over the adapters as they are now, in bfloat16; ranks are padded with zeros to a multiple of 16."""
+        loras = [(part, lora) for part, lora in enumerate(self._loras) if lora is not None]
+        if loras:
+            a = [self._a[part, : len(lora.down)] for part, lora in loras]
+            b = [self._b[part][:, : len(lora.down)] for part, lora in loras]
+            torch._foreach_copy_(a + b, [lora.down for _, lora in loras] + [lora.up for _, lora in loras])
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
+        """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""
+        m, columns = x.shape
+        width = self.tiles.rows // 2 if silu else self.tiles.rows
+        if silu != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer (silu={silu})")
+        for tensor in (x, out):
+            if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+                raise ValueError("activations must be contiguous bfloat16")
+        variant = next((v for v in _VARIANTS if m <= 8 * v.nt), _VARIANTS[-1])
+        row_blocks = -(-m // (8 * variant.nt))
+        params = self._params(x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks)
+        blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // variant.columns)
+        processors = self._workspace.processors
+        two = variant.nt <= 4 and blocks >= 2 * _SHARE_FROM * processors
+        workers = min(processors * (2 if two else 1) // row_blocks, blocks)
+        options = defines(NT=variant.nt, STAGES=variant.stages)
+        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
+        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
+
+    def _params(self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int) -> ctypes.Structure:
+        tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get
+        row_tiles = parts * self.rank // 16
+        column_blocks = tiles.columns // layout.BLOCK_COLUMNS
+        most = min(max(self._workspace.processors // max(row_tiles, 1), _SPANS[0]), _SPANS[1])
+        span = -(-column_blocks // most)
+        spans = -(-column_blocks // span)
+        multiplier, offset = tiles.scale_decode
+        ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
+        return _Params(
+            x_map=tensor_map(x, 8 * variant.nt, variant.columns),
+            weights=address(tiles.data),
+            x=address(x),
+            out=address(out),
+            bias=address(self._bias),
+            lora_a=address(self._a),
+            lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
+            shrunk=address(get("shrunk", x.shape[0] * parts * self.rank // 2)),
+            sums=address(get("sums", 2 * self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
+            shrink_sums=address(get("shrink_sums", row_blocks * row_tiles * spans * variant.nt * 128, _EMPTY)),
+            counters=address(get("counters", 2 * row_blocks)),
+            factor=(ctypes.c_float * 3)(*tiles.factors),
+            lora_factor=(ctypes.c_float * 3)(*(lora.scale if lora else 0.0 for lora in self._loras)),
+            part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
+            m=x.shape[0],
+            rows=tiles.rows,
+            columns=tiles.columns,
+            rank=self.rank,
+            parts=parts,
+            mode=mode,
+            scale_multiplier=multiplier,
+            scale_offset=offset - (1 << 32) if offset >= 1 << 31 else offset,
+            row_blocks=row_blocks,
+            span=span,
+        )
+
+
+def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
+    """The tiles that these layers share already, or new ones, which replace the layers' own tensors."""
+    if bases[0].tiles is None:
+        tiles = layout.pack([base.packed for base in bases], interleaved)
+        for part, base in enumerate(bases):
+            base.use_tiles(tiles, part)
+    assert bases[0].tiles is not None
+    return bases[0].tiles
+
+
+def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
+    """Float32, in the order of the tiles' rows."""
+    biases = [base.bias.data.float() for base in bases if base.bias is not None]
+    if not biases:
+        return None
+    if interleaved or len(biases) < len(bases):
+        raise ValueError("layers that are fused need a bias each or none; gate and up have none in known models")
+    return torch.cat(biases)

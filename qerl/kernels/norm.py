@@ -1,0 +1,43 @@
+"""RMSNorm in Triton; `qerl.kernels.reference` has it in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.launch import begin, dependent
+
+
+@triton.jit
+def _rms_norm(x, weight, noise, out, width, eps, NOISY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    held = column < width
+    scale = tl.load(weight + column, held, other=0.0).to(tl.float32)
+    if NOISY:
+        scale += tl.load(noise + column, held, other=0.0)
+    begin(PDL)
+    wide = tl.load(x + row * width + column, held, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(out + row * width + column, (scale * normed).to(out.dtype.element_ty), held)
+
+
+def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _rms_norm[(len(x),)](
+        x,
+        weight,
+        weight if noise is None else noise,
+        out,
+        x.shape[1],
+        eps,
+        NOISY=noise is not None,
+        BLOCK=block,
+        num_warps=8 if block > 1024 else 4,
+        **dependent(x.device),
+    )
+    return out

@@ -1,0 +1,32 @@
+"""Which operations serve a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import reference
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Norm, attention and draw of a decode step; `qerl.kernels.reference` describes them."""
+
+    name: str
+    rms_norm: Callable[..., Tensor]
+    attend: Callable[..., Tensor]
+    draw: Callable[..., None]
+
+
+def operations(device: torch.device) -> Operations:
+    """Triton's on a GPU, PyTorch's elsewhere."""
+    if device.type != "cuda":
+        return Operations("PyTorch", reference.rms_norm, reference.attend, reference.draw)
+    from qerl.kernels.attention import attend
+    from qerl.kernels.norm import rms_norm
+    from qerl.kernels.sampling import draw
+
+    return Operations("Triton", rms_norm, attend, draw)

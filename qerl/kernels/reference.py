@@ -1,0 +1,142 @@
+"""The operations of a decode step in plain PyTorch: they serve CPUs, and the kernels are tested against them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.geometry import CHUNK, Heads
+from qerl.kernels.slots import IDLE, DrawRule, Slots
+
+_WORD = 0xFFFFFFFF
+
+
+def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) in float32; the dtype of x out."""
+    wide = x.float()
+    scale = weight.float() if noise is None else weight.float() + noise
+    return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def attend(
+    qkv: Tensor, cache: Tensor, slots: Slots, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+) -> Tensor:
+    """Append a token's keys and values to the cache and attend to all tokens so far; [B, Hq * D], 0 for idle rows.
+
+    qkv [B, (Hq + 2 Hkv) * D] of the slots `rows` [B]; cache [pages, 2, Hkv, PAGE, D]; rope: cosines and sines
+    [positions, D / 2]; `splits` bounds the kernel's grid and means nothing here.
+    """
+    del splits
+    position = slots.position[rows].long()
+    live = position != IDLE
+    out = qkv.new_zeros(len(rows), heads.query * heads.dim)
+    if live.any():
+        rows, position = rows[live].long(), position[live]
+        parts = qkv[live].view(len(rows), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+        angles = rope[0][position][:, None], rope[1][position][:, None]
+        query = _rotate(_head_norm(parts[0], heads.q_norm, heads.eps), *angles)
+        key = _rotate(_head_norm(parts[1], heads.k_norm, heads.eps), *angles)
+        page_size = cache.shape[-2]
+        page, place = slots.pages[rows, position // page_size].long(), position % page_size
+        cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
+        out[live] = _over_pages(query, cache, slots.pages[rows], position, heads)
+    return out
+
+
+def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
+    """query [B, Hq, D] over the first position + 1 [B] tokens of `pages` [B, P]; [B, Hq * D]."""
+    used = int(position.max()) // cache.shape[-2] + 1
+    # [B, P, 2, Hkv, PAGE, D] to keys and values [B, Hkv, P * PAGE, D]
+    held = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    mask = torch.arange(held.shape[3], device=query.device) <= position[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, None], held[0], held[1], attn_mask=mask[:, None, None], scale=heads.scale, enable_gqa=True
+    )
+    return out.flatten(1)
+
+
+def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm over each head, as Qwen3 has it: normalised, rounded, then scaled."""
+    if weight is None:
+        return x
+    wide = x.float()
+    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def draw(logits: Tensor, rows: Tensor, slots: Slots, rule: DrawRule, truncated: bool) -> None:
+    """Draw a token for each slot of `rows` [B] that isn't idle from logits [B, V], and advance the slots.
+
+    A draw depends on (seed, sequence, number of the token) and the logits alone. Its log-probability is that of the
+    distribution at the sampling temperature, before `rule` cuts it (`truncated`).
+    """
+    live = slots.position[rows] != IDLE
+    rows, scaled = rows[live].long(), logits[live].float() * rule.scale[0]
+    noisy = scaled + rule.scale[1] * gumbel(rule.seed, slots.sequence[rows], slots.drawn[rows], logits.shape[1])
+    if truncated:
+        kept = logits[live].float() >= threshold(logits[live], rule)[:, None]
+        noisy = noisy.masked_fill(~kept, -torch.inf)
+    token = noisy.argmax(-1)
+    logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
+    _advance(token, logprob, rows, slots, rule)
+
+
+def _advance(token: Tensor, logprob: Tensor, rows: Tensor, slots: Slots, rule: DrawRule) -> None:
+    drawn = slots.drawn[rows].long()
+    slots.tokens[rows, drawn] = token.int()
+    slots.logprobs[rows, drawn] = logprob
+    slots.token[rows] = token
+    slots.drawn[rows] = (drawn + 1).int()
+    done = (token[:, None] == rule.stops).any(-1) | (drawn + 1 >= slots.limit[rows])
+    slots.position[rows] = torch.where(done, IDLE, slots.position[rows] + 1).int()
+
+
+def threshold(logits: Tensor, rule: DrawRule) -> Tensor:
+    """The smallest logit [B] that top-k and top-p keep; equal logits stay or go together.
+
+    A token stays while the mass of those before it is under top_p: the smallest set that reaches it.
+    """
+    ordered = logits.float().sort(dim=-1, descending=True).values
+    probs = torch.softmax(ordered * rule.scale[0], dim=-1)
+    kept = (probs.cumsum(-1) - probs < rule.top_p) | (rule.top_p >= 1)
+    kept &= torch.arange(logits.shape[1], device=logits.device) < rule.top_k
+    return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+
+
+def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:
+    """Gumbel noise [B, width] float32, a function of seed [1], sequence [B], number [B] and the column alone.
+
+    Philox with ten rounds, keyed by the seed; a counter gives the noise of four columns.
+    """
+    column = torch.arange(width, device=sequence.device)
+    quarter = CHUNK // 4
+    counter = column // CHUNK * quarter + column % quarter
+    fixed = [(x.long() & _WORD)[:, None] for x in (number, sequence, sequence >> 32)]
+    words = philox([counter[None].expand(len(sequence), -1), *(x.expand(-1, width) for x in fixed)], seed)
+    word = torch.stack(words).gather(0, (column % CHUNK // quarter).expand(1, len(sequence), width))[0]
+    uniform = ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    # -log(1 - u), which keeps its relative precision near 0: that is where the largest noise comes from.
+    exponential = torch.where(uniform < 2.0**-10, uniform * (1 + uniform * 0.5), -torch.log(1 - uniform))
+    return -torch.log(exponential)
+
+
+def philox(counter: list[Tensor], seed: Tensor) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011): four words of a counter to four random ones, int64 tensors of 32 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        high0, low0 = _multiply(0xD2511F53, c0)
+        high1, low1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def _multiply(factor: int, words: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the products; in halves, since int64 has no room for 64 bits without a sign."""
+    low, high = words * (factor & 0xFFFF), words * (factor >> 16)
+    return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD

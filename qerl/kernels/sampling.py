@@ -1,0 +1,132 @@
+"""Drawing tokens in Triton; `qerl.kernels.reference` has it in PyTorch.
+
+The largest of logits plus Gumbel noise follows the softmax of the logits, so one pass over them is enough: a program
+reads CHUNK logits of one row, a second launch combines the chunks and advances the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.geometry import CHUNK
+from qerl.kernels.launch import begin, dependent
+from qerl.kernels.reference import threshold
+from qerl.kernels.slots import DrawRule, Slots
+
+#: Below any logit, finite: a difference of two of them is a number.
+_LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _gumbel(word):
+    """As `reference.gumbel`."""
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    exponential = tl.where(uniform < 0.0009765625, uniform * (1.0 + uniform * 0.5), -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _chunks(
+    logits, rows, positions, drawn, sequence, scale, seed, lowest, best, best_token, best_logit, top, mass,
+    width, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TRUNCATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    begin(PDL)
+    slot = tl.load(rows + row)
+    if tl.load(positions + slot) < 0:
+        return
+    QUARTER: tl.constexpr = CHUNK // 4
+    place = tl.arange(0, QUARTER)
+    inverse, noise = tl.load(scale), tl.load(scale + 1)
+    key = tl.load(sequence + slot)
+    zero = place * 0
+    number = zero + tl.load(drawn + slot)
+    low, high = zero + (key & 0xFFFFFFFF).to(tl.int32), zero + (key >> 32).to(tl.int32)
+    words = tl.philox(tl.load(seed), chunk * QUARTER + place, number, low, high)
+    value = tl.full([QUARTER], 2.0 * _LOWEST, tl.float32)
+    token = zero
+    logit = tl.full([QUARTER], _LOWEST, tl.float32)
+    highest = tl.full([QUARTER], _LOWEST, tl.float32)
+    total = tl.zeros([QUARTER], tl.float32)
+    for quarter in tl.static_range(4):
+        column = chunk * CHUNK + quarter * QUARTER + place
+        inside = column < width
+        raw = tl.load(logits + row.to(tl.int64) * width + column, inside, other=_LOWEST).to(tl.float32)
+        x = tl.where(inside, tl.maximum(raw * inverse, _LOWEST), _LOWEST)
+        rising = tl.maximum(highest, x)
+        total = total * tl.exp(highest - rising) + tl.where(inside, tl.exp(x - rising), 0.0)
+        highest = rising
+        allowed = inside
+        if TRUNCATED:
+            allowed = allowed & (raw >= tl.load(lowest + row))
+        noisy = tl.where(allowed, x + noise * _gumbel(words[quarter]), 2.0 * _LOWEST)
+        token = tl.where(noisy > value, column, token)
+        logit = tl.where(noisy > value, x, logit)
+        value = tl.maximum(noisy, value)
+    part = row * CHUNKS + chunk
+    winner = tl.max(value, axis=0)
+    chosen = tl.min(tl.where(value == winner, token, 2147483647), axis=0)
+    peak = tl.max(highest, axis=0)
+    tl.store(best + part, winner)
+    tl.store(best_token + part, chosen)
+    tl.store(best_logit + part, tl.max(tl.where((value == winner) & (token == chosen), logit, _LOWEST), axis=0))
+    tl.store(top + part, peak)
+    tl.store(mass + part, tl.sum(total * tl.exp(highest - peak), axis=0))
+
+
+@triton.jit
+def _choose(
+    rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens, logprobs, stops,
+    stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    begin(PDL)
+    slot = tl.load(rows + row)
+    position = tl.load(positions + slot)
+    if position < 0:
+        return
+    chunk = tl.arange(0, BLOCK)
+    inside = chunk < CHUNKS
+    part = row * CHUNKS + chunk
+    value = tl.load(best + part, inside, other=3.0 * _LOWEST)
+    token = tl.load(best_token + part, inside, other=2147483647)
+    logit = tl.load(best_logit + part, inside, other=_LOWEST)
+    highest = tl.load(top + part, inside, other=_LOWEST)
+    total = tl.load(mass + part, inside, other=0.0)
+    chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
+    chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
+    peak = tl.max(highest, axis=0)
+    logprob = chosen_logit - peak - tl.log(tl.sum(total * tl.exp(highest - peak), axis=0))
+
+    count = tl.load(drawn + slot)
+    tl.store(tokens + slot * stride + count, chosen)
+    tl.store(logprobs + slot * stride + count, logprob)
+    tl.store(last + slot, chosen.to(tl.int64))
+    tl.store(drawn + slot, count + 1)
+    stop = tl.load(stops + tl.arange(0, STOPS))
+    stopped = tl.max((stop == chosen).to(tl.int32), axis=0)
+    done = (stopped > 0) | (count + 1 >= tl.load(limit + slot))
+    tl.store(positions + slot, tl.where(done, -1, position + 1))
+
+
+def draw(logits: Tensor, rows: Tensor, slots: Slots, rule: DrawRule, truncated: bool) -> None:
+    """See `reference.draw`."""
+    batch, width = logits.shape
+    chunks = triton.cdiv(width, CHUNK)
+    parts = torch.empty(4, batch, chunks, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
+    best, logit, top, mass = parts
+    lowest = threshold(logits, rule) if truncated else best
+    pdl = dependent(logits.device)
+    _chunks[(batch, chunks)](
+        logits, rows, slots.position, slots.drawn, slots.sequence, rule.scale, rule.seed, lowest,
+        best, tokens, logit, top, mass, width, CHUNK=CHUNK, CHUNKS=chunks, TRUNCATED=truncated, num_warps=4, **pdl,
+    )  # fmt: skip
+    _choose[(batch,)](
+        rows, best, tokens, logit, top, mass, slots.position, slots.drawn, slots.limit, slots.token, slots.tokens,
+        slots.logprobs, rule.stops, slots.tokens.stride(0),
+        CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(rule.stops), num_warps=1, **pdl,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""What the device knows of the sequences that it decodes: a step reads and advances it without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Most stop tokens of a model.
+MAX_STOPS = 16
+IDLE = -1
+
+
+@dataclass(frozen=True)
+class Slots:
+    """State of `count` sequences. One more slot is idle for good: rows that fill up a batch point to it."""
+
+    state: Tensor  # [2, slots + 1] int32: `position` and `drawn`, which the host reads together
+    token: Tensor  # [slots + 1] int64, the last token of each sequence
+    limit: Tensor  # [slots + 1] int32, tokens to draw
+    sequence: Tensor  # [slots + 1] int64, key of the sequence's draws
+    tokens: Tensor  # [slots + 1, tokens] int32, drawn so far
+    logprobs: Tensor  # [slots + 1, tokens] float32, of `tokens`
+    pages: Tensor  # [slots + 1, pages] int32, where the cache holds a sequence; page 0 is nobody's
+
+    @classmethod
+    def empty(cls, count: int, tokens: int, pages: int, device: torch.device) -> Slots:
+        """`count` idle slots for up to `tokens` drawn tokens and `pages` pages each."""
+        rows = count + 1
+        return cls(
+            state=torch.tensor([[IDLE], [0]], dtype=torch.int32, device=device).repeat(1, rows),
+            token=torch.zeros(rows, dtype=torch.int64, device=device),
+            limit=torch.zeros(rows, dtype=torch.int32, device=device),
+            sequence=torch.zeros(rows, dtype=torch.int64, device=device),
+            tokens=torch.zeros(rows, tokens, dtype=torch.int32, device=device),
+            logprobs=torch.zeros(rows, tokens, dtype=torch.float32, device=device),
+            pages=torch.zeros(rows, pages, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def count(self) -> int:
+        """Slots for sequences, which is also the number of the idle one."""
+        return len(self.token) - 1
+
+    @property
+    def position(self) -> Tensor:
+        """[slots + 1] int32: position of the last token, or IDLE."""
+        return self.state[0]
+
+    @property
+    def drawn(self) -> Tensor:
+        """[slots + 1] int32: tokens drawn so far, those before an interruption included."""
+        return self.state[1]
+
+
+@dataclass(frozen=True)
+class DrawRule:
+    """How tokens are drawn, on the device: a captured graph follows changes."""
+
+    scale: Tensor  # [2] float32: 1 / temperature, and the weight of the noise (0: greedy)
+    seed: Tensor  # [1] int64
+    top_p: Tensor  # [1] float32
+    top_k: Tensor  # [1] int64; the vocabulary's size where there is no cut
+    stops: Tensor  # [MAX_STOPS] int32, filled up with -1
+
+    @classmethod
+    def empty(cls, device: torch.device) -> DrawRule:
+        """A rule to be `set`."""
+        return cls(
+            scale=torch.ones(2, device=device),
+            seed=torch.zeros(1, dtype=torch.int64, device=device),
+            top_p=torch.ones(1, device=device),
+            top_k=torch.ones(1, dtype=torch.int64, device=device),
+            stops=torch.full((MAX_STOPS,), -1, dtype=torch.int32, device=device),
+        )
+
+    def set(self, *, temperature: float, seed: int, top_p: float, top_k: int, stops: Collection[int]) -> None:
+        """Greedy at `temperature` 0; no cut at `top_p` 1 and `top_k` 0."""
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"{len(stops)} stop tokens; the native engine takes up to {MAX_STOPS}, use engine=vllm")
+        self.scale.copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
+        self.seed.fill_(as_signed(seed))
+        self.top_p.fill_(top_p)
+        self.top_k.fill_(top_k or torch.iinfo(torch.int64).max)
+        padded = [*sorted(stops), *[-1] * (MAX_STOPS - len(stops))]
+        self.stops.copy_(torch.tensor(padded, dtype=torch.int32))
+
+
+def as_signed(value: int) -> int:
+    """The signed 64-bit integer with the same bits as `value` has in its lowest 64."""
+    return (value + 2**63) % 2**64 - 2**63

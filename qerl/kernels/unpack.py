@@ -1,0 +1,50 @@
+"""Weights in the kernels' layout, unpacked by one kernel: for cuBLAS, in training and prefill."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import tiles as layout
+from qerl.kernels.jit import address, launch, load, params_struct
+from qerl.kernels.tiles import Tiles
+
+_Params = params_struct(
+    weights=ctypes.c_void_p,
+    out=ctypes.c_void_p,
+    divisor=ctypes.c_float,
+    **dict.fromkeys(
+        (
+            "first_tile",
+            "tiles",
+            "column_blocks",
+            "interleaved",
+            "scale_multiplier",
+            "scale_offset",
+        ),
+        ctypes.c_int,
+    ),
+)
+
+
+def dense(tiles: Tiles, part: int) -> Tensor:
+    """The weight of a layer, bfloat16 [rows, columns], bit for bit `formats.dequantize`'s."""
+    out = tiles.data.new_empty(tiles.parts[part], tiles.columns, dtype=torch.bfloat16)
+    multiplier, offset = tiles.scale_decode
+    row_tiles = (tiles.rows if tiles.interleaved else tiles.parts[part]) // 16
+    column_blocks = tiles.columns // layout.BLOCK_COLUMNS
+    params = _Params(
+        weights=address(tiles.data),
+        out=address(out),
+        divisor=tiles.divisors[part],
+        first_tile=0 if tiles.interleaved else sum(tiles.parts[:part]) // 16,
+        tiles=row_tiles,
+        column_blocks=column_blocks,
+        interleaved=part if tiles.interleaved else -1,
+        scale_multiplier=multiplier,
+        scale_offset=offset & 0xFFFF,
+    )
+    launch(load("unpack.cu", "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params)
+    return out

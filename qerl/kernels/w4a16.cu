@@ -1,0 +1,713 @@
+// The decode product: out = W x + b + B (A x) for few rows x, with W in 4 bits as `qerl.kernels.tiles` lays it out.
+//
+// W is cut into blocks of 128 rows and 256 or 128 columns. The sequence of all, row by row, is divided evenly among the
+// thread blocks (stream-K); where a row of blocks is divided, the one that has its first block adds up what the others
+// computed, in the order of the blocks. That order depends on the shape of W and the number of multiprocessors alone:
+// the result is deterministic, and a row of x gives the same whatever other rows there are.
+//
+// One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends),
+// three compute A x, the others unpack W in registers and multiply on the tensor cores: up to 16 rows of x by mma.sync, whose
+// latency is lower, more by wgmma, which reads x from shared memory once for 64 rows of W.
+//
+// Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
+// puts EMPTY back. So data and "it is there" arrive together.
+//
+// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int WARPS = 8;                        // that multiply: 16 rows of W each
+constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for A x
+constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
+constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
+constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
+constexpr int BLOCK_BYTES = WARPS * TILE_BYTES;
+constexpr int WEIGHT_BYTES = STAGE_COLUMNS / BLOCK_COLUMNS * BLOCK_BYTES;
+constexpr int ROWS = NT * 8;
+constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
+constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
+
+enum Mode { PLAIN, RESIDUAL, SILU };
+
+constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
+constexpr bool FEW = NT <= 2;       // rows of x: mma.sync
+
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+
+struct Params {
+    TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
+    const u8* weights;
+    const u16* x;           // [m, columns]
+    u16* out;               // [m, rows], with SILU [m, rows / 2]
+    const float* bias;      // [rows] in the order of the tiles, or null
+    const u16* lora_a;      // [parts * rank, columns]
+    const u16* lora_b[3];   // of each part, [rows of the part, rank]
+    u16* shrunk;            // [m, parts * rank]: A x, scaled
+    uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
+    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after, if many
+    int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
+    float factor[3];        // of each part, multiplies W's products
+    float lora_factor[3];   // of each part, multiplies A x
+    int part_end[3];        // row behind each part
+    int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
+    int span;               // column blocks that a warp adds up of A x
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ready;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 ready, [%0], %1;\n"
+        "@!ready bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// A stage's part of x from (row, column) on: [columns / 64][ROWS][64]. Rows that x doesn't have become zero.
+__device__ __forceinline__ void tensor_copy(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(0), "r"(row), "r"(column / 64), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// Everything that earlier kernels wrote is visible after this; before it only what no kernel writes may be read.
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ int load_acquire(const int* pointer) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_release(int* pointer, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void send(uint4* to, const float4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(__float_as_uint(v.x)),
+                 "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 look(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ bool is_empty(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
+
+// Adds to SUMS sums what COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
+// next sender's `sender_step` further, the next sum's `sum_step`; `some` of the senders exist.
+template <int SUMS, int COUNT>
+__device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_step, size_t sum_step, int some) {
+    uint4 v[COUNT][SUMS];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+    for (bool missing = true; missing;) {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++)
+                if (is_empty(v[i][n])) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step), missing = true;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) {
+            if (i >= some) continue;
+            from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
+            sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
+            sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
+        }
+}
+
+__device__ __forceinline__ u32 load_once(const u16* pointer) {
+    u32 value;
+    asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_once(const uint4* pointer) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(pointer)
+                 : "memory");
+    return v;
+}
+
+// --- registers ---
+
+__device__ __forceinline__ void multiply_add(float4& c, const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 transpose_matrix(u32 a) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+#define F4(c) "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+#define F16(i) F4(c[i]), F4(c[i + 1]), F4(c[i + 2]), F4(c[i + 3])
+#define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+    "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h ",%" #i ",%" #j ",%" #k ",%" #l ",%" #m ",%" #n ",%" #o ",%" #p
+#define WGMMA(n, d, a0, a1, a2, a3, x) \
+    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #x ", 1, 1, 1, 0;"
+#define A_AND_X "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x)
+#define D_0 D16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define D_16 D16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
+#define D_32 D16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47)
+#define D_48 D16(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63)
+#define D_64 D16(64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79)
+#define D_80 D16(80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95)
+#define D_96 D16(96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111)
+#define D_112 D16(112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127)
+
+// c += A x of a warp group: each warp has 16 rows of A in registers, all share x, 16 columns of ROWS rows in shared
+// memory. It runs on; a and c must not be touched before `wait_for_products`.
+__device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4], u64 x) {
+#if NT == 1
+    asm volatile(WGMMA(8, "%0,%1,%2,%3", 4, 5, 6, 7, 8) : F4(c[0]) : A_AND_X);
+#elif NT == 2
+    asm volatile(WGMMA(16, "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, 11, 12) : F4(c[0]), F4(c[1]) : A_AND_X);
+#elif NT == 4
+    asm volatile(WGMMA(32, D_0, 16, 17, 18, 19, 20) : F16(0) : A_AND_X);
+#elif NT == 8
+    asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
+#elif NT == 16
+    asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
+                 : F16(0), F16(4), F16(8), F16(12)
+                 : A_AND_X);
+#else
+    asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
+                 : A_AND_X);
+#endif
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the last `PENDING` committed groups have ended.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Where 16 columns of x are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// A scale byte in both halves, as bfloat16: `byte` of `word` times multiplier plus offset (tiles.py has the two codes).
+__device__ __forceinline__ u32 scale_pair(u32 word, int byte, const Params& p) {
+    return __byte_perm(word, 0, 0x4040 + 0x0101 * byte) * p.scale_multiplier + p.scale_offset;
+}
+
+// Eight codes to the four registers of an MMA operand: each code's bits where bfloat16 has sign, exponent and mantissa,
+// which makes them the weight times 2^-126; the scale brings that to a normal number, exactly.
+__device__ __forceinline__ void unpack(u32 word, u32 scale_low, u32 scale_high, u32 a[4]) {
+    const u32 MASK = 0x81C081C0u;
+    a[0] = multiply_bf16x2(word & MASK, scale_low);
+    a[1] = multiply_bf16x2((word << 3) & MASK, scale_high);
+    a[2] = multiply_bf16x2((word << 6) & MASK, scale_low);
+    a[3] = multiply_bf16x2(
+        ((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u), scale_high);
+}
+
+__device__ __forceinline__ u32 component(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// --- division of the work ---
+
+struct Share {
+    int worker, workers, row_block, column_blocks, first, last;
+
+    __device__ Share(const Params& p) {
+        row_block = blockIdx.x % p.row_blocks;
+        worker = blockIdx.x / p.row_blocks;
+        workers = gridDim.x / p.row_blocks;
+        column_blocks = p.columns / STAGE_COLUMNS;
+        units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
+        first = start(worker);
+        last = start(worker + 1);
+    }
+    __device__ int start(int w) const { return (int)((long long)units * w / workers); }
+
+  private:
+    int units;
+};
+
+// --- copies ---
+
+__device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stage, u64* full) {
+    barrier_expect(full, STAGE_BYTES);
+    bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
+}
+
+// One thread.
+__device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* empty) {
+    const int count = share.last - share.first;
+    for (int i = 0; i < min(count, STAGES); i++) copy_weights(p, share.first + i, stages + i * STAGE_BYTES, full + i);
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
+    wait_for_earlier_kernels();
+    int column = share.first % share.column_blocks * STAGE_COLUMNS, stage = 0, round = 0;
+    for (int i = 0; i < count; i++) {
+        u8* to = stages + stage * STAGE_BYTES;
+        if (round) {
+            barrier_wait(empty + stage, (round - 1) & 1);
+            copy_weights(p, share.first + i, to, full + stage);
+        }
+        tensor_copy(to + WEIGHT_BYTES, &p.x_map, column, share.row_block * ROWS, full + stage);
+        column = column + STAGE_COLUMNS == p.columns ? 0 : column + STAGE_COLUMNS;
+        if (++stage == STAGES) stage = 0, round++;
+    }
+}
+
+// --- A x ---
+
+// Adds 16 rows of A times x over 128 columns. Lane t of a quad has eight columns of each 32, in place of those that the
+// operand's definition gives it: the sum is over the same columns, and loads are of 16 bytes.
+constexpr int SHRINK_NT = NT < 8 ? NT : 8;  // what fits into registers at a time
+
+struct ShrinkOperand {
+    uint4 rows[2][4];  // of A: g and g + 8
+
+    __device__ __forceinline__ void load(const Params& p, int tile, int column) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
+    }
+
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[SHRINK_NT]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < SHRINK_NT; n++) {
+            const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
+            uint4 b[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(x + k * 32));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const u32 first[4] = {rows[0][k].x, rows[1][k].x, rows[0][k].y, rows[1][k].y};
+                const u32 second[4] = {rows[0][k].z, rows[1][k].z, rows[0][k].w, rows[1][k].w};
+                multiply_add(c[n], first, b[k].x, b[k].y);
+                multiply_add(c[n], second, b[k].z, b[k].w);
+            }
+        }
+    }
+};
+
+// Writes 16 rows of A times 8 of x as the product with B reads it.
+__device__ __forceinline__ void write_shrunk(const Params& p, const float4& c, int tile, int first_x_row) {
+    const int lane = threadIdx.x % 32, row = first_x_row + lane / 4;
+    const float factor = p.lora_factor[tile * 16 / p.rank];
+    // c: A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
+    const u32 low = transpose_matrix(to_bf16x2(c.x * factor, c.y * factor));
+    const u32 high = transpose_matrix(to_bf16x2(c.z * factor, c.w * factor));
+    u16* out = p.shrunk + (size_t)row * p.parts * p.rank + tile * 16 + 2 * (lane % 4);
+    if (row < p.m) *(u32*)out = low, *(u32*)(out + 8) = high;
+}
+
+// Few rows: each thread block adds up the spans for itself, in their order; all write the same.
+__device__ __forceinline__ void sum_spans(const Params& p, const uint4* sums, int row_tiles, int spans, int lane) {
+    constexpr int BATCH = 16;
+    for (int tile = 0; tile < row_tiles; tile++)
+        for (int n = 0; n < NT; n++) {
+            float4 c = {0, 0, 0, 0};
+            for (int s = 0; s < spans; s += BATCH) {
+                uint4 v[BATCH];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) v[i] = look(sums + ((size_t)(tile * spans + min(s + i, spans - 1)) * NT + n) * 32 + lane);
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    if (s + i >= spans) continue;
+                    c.x += __uint_as_float(v[i].x), c.y += __uint_as_float(v[i].y);
+                    c.z += __uint_as_float(v[i].z), c.w += __uint_as_float(v[i].w);
+                }
+            }
+            write_shrunk(p, c, tile, n * 8);
+        }
+}
+
+// Many rows: the sums are shared out among all warps that compute A x.
+__device__ __forceinline__ void share_sums(const Params& p, const Share& share, uint4* sums, int row_tiles, int spans, int me,
+                                           int shrinkers, int lane) {
+    constexpr int BATCH = 8;
+    for (int item = me; item < row_tiles * NT; item += shrinkers) {
+        const int tile = item / NT, n = item % NT;
+        float4 c = {0, 0, 0, 0};
+        uint4* from = sums + ((size_t)tile * spans * NT + n) * 32 + lane;
+        for (int s = 0; s < spans; s += BATCH) receive<1, BATCH>(&c, from + s * NT * 32, NT * 32, 0, spans - s);
+        write_shrunk(p, c, tile, share.row_block * ROWS + n * 8);
+        __syncwarp();
+        if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
+    }
+}
+
+// A warp computes 16 rows of A times SHRINK_NT tiles of rows of x over a span of column blocks at a time. The first of a
+// thread block waits until A x is there and lets the multipliers read it.
+__device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
+    constexpr int GROUPS_OF_X = NT / SHRINK_NT;
+    const int row_tiles = p.parts * p.rank / 16, blocks = p.columns / BLOCK_COLUMNS, spans = (blocks + p.span - 1) / p.span;
+    const int shrinkers = SHRINKERS * share.workers, me = number * share.workers + share.worker;
+    const int items = row_tiles * spans * GROUPS_OF_X;
+    uint4* sums = p.shrink_sums + (size_t)share.row_block * row_tiles * spans * NT * 32;
+    int* counters = p.counters + 2 * share.row_block;
+    ShrinkOperand a;
+    if (me < items) a.load(p, me / GROUPS_OF_X / spans, me / GROUPS_OF_X % spans * p.span * BLOCK_COLUMNS);
+    wait_for_earlier_kernels();
+    for (int item = me; item < items; item += shrinkers) {
+        const int unit = item / GROUPS_OF_X, first = item % GROUPS_OF_X * SHRINK_NT, tile = unit / spans;
+        const int begin = unit % spans * p.span, end = min(begin + p.span, blocks);
+        float4 c[SHRINK_NT] = {};
+        for (int block = begin; block < end; block++) {
+            if (item != me || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS + first * 8, block * BLOCK_COLUMNS, c);
+        }
+#pragma unroll
+        for (int n = 0; n < SHRINK_NT; n++) send(sums + ((size_t)unit * NT + first + n) * 32 + lane, c[n]);
+        __syncwarp();
+        if (FEW && lane == 0) add_release(counters, 1);
+    }
+    if (!FEW) share_sums(p, share, sums, row_tiles, spans, me, shrinkers, lane);
+    if (number) return;
+    if (lane == 0) {
+        while (load_acquire(counters) != (FEW ? items : row_tiles * NT)) {}
+        // Who is the last to have seen it prepares it for the next launch.
+        if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+    }
+    __syncwarp();
+    const int next_row = (share.first + share.column_blocks - 1) / share.column_blocks * share.column_blocks;
+    if (FEW && next_row < share.last) sum_spans(p, sums, row_tiles, spans, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shrunk);
+}
+
+// --- W x ---
+
+__device__ __forceinline__ void unpack_group(const Params& p, const uint4& words, const uint4& scales, int half, int j, u32 a[4]) {
+    unpack(component(words, j), scale_pair(half ? scales.y : scales.x, j, p), scale_pair(half ? scales.w : scales.z, j, p), a);
+}
+
+// Few rows of x: each warp reads them into registers. Two sets of sums, so that products needn't wait for each other.
+__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[2][NT]) {
+    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
+    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
+    const int matrix = lane / 8, row = lane % 8, chunk = NT == 1 ? matrix : matrix % 2;
+    const u32 x = stage + WEIGHT_BYTES + ((NT == 1 ? 0 : matrix / 2 * 8) + row) * 128;
+#pragma unroll
+    for (int block = 0; block < STAGE_COLUMNS / BLOCK_COLUMNS; block++) {
+        const u32 tile = stage + block * BLOCK_BYTES + warp * TILE_BYTES;
+        const uint4 scales = load_shared(tile + 1024 + lane / 4 * 16);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint4 words = load_shared(tile + half * 512 + lane * 16);
+            u32 b[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 a[4];
+                unpack_group(p, words, scales, half, j, a);
+                const u32 x_part = x + (block * 2 + half) * X_PART_BYTES;
+                if (NT == 2 || j % 2 == 0) load_matrices(b, x_part + ((2 * j + chunk) ^ row) * 16);
+                if (NT == 1) multiply_add(c[j % 2][0], a, b[j % 2 * 2], b[j % 2 * 2 + 1]);
+                if (NT == 2) multiply_add(c[j % 2][0], a, b[0], b[1]), multiply_add(c[j % 2][NT - 1], a, b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Many rows of x: while 64 columns are multiplied, the next are unpacked.
+__device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int warp, int lane, float4 c[NT]) {
+    const u64 x = matrix_descriptor(stage + WEIGHT_BYTES);
+    u32 a[2][4][4];
+#pragma unroll
+    for (int block = 0; block < STAGE_COLUMNS / BLOCK_COLUMNS; block++) {
+        const u32 tile = stage + block * BLOCK_BYTES + warp * TILE_BYTES;
+        const uint4 scales = load_shared(tile + 1024 + lane / 4 * 16);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint4 words = load_shared(tile + half * 512 + lane * 16);
+            if (block) wait_for_products<1>();  // of those that read the same registers
+#pragma unroll
+            for (int j = 0; j < 4; j++) unpack_group(p, words, scales, half, j, a[half][j]);
+            begin_products();
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                multiply_add_shared(c, a[half][j], x + ((block * 2 + half) * X_PART_BYTES + j * 32) / 16);
+            commit_products();
+        }
+    }
+    wait_for_products<0>();
+}
+
+// Sums of a divided row of blocks, for the thread block that has its first block.
+__device__ void leave_sums(const Params& p, const float4 c[NT]) {
+    uint4* mine = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++) send(mine + n * WARPS * 32 + threadIdx.x, c[n]);
+}
+
+__device__ void add_sums(const Params& p, const Share& share, int end, float4 c[NT]) {
+    constexpr int SUMS = NT <= 4 ? NT : 4, BATCH = 8 / SUMS;
+    const size_t step = (size_t)p.row_blocks * BLOCK_ROWS * ROWS / 4;
+    uint4* from = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4 + threadIdx.x;
+    int peers = 0;
+    while (share.start(share.worker + 1 + peers) < end) peers++;
+    for (int peer = 0; peer < peers; peer += BATCH)
+#pragma unroll
+        for (int n = 0; n < NT; n += SUMS)
+            receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * WARPS * 32, step, WARPS * 32, peers - peer);
+}
+
+__device__ __forceinline__ int part_of(const Params& p, int row) { return (row >= p.part_end[0]) + (row >= p.part_end[1]); }
+
+// Where a tile's rows stand in the layers, and what is read before their sums are there.
+struct Tile {
+    int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
+    const u16 *b_low, *b_high;     // of B, at this lane's place
+    u32 b[4];                      // 16 columns
+    float low_bias, high_bias;
+
+    __device__ Tile(const Params& p, int row, int lane) : row(row) {
+        const int g = lane / 4;
+        low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
+        const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
+        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * p.rank + 2 * (lane % 4);
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * p.rank + 2 * (lane % 4);
+        const bool biased = p.bias && row < p.rows;
+        low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
+    }
+
+    __device__ __forceinline__ void load_b(int column) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) b[i] = *(const u32*)((i & 1 ? b_high : b_low) + column + i / 2 * 8);
+    }
+};
+
+// B (A x); with `FEW` it goes before the sums are received, so that they are on their way meanwhile.
+__device__ __forceinline__ void add_lora(const Params& p, Tile& tile, int first_x_row, int lane, float4 c[NT]) {
+    if (tile.row >= p.rows) return;
+    for (int j = 0; j < p.rank; j += 16) {
+        tile.load_b(j);
+        for (int part = tile.low_part; part <= tile.high_part; part++) {
+            const bool low = part == tile.low_part, high = part == tile.high_part;
+            const u32 b[4] = {low ? tile.b[0] : 0, high ? tile.b[1] : 0, low ? tile.b[2] : 0, high ? tile.b[3] : 0};
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const int x_row = min(first_x_row + n * 8 + lane / 4, p.m - 1);
+                const u16* s = p.shrunk + ((size_t)x_row * p.parts + part) * p.rank + j + 2 * (lane % 4);
+                multiply_add(c[n], b, load_once(s), load_once(s + 8));
+            }
+        }
+    }
+}
+
+// What is in `out` now, at the places where this lane writes.
+__device__ __forceinline__ void load_residual(const Params& p, const Tile& tile, int first_x_row, int lane, u32 before[NT][2]) {
+    if (p.mode != RESIDUAL || tile.row >= p.rows) return;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const int x_row = min(first_x_row + n * 8 + lane / 4, p.m - 1);
+        const u32* out = (const u32*)(p.out + (size_t)x_row * p.rows + tile.row + 2 * (lane % 4));
+        before[n][0] = out[0], before[n][1] = out[4];
+    }
+}
+
+__device__ void finish_tile(const Params& p, const Tile& tile, int first_x_row, int lane, const u32 before[NT][2], float4 c[NT]) {
+    if (tile.row >= p.rows) return;
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        c[n].x += tile.low_bias, c[n].y += tile.low_bias, c[n].z += tile.high_bias, c[n].w += tile.high_bias;
+        const int x_row = first_x_row + n * 8 + g;
+        if (p.mode == SILU) {
+            const float even = c[n].x / (1 + __expf(-c[n].x)) * c[n].z, odd = c[n].y / (1 + __expf(-c[n].y)) * c[n].w;
+            const u32 pair = transpose_matrix(to_bf16x2(even, odd));
+            if (x_row < p.m) *(u32*)(p.out + (size_t)x_row * (p.rows / 2) + tile.row / 2 + 2 * t) = pair;
+            continue;
+        }
+        u32 pairs[2] = {transpose_matrix(to_bf16x2(c[n].x, c[n].y)), transpose_matrix(to_bf16x2(c[n].z, c[n].w))};
+        if (x_row >= p.m) continue;
+        u32* out = (u32*)(p.out + (size_t)x_row * p.rows + tile.row + 2 * t);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 b = before[n][i];
+            if (p.mode == RESIDUAL)
+                pairs[i] = to_bf16x2(low_float(pairs[i]) + low_float(b), high_float(pairs[i]) + high_float(b));
+            out[4 * i] = pairs[i];
+        }
+    }
+}
+
+// From the products of W's codes and scales to those of W.
+__device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, float4 c[NT]) {
+    const float low = p.factor[tile.low_part], high = p.factor[tile.high_part];
+#pragma unroll
+    for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
+}
+
+__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, int end, bool divided, u64* shrunk,
+                                       int lane, float4 c[NT]) {
+    Tile tile(p, row, lane);
+    const int first_x_row = share.row_block * ROWS;
+    u32 before[NT][2];
+    if constexpr (FEW) {
+        // All that is read is on its way before the sums are waited for.
+        float4 lora[NT] = {};
+        load_residual(p, tile, first_x_row, lane, before);
+        if (p.rank) barrier_wait(shrunk, 0);
+        if (p.rank) add_lora(p, tile, first_x_row, lane, lora);
+        if (divided) add_sums(p, share, end, c);
+        scale_sums(p, tile, c);
+#pragma unroll
+        for (int n = 0; n < NT; n++) c[n].x += lora[n].x, c[n].y += lora[n].y, c[n].z += lora[n].z, c[n].w += lora[n].w;
+    } else {
+        if (divided) add_sums(p, share, end, c);
+        scale_sums(p, tile, c);
+        if (p.rank) barrier_wait(shrunk, 0);
+        if (p.rank) add_lora(p, tile, first_x_row, lane, c);
+        load_residual(p, tile, first_x_row, lane, before);
+    }
+    finish_tile(p, tile, first_x_row, lane, before, c);
+}
+
+__device__ void multiply(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk, int warp,
+                         int lane) {
+    // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
+    wait_for_earlier_kernels();
+    for (int unit = share.first, i = 0; unit < share.last;) {
+        const int begin = unit, row = unit / share.column_blocks, end = (row + 1) * share.column_blocks;
+        float4 c[FEW ? 2 : 1][NT] = {};
+        for (; unit < min(end, share.last); unit++, i++) {
+            const int stage = i % STAGES;
+            barrier_wait(full + stage, (i / STAGES) & 1);
+            const u32 address = shared_address(stages + stage * STAGE_BYTES);
+            if constexpr (FEW)
+                multiply_few(p, address, warp, lane, c);
+            else
+                multiply_many(p, address, warp, lane, c[0]);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + stage);
+        }
+        if constexpr (FEW)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                c[0][n].x += c[1][n].x, c[0][n].y += c[1][n].y, c[0][n].z += c[1][n].z, c[0][n].w += c[1][n].w;
+        if (begin % share.column_blocks)
+            leave_sums(p, c[0]);
+        else
+            finish(p, share, row * BLOCK_ROWS + warp * 16, end, unit < end, shrunk, lane, c[0]);
+    }
+}
+
+constexpr bool PASS_REGISTERS = NT == 32;  // to the warps that multiply, from the others
+constexpr int THREADS = (WARPS + 1 + SHRINKERS) * 32;
+
+// With up to 32 rows two thread blocks share a multiprocessor: the next kernel's has its weights on their way while this
+// one ends.
+#if NT <= 4
+#define LIMIT __maxnreg__(96)
+#else
+#define LIMIT __launch_bounds__(THREADS, 1)
+#endif
+
+extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
+    extern __shared__ u8 unaligned[];
+    __shared__ u64 full[STAGES], empty[STAGES], shrunk;
+    u8* stages = unaligned + (-shared_address(unaligned) & 1023);  // what swizzled copies need
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Share share(p);
+    if (threadIdx.x == 0) {
+        barrier_init(&shrunk, 1);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    let_next_kernel_start();
+    if (warp < WARPS) {
+        if (PASS_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        multiply(p, share, stages, full, empty, &shrunk, warp, lane);
+    } else {
+        if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+        if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty);
+        if (warp > WARPS && p.rank) shrink(p, share, &shrunk, warp - WARPS - 1, lane);
+    }
+}

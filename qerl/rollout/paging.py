@@ -1,0 +1,52 @@
+"""Pages of the KV cache: who holds which, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Pages:
+    """`count` pages of `size` tokens, shared by reference. Page 0 is never handed out: it takes what nobody reads."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.size = size
+        self.count = count
+        self._holders = [0] * count
+        self._free = list(range(count - 1, 0, -1))
+
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Pages that hold `tokens`."""
+        return -(-tokens // self.size)
+
+    def take(self, number: int) -> list[int]:
+        """`number` pages with one holder each; RuntimeError where fewer are available, which callers check first."""
+        if number > self.available:
+            raise RuntimeError(f"{number} pages asked for, {self.available} available")
+        taken = [self._free.pop() for _ in range(number)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """The same pages with one more holder."""
+        for page in pages:
+            self._check_held(page)
+            self._holders[page] += 1
+        return list(pages)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One holder less; pages without one are available again."""
+        for page in pages:
+            self._check_held(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def _check_held(self, page: int) -> None:
+        if not self._holders[page]:
+            raise RuntimeError(f"page {page} of the KV cache is held by nobody")

@@ -1,0 +1,266 @@
+"""Which sequences are decoded when: continuous refill over a paged cache, with a group's prompt computed once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.kernels.geometry import PAGE, splits_of
+from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.models.policy import Policy
+from qerl.rollout.decoder import Decoder
+from qerl.rollout.paging import Pages
+from qerl.rollout.prefill import prefill
+from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.steps import Steps
+
+#: Decode steps between two looks at which sequences have ended.
+CHECK_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Device memory of a sampler: cache and slots, with who holds the cache's pages, and the steps over both."""
+
+    decoder: Decoder
+    slots: Slots
+    cache: Tensor
+    pages: Pages
+    rule: DrawRule
+    steps: Steps
+
+
+@dataclass
+class _Sequence:
+    """A completion on its way; `tokens` and `logprobs` are what the host has of it."""
+
+    index: int
+    key: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    slot: int = IDLE
+    pages: list[int] = field(default_factory=list)
+    drawn: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + self.drawn
+
+
+@dataclass
+class _Group:
+    """Completions that wait to continue the same tokens; `pages` and `logits` once these were computed."""
+
+    prompt: list[int]
+    waiting: deque[_Sequence]
+    pages: list[int] = field(default_factory=list)
+    logits: Tensor | None = None
+
+
+class Schedule:
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens, padding included, are computed together."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        pool: Pool,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        prefill_tokens: int,
+    ) -> None:
+        self._prefill_tokens = prefill_tokens
+        self._policy, self._pool, self._params = policy, pool, params
+        self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+        self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
+        self._active: dict[int, _Sequence] = {}
+        self._free = list(range(pool.slots.count - 1, -1, -1))
+        self._table = np.zeros(tuple(pool.slots.pages.shape), dtype=np.int32)
+        self._done: dict[int, _Sequence] = {}
+        groups = [self._group(number, list(prompt)) for number, prompt in enumerate(prompts)]
+        # Prompts of one length waste no padding; the longest first, so that the batch's tail is short.
+        self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
+
+    def _group(self, number: int, prompt: list[int]) -> _Group:
+        count, first = self._params.count, self._params.first
+        return _Group(
+            prompt,
+            deque(_Sequence(number * count + c, (first + number) * count + c, prompt) for c in range(count)),
+        )
+
+    @torch.no_grad()
+    def run(self, stops: frozenset[int]) -> list[list[Completion]]:
+        """Draw all completions, in the order of the prompts."""
+        while self._queue or self._active:
+            self._admit()
+            self._decode()
+            self._collect()
+        count = self._params.count
+        done = [self._done[index] for index in range(len(self._done))]
+        completions = [Completion(s.tokens, s.logprobs, s.tokens[-1] in stops) for s in done]
+        return [completions[start : start + count] for start in range(0, len(completions), count)]
+
+    # --- sequences enter ---
+
+    def _admit(self) -> None:
+        """Fill free slots with waiting sequences, as far as there are pages; draw their first token."""
+        fresh: list[_Group] = []
+        starting: list[tuple[_Sequence, _Group]] = []
+        copies: list[tuple[int, int]] = []
+        while self._queue and self._free and self._has_room(self._queue[0], len(starting)):
+            group = self._queue[0]
+            if not group.pages:
+                group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))
+                fresh.append(group)
+            sequence = group.waiting.popleft()
+            sequence.slot = self._free.pop()
+            copies += self._hand_over(group, sequence)
+            starting.append((sequence, group))
+            if not group.waiting:
+                self._queue.popleft()
+        for batch in _batches(fresh, self._prefill_tokens):
+            logits = prefill(self._policy, [g.prompt for g in batch], [g.pages for g in batch], self._pool.cache)
+            for group, row in zip(batch, logits, strict=True):
+                group.logits = row
+        if starting:
+            self._copy_pages(copies)
+            self._start(starting)
+
+    def _has_room(self, group: _Group, starting: int) -> bool:
+        """Whether the next sequence of `group` finds pages, and each sequence before it one more to grow."""
+        pages, others = self._pool.pages, len(self._active) + starting
+        cost = 0 if group.pages else pages.needed(len(group.prompt))
+        cost += len(group.waiting) > 1 and len(group.prompt) % pages.size > 0
+        if not others and cost + 1 > pages.available:
+            for held in self._queue:
+                if held is not group and held.pages:
+                    pages.give_back(held.pages)
+                    held.pages, held.logits = [], None
+        return cost + others <= pages.available
+
+    def _hand_over(self, group: _Group, sequence: _Sequence) -> list[tuple[int, int]]:
+        """Give the sequence the prompt's pages: whole ones are shared, one that it will write to is copied.
+
+        Returns the copies to make, (from, to). The last sequence of a group takes over what the group held.
+        """
+        pages = self._pool.pages
+        if not group.waiting:
+            sequence.pages = list(group.pages)
+            return []
+        whole = len(group.prompt) // pages.size
+        sequence.pages = pages.share(group.pages[:whole])
+        rest = group.pages[whole:]
+        sequence.pages += pages.take(len(rest))
+        return list(zip(rest, sequence.pages[whole:], strict=True))
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            source, target = torch.tensor(copies, device=self._pool.cache.device).T
+            self._pool.cache[:, target] = self._pool.cache[:, source]
+
+    def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
+        """Put sequences into their slots and draw their first token."""
+        slots = self._pool.slots
+        sequences = [sequence for sequence, _ in starting]
+        for sequence in sequences:
+            self._active[sequence.slot] = sequence
+            self._show_pages(sequence)
+        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key) for s in sequences]
+        rows, position, drawn, key = torch.tensor(columns, dtype=torch.int64, device=slots.token.device).T
+        slots.position[rows], slots.drawn[rows] = position.int(), drawn.int()
+        slots.limit[rows], slots.sequence[rows] = self._params.max_tokens, key
+        self._pool.slots.pages.copy_(torch.from_numpy(self._table))
+        logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
+        self._pool.decoder.operations.draw(logits, rows.int(), slots, self._pool.rule, self._truncated)
+        for sequence in sequences:
+            sequence.drawn += 1
+
+    def _show_pages(self, sequence: _Sequence) -> None:
+        self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+
+    # --- sequences go on ---
+
+    def _decode(self) -> None:
+        left = [self._params.max_tokens - sequence.drawn for sequence in self._active.values()]
+        count = min(CHECK_EVERY, max(left))
+        self._grow(count)
+        self._pool.steps.run(list(self._active), count, self._splits, self._truncated)
+
+    def _grow(self, steps: int) -> None:
+        """Pages for the tokens of `steps` steps; the sequences that started last make way where there are too few."""
+        pages, grown = self._pool.pages, False
+        for sequence in list(self._active.values()):
+            most = min(steps, self._params.max_tokens - sequence.drawn)
+            missing = pages.needed(sequence.length - 1 + most) - len(sequence.pages)
+            while missing > pages.available and sequence.slot in self._active:
+                self._interrupt(next(reversed(self._active.values())))
+            if missing > 0 and sequence.slot in self._active:
+                sequence.pages += pages.take(missing)
+                self._show_pages(sequence)
+                grown = True
+        if grown:
+            self._pool.slots.pages.copy_(torch.from_numpy(self._table))
+
+    def _interrupt(self, sequence: _Sequence) -> None:
+        """Take a sequence off the device; it goes on later from its tokens so far, which are computed anew."""
+        self._pool.slots.position[sequence.slot] = IDLE
+        self._read([sequence])
+        self._leave(sequence)
+        self._queue.appendleft(_Group(sequence.prompt + sequence.tokens, deque([sequence])))
+
+    # --- sequences leave ---
+
+    def _collect(self) -> None:
+        """Look which sequences have ended; the one wait for the device in a round."""
+        position, drawn = self._pool.slots.state[:, :-1].tolist()
+        ended = [s for slot, s in self._active.items() if position[slot] == IDLE]
+        for slot, sequence in self._active.items():
+            sequence.drawn = drawn[slot]
+        self._read(ended)
+        for sequence in ended:
+            self._leave(sequence)
+            self._done[sequence.index] = sequence
+
+    def _read(self, sequences: Sequence[_Sequence]) -> None:
+        """Fetch what the sequences drew on the device."""
+        if not sequences:
+            return
+        slots, most = self._pool.slots, max(s.drawn for s in sequences)
+        rows = torch.tensor([s.slot for s in sequences], device=slots.token.device)
+        tokens, logprobs = slots.tokens[rows, :most].tolist(), slots.logprobs[rows, :most].tolist()
+        for sequence, own_tokens, own_logprobs in zip(sequences, tokens, logprobs, strict=True):
+            known = len(sequence.tokens)
+            sequence.tokens += own_tokens[known : sequence.drawn]
+            sequence.logprobs += own_logprobs[known : sequence.drawn]
+
+    def _leave(self, sequence: _Sequence) -> None:
+        del self._active[sequence.slot]
+        self._free.append(sequence.slot)
+        self._pool.pages.give_back(sequence.pages)
+        sequence.slot, sequence.pages = IDLE, []
+
+
+def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
+    """Groups in parts of at most `most` tokens with padding, or of one group."""
+    batch: list[_Group] = []
+    for group in groups:
+        longest = max(len(g.prompt) for g in [*batch, group])
+        if batch and longest * (len(batch) + 1) > most:
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch
+
+
+def pages_for(prompts: Sequence[Sequence[int]], max_tokens: int, sequences: int) -> tuple[int, int]:
+    """Pages of the longest sequence alone, and those with which no sequence ever waits; page 0 and a copy included."""
+    longest = max(map(len, prompts)) + max_tokens
+    each = -(-longest // PAGE)
+    return each + 2, (each + 1) * sequences + each + 2

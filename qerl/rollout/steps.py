@@ -1,0 +1,58 @@
+"""Decode steps of any batch size: CUDA graphs on a GPU, eager elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.graphs import captured
+from qerl.kernels.slots import DrawRule, Slots
+from qerl.rollout.decoder import Decoder
+
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def bucket_of(rows: int) -> int:
+    """The batch size that serves `rows`: few sizes, so few graphs."""
+    return next((size for size in _SMALL if size >= rows), -(-rows // 128) * 128)
+
+
+class Steps:
+    """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
+
+    `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
+    """
+
+    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule, whole: bool) -> None:
+        self._decoder = decoder
+        self._whole = whole
+        self._slots, self._cache, self._rule = slots, cache, rule
+        self._rows = torch.full((bucket_of(slots.count),), slots.count, dtype=torch.int32, device=decoder.device)
+        self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+
+    @torch.no_grad()
+    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
+        """`count` steps of the slots `chosen`; no wait for the device."""
+        bucket = bucket_of(self._slots.count if self._whole else len(chosen))
+        step = self._step(bucket, splits, truncated)
+        padded = [*chosen, *[self._slots.count] * (bucket - len(chosen))]
+        self._rows[:bucket].copy_(torch.tensor(padded, dtype=torch.int32))
+        for _ in range(count):
+            step()
+
+    def _step(self, bucket: int, splits: int, truncated: bool) -> Callable[[], None]:
+        key = bucket, splits, truncated
+        if key not in self._captured:
+            rows = self._rows[:bucket]
+            eager: Callable[[], None] = partial(
+                self._decoder.step, rows, self._slots, self._cache, self._rule, splits, truncated
+            )
+            if self._memory is not None:
+                rows.fill_(self._slots.count)  # capturing runs the step on the idle slot alone
+                eager = captured(eager, self._memory)
+            self._captured[key] = eager
+        return self._captured[key]

@@ -1,0 +1,327 @@
+"""The native engine on a GPU: its Triton kernels against float64, its CUDA graphs against Hugging Face."""
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.bench.shapes import write_shape
+from qerl.config import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
+from qerl.kernels import reference
+from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
+from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.models.policy import with_adapter
+from qerl.rl.aqn import Noise
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.make import make_sampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.steps import bucket_of
+from tests.tiny import tiny_llama, tiny_qwen3
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float32]
+BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Freed memory full of NaN, which outputs are allocated from."""
+    torch.manual_seed(torch.seed() % 2**31)
+    filled = [torch.full((size,), torch.nan, device=CUDA) for size in (2**9, 2**14, 2**20, 2**26) for _ in range(4)]
+    del filled
+
+
+@pytest.fixture(params=[True, False], ids=["pdl", "plain"])
+def dependent_launch(request, monkeypatch):
+    monkeypatch.setattr("qerl.kernels.launch.ENABLED", request.param)
+
+
+def tolerance(dtype):
+    return {"atol": 2e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (7, 1537), (256, 3584), (5, 8192)])
+@pytest.mark.usefixtures("dependent_launch")
+def test_rms_norm(dtype, rows, width):
+    from qerl.kernels.norm import rms_norm
+
+    x = torch.randn(rows, width, device=CUDA).mul_(3).to(dtype)
+    for weight_dtype in DTYPES:
+        weight = (1 + torch.randn(width, device=CUDA) * 0.3).to(weight_dtype)
+        for noise in (None, torch.randn(width, device=CUDA) * 0.1):
+            scale = weight.double() + (0 if noise is None else noise.double())
+            expected = scale * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6).double(), expected, **tolerance(dtype))
+
+
+# --- attention ---
+
+
+def paged(lengths, heads, dtype):
+    """Slots whose last token is at `lengths` - 1, and a cache that is NaN where it holds none of their tokens."""
+    each = max(-(-length // PAGE) for length in lengths)
+    slots = Slots.empty(len(lengths), 1, each, CUDA)
+    order = torch.randperm(len(lengths) * each, device=CUDA).view(len(lengths), each) + 1
+    slots.pages[:-1] = order.int()
+    slots.position[:-1] = torch.tensor(lengths, device=CUDA).int() - 1
+    cache = torch.full((1 + order.numel(), 2, heads.kv, PAGE, heads.dim), torch.nan, dtype=dtype, device=CUDA)
+    for slot, length in enumerate(lengths):
+        for token in range(length - 1):
+            cache[order[slot, token // PAGE], :, :, token % PAGE] = torch.randn(2, heads.kv, heads.dim, device=CUDA)
+    return slots, cache
+
+
+def rotated(x, norm, eps, cos, sin):
+    """x [heads, D] in float64."""
+    if norm is not None:
+        x = norm.double() * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def expected_attention(qkv, cache, slots, slot, rope, heads):
+    """One row in float64, [Hq * D], with its rotated key [Hkv, D]."""
+    position = int(slots.position[slot])
+    parts = qkv.double().view(-1, heads.dim).split([heads.query, heads.kv, heads.kv])
+    angles = rope[0][position].double(), rope[1][position].double()
+    query = rotated(parts[0], heads.q_norm, heads.eps, *angles)
+    key = rotated(parts[1], heads.k_norm, heads.eps, *angles)
+    pages = slots.pages[slot].long()
+    token = torch.arange(position, device=CUDA)
+    held = cache[pages[token // PAGE], :, :, token % PAGE].double()  # [tokens, 2, Hkv, D]
+    keys = torch.cat([held[:, 0], key[None]]).repeat_interleave(heads.query // heads.kv, 1)
+    values = torch.cat([held[:, 1], parts[2][None]]).repeat_interleave(heads.query // heads.kv, 1)
+    weights = torch.softmax(torch.einsum("hd,thd->ht", query, keys) * heads.scale, -1)
+    return torch.einsum("ht,thd->hd", weights, values).flatten(), key, parts[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("query", "kv", "dim", "normed"),
+    [
+        (2, 1, 32, False),
+        (4, 2, 16, True),
+        (28, 4, 128, False),
+        (16, 8, 128, True),
+        (3, 3, 80, False),
+        (32, 1, 64, True),
+    ],
+)
+@pytest.mark.usefixtures("dependent_launch")
+def test_attention(dtype, query, kv, dim, normed):
+    from qerl.kernels.attention import attend
+
+    norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
+    slots, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
+    slots.position[3] = IDLE
+    angle = torch.rand(2200, dim // 2, device=CUDA) * 6
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    rows = torch.tensor([8, 3, 0, 9, 1, 2, 9, 4, 5, 6, 7], dtype=torch.int32, device=CUDA)
+    qkv = torch.randn(len(rows), (query + 2 * kv) * dim, device=CUDA).to(dtype)
+    before, splits = cache.clone(), splits_of(slots.pages.shape[1])
+    out = attend(qkv, cache, slots, rows, rope, heads, splits)
+    for row, slot in enumerate(rows.tolist()):
+        position = int(slots.position[slot])
+        if position == IDLE:
+            assert not out[row].any()
+            continue
+        expected, key, value = expected_attention(qkv[row], before, slots, slot, rope, heads)
+        torch.testing.assert_close(out[row].double(), expected, **tolerance(dtype))
+        page = int(slots.pages[slot, position // PAGE])
+        torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), key, **tolerance(dtype))
+        assert torch.equal(cache[page, 1, :, position % PAGE].double(), value)
+        before[page, :, :, position % PAGE] = cache[page, :, :, position % PAGE]
+        alone = attend(qkv[row : row + 1], cache.clone(), slots, rows[row : row + 1], rope, heads, splits)
+        assert torch.equal(alone[0], out[row])
+    assert torch.equal(cache.nan_to_num(7), before.nan_to_num(7))
+
+
+# --- drawing ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 1000, CHUNK, CHUNK + 1, 151_936])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.0, 1.0, 0), (0.7, 0.9, 0), (1.2, 1.0, 20)]
+)
+@pytest.mark.usefixtures("dependent_launch")
+def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
+    from qerl.kernels.sampling import draw
+
+    count, truncated = 33, top_p < 1 or top_k > 0
+    logits = (torch.randn(count, width, device=CUDA) * 3).to(dtype)
+    rows = torch.randperm(count + 1, device=CUDA)[:count].int()
+    rule = DrawRule.empty(CUDA)
+    rule.set(temperature=temperature, seed=2**63 + 12345, top_p=top_p, top_k=top_k, stops=range(2))
+    outcomes = []
+    for function in (draw, reference.draw):
+        slots = Slots.empty(count, 8, 1, CUDA)
+        slots.position[:-1] = torch.arange(count, device=CUDA).int() - 1
+        slots.drawn[:-1] = torch.arange(count, device=CUDA).int() % 4
+        slots.limit[:] = 4
+        slots.sequence[:-1] = torch.arange(count, device=CUDA) * (2**33 + 7)
+        function(logits, rows, slots, rule, truncated)
+        outcomes.append(slots)
+    found, expected = outcomes
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.state, expected.state)
+    assert torch.equal(found.token, expected.token)
+    wide = torch.log_softmax(logits.double() / (temperature or 1), -1)
+    for row, slot in enumerate(rows.tolist()):
+        if 0 < slot < count:
+            number = slot % 4
+            logprob = wide[row, found.tokens[slot, number].long()]
+            assert found.logprobs[slot, number].item() == pytest.approx(logprob.item(), abs=2e-5)
+
+
+def test_a_draw_does_not_depend_on_the_batch():
+    from qerl.kernels.sampling import draw
+
+    logits = torch.randn(64, 50_000, device=CUDA).bfloat16()
+    rule = DrawRule.empty(CUDA)
+    rule.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
+    drawn = []
+    for parts in (1, 64):
+        slots = Slots.empty(64, 4, 1, CUDA)
+        slots.position[:-1], slots.limit[:], slots.sequence[:-1] = 5, 4, torch.arange(64, device=CUDA)
+        for rows in torch.arange(64, device=CUDA).int().chunk(parts):
+            draw(logits[rows.long()], rows, slots, rule, False)
+        drawn.append((slots.tokens, slots.logprobs))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+    assert len(drawn[0][0][:, 0].unique()) > 50
+
+
+# --- the engine ---
+
+PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]
+
+
+def perturbed(checkpoint, dtype="bfloat16"):
+    policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, seed=0, device=torch.device("cuda", 0))
+    torch.manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return policy
+
+
+@pytest.fixture(scope="module", params=["bf16", "nvfp4"])
+def policy(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "m"
+    write_shape(folder, "small", request.param, ["1 2 3 apples"] * 50)
+    return perturbed(folder)
+
+
+def endless(policy, max_sequences=64, **settings):
+    sampler = EngineSampler(policy, NativeSettings(**settings), max_sequences)
+    sampler.stops = frozenset()
+    return sampler
+
+
+def differences(policy, prompts, groups, temperature=1.0):
+    """Log-probabilities of a Hugging Face forward pass, less those of the sampler."""
+    found = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        ids = torch.tensor([prompt + completion.token_ids for completion in group], device=CUDA)
+        with torch.no_grad(), policy.autocast():
+            logits = policy.lm(ids).logits[:, len(prompt) - 1 : -1].float() / temperature
+        ours = torch.log_softmax(logits, -1).gather(-1, ids[:, len(prompt) :, None])[..., 0].cpu().numpy()
+        found.append((ours - np.array([completion.logprobs for completion in group])).flatten())
+    return np.concatenate(found)
+
+
+def assert_close(policy, prompts, groups, temperature=1.0):
+    difference = differences(policy, prompts, groups, temperature)
+    assert np.abs(difference).max() <= 0.03
+    assert np.mean(np.exp(difference) - 1 - difference) <= 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_logprobs_are_those_of_hugging_face_with_noise_and_after_a_sync(policy, temperature):
+    sampler = make_sampler(policy, EngineSettings(), 64)
+    sampler.stops = frozenset()
+    params = SamplingParams(max_tokens=100, temperature=temperature, count=8, seed=4)
+    clean = sampler.generate(PROMPTS, params)
+    assert_close(policy, PROMPTS, clean, temperature)
+    with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=0).at(1, 10):
+        noisy = sampler.generate(PROMPTS, params)
+        assert_close(policy, PROMPTS, noisy, temperature)
+    assert np.abs(differences(policy, PROMPTS, noisy, temperature)).max() > 0.03
+    for name, parameter in policy.trainable():
+        if "lora_B" in name:
+            parameter.data *= -1
+    assert_close(policy, PROMPTS, sampler.generate(PROMPTS, params), temperature)
+    sampler.release()
+    assert_close(policy, PROMPTS, sampler.generate(PROMPTS, params), temperature)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_every_batch_size(policy, bucket):
+    """One sequence less than the bucket holds, so that idle rows fill it up."""
+    count = bucket if bucket < 8 else bucket - 1
+    assert bucket_of(count) == bucket
+    sampler = endless(policy, max_sequences=bucket)
+    groups = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=20, count=count, seed=1))
+    assert_close(policy, PROMPTS[:1], groups)
+    sampler.release()
+
+
+@pytest.mark.parametrize("write", [tiny_qwen3, tiny_llama])
+def test_other_architectures_in_float32(tmp_path, write):
+    policy = perturbed(write(tmp_path, max_position_embeddings=1024), "float32")
+    prompts = [[5, 6, 7], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
+    groups = endless(policy).generate(prompts, SamplingParams(max_tokens=80, count=4, seed=2))
+    assert np.abs(differences(policy, prompts, groups)).max() < 1e-3
+
+
+def test_tokens_do_not_depend_on_the_batch_where_asked(policy):
+    params = SamplingParams(max_tokens=60, count=8, seed=3)
+    whole = endless(policy, 32, batch_invariant=True).generate(PROMPTS, params)
+    parts = [
+        endless(policy, 32, batch_invariant=True).generate(
+            [prompt], SamplingParams(max_tokens=60, count=8, seed=3, first=place)
+        )[0]
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    assert parts == whole
+
+
+def test_the_same_call_gives_the_same_completions(policy):
+    sampler, params = endless(policy), SamplingParams(max_tokens=60, count=8, seed=3, top_p=0.9)
+    assert sampler.generate(PROMPTS, params) == sampler.generate(PROMPTS, params)
+
+
+def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(2, 1000, size=length).tolist() for length in numbers.integers(1, 300, size=250)]
+    sampler = endless(policy, 96, kv_cache_gib=400 * 4 * 2 * 2 * PAGE * 128 * 2 / 2**30)
+    sampler.stops = frozenset(range(2, 30))
+    groups = sampler.generate(prompts, SamplingParams(max_tokens=200, count=4, seed=1))
+    pages = sampler._pool.pages
+    assert pages.count <= 400
+    assert sorted(pages.take(pages.available)) == list(range(1, pages.count))
+    assert all(c.finished == (c.token_ids[-1] in sampler.stops) for group in groups for c in group)
+    sampler.stops = frozenset()
+
+
+def test_memory_that_is_not_there_is_one_sentence(policy):
+    params = SamplingParams(max_tokens=2**20, count=512)
+    with pytest.raises(RuntimeError, match="lower max_tokens"):
+        endless(policy, 512, kv_cache_gib=2000).generate(PROMPTS, params)
+    torch.cuda.empty_cache()
+
+
+def test_sync_takes_under_a_millisecond(policy):
+    sampler = endless(policy)
+    sampler.sync()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    sampler.sync()
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) < 1

@@ -1,0 +1,258 @@
+"""The native engine on the CPU, where the same code runs without graphs, against Hugging Face on the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.config import AdapterSettings, ConfigError, NativeSettings, NoiseSettings
+from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.quant.quantize import quantize_checkpoint
+from qerl.rl.aqn import Noise
+from qerl.rollout import schedule
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.native import NativeSampler
+from qerl.rollout.sampler import SamplingParams
+from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
+
+#: One, less than one, exactly one, and more than one page of the cache.
+PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
+CPU = torch.device("cpu")
+MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+
+
+def perturbed(policy):
+    torch.manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {name: write(tmp_path_factory.mktemp(name)) for name, write in MODELS.items()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def any_policy(request, checkpoints):
+    """A policy of each architecture whose adapter and norms do something."""
+    return perturbed(with_adapter(checkpoints[request.param], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoints):
+    return perturbed(with_adapter(checkpoints["qwen2"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+
+
+def sampler_of(policy, max_sequences=8, pages=None, **settings):
+    """A sampler without stop tokens, of a cache of `pages` pages."""
+    if pages is not None:
+        config = policy.lm.config
+        width = config.num_key_value_heads * policy.lm.model.layers[0].self_attn.head_dim
+        settings["kv_cache_gib"] = (pages + 0.5) * config.num_hidden_layers * 2 * width * 64 * 4 / 2**30
+    sampler = EngineSampler(policy, NativeSettings(**settings), max_sequences)
+    sampler.stops = frozenset()
+    return sampler
+
+
+def full_logprobs(policy, prompt, completion, temperature=1.0):
+    """Log-probabilities of the completion's tokens from one Hugging Face forward pass without a cache."""
+    with torch.no_grad():
+        logits = policy.lm(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def assert_exact(policy, prompts, groups, temperature=1.0):
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = full_logprobs(policy, prompt, completion.token_ids, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def tokens(groups):
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize(("sigma", "temperature"), [(0.0, 1.0), (0.1, 0.7)])
+def test_logprobs_are_those_of_the_policy_with_its_noise(any_policy, sigma, temperature):
+    sampler = sampler_of(any_policy)
+    params = SamplingParams(max_tokens=70, temperature=temperature, count=3, seed=4)
+    with Noise(any_policy.lm, NoiseSettings(schedule="constant", sigma_start=sigma), seed=0).at(1, 10):
+        groups = sampler.generate(PROMPTS, params)
+        assert [[len(c.token_ids) for c in group] for group in groups] == [[70] * 3] * 4
+        assert_exact(any_policy, PROMPTS, groups, temperature)
+
+
+@pytest.mark.parametrize("weights", ["nf4", "mxfp4", "nvfp4"])
+def test_packed_weights_serve_as_they_are(checkpoints, tmp_path, weights):
+    quantize_checkpoint(checkpoints["qwen2"], tmp_path / weights, weights)
+    packed = perturbed(with_adapter(tmp_path / weights, AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    sampler = sampler_of(packed)
+    assert_exact(packed, PROMPTS, sampler.generate(PROMPTS, SamplingParams(max_tokens=6, count=2)))
+    assert f"on {weights} and float32" in sampler.served
+
+
+def test_a_policy_trained_in_full_is_sampled_as_it_is_now(checkpoints):
+    full = trained_in_full(checkpoints["qwen3"], CPU)
+    sampler = sampler_of(full)
+    before = sampler.generate(PROMPTS, SamplingParams(max_tokens=6))
+    with torch.no_grad():
+        for parameter in full.lm.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    after = sampler.generate(PROMPTS, SamplingParams(max_tokens=6))
+    assert_exact(full, PROMPTS, after)
+    assert after[0][0].logprobs != before[0][0].logprobs
+
+
+def test_greedy_equals_generate_of_transformers(any_policy):
+    groups = sampler_of(any_policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
+    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
+        ids = torch.tensor([prompt])
+        expected = any_policy.lm.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("settings", [{"max_sequences": 3}, {"max_sequences": 5, "batch_invariant": True}])
+def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy, settings):
+    params = SamplingParams(max_tokens=40, count=4, seed=3)
+    whole = tokens(sampler_of(policy, 16).generate(PROMPTS, params))
+    assert tokens(sampler_of(policy, **settings).generate(PROMPTS, params)) == whole
+    second = sampler_of(policy).generate(PROMPTS[2:], SamplingParams(max_tokens=40, count=4, seed=3, first=2))
+    assert tokens(second) == whole[2:]
+    other = tokens(sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=40, count=4, seed=5)))
+    assert other[0] != whole[0]
+    assert len({tuple(row) for row in whole[0]}) > 1
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
+    sampler, params = sampler_of(policy, max_sequences=3), SamplingParams(max_tokens=40, count=4, seed=2)
+    endless = sampler.generate(PROMPTS, params)
+    stop = endless[0][0].token_ids[20]
+    sampler.stops = frozenset([stop, 10_000])
+    for before, after in zip(endless, sampler.generate(PROMPTS, params), strict=True):
+        for long, short in zip(before, after, strict=True):
+            end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 40
+            assert short.token_ids == long.token_ids[:end]
+            assert short.finished == (stop in long.token_ids)
+
+
+def test_one_token_needs_no_step(policy):
+    params = SamplingParams(max_tokens=1, count=2, seed=1)
+    groups = sampler_of(policy).generate(PROMPTS, params)
+    assert_exact(policy, PROMPTS, groups)
+    assert [len(c.token_ids) for group in groups for c in group] == [1] * 8
+
+
+def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch):
+    """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
+    interrupted = []
+    interrupt = schedule.Schedule._interrupt
+    monkeypatch.setattr(
+        schedule.Schedule, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
+    )
+    params = SamplingParams(max_tokens=100, count=2, seed=3)
+    plenty = sampler_of(policy).generate(PROMPTS, params)
+    assert not interrupted
+    short = sampler_of(policy, pages=10).generate(PROMPTS, params)
+    assert interrupted
+    assert tokens(short) == tokens(plenty)
+    assert_exact(policy, PROMPTS, short)
+
+
+def test_the_smallest_cache_serves_one_sequence_after_the_other(policy):
+    params = SamplingParams(max_tokens=60, count=3, seed=3)
+    assert tokens(sampler_of(policy, pages=6).generate(PROMPTS, params)) == tokens(
+        sampler_of(policy).generate(PROMPTS, params)
+    )
+
+
+def test_a_sequence_that_the_cache_cannot_hold_is_one_sentence(policy):
+    with pytest.raises(ConfigError, match=r"lower max_tokens or raise native\.kv_cache_gib"):
+        sampler_of(policy, pages=5).generate(PROMPTS, SamplingParams(max_tokens=60))
+
+
+def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
+    numbers = np.random.default_rng(0)
+    lengths = numbers.integers(1, 150, size=250)
+    prompts = [numbers.integers(2, 100, size=length).tolist() for length in lengths]
+    sampler = sampler_of(policy, max_sequences=64, pages=100)
+    sampler.stops = frozenset(range(2, 12))
+    groups = sampler.generate(prompts, SamplingParams(max_tokens=40, count=4, seed=1))
+    assert {len(c.token_ids) for group in groups for c in group} >= set(range(1, 20))
+    assert all(c.finished == (c.token_ids[-1] in sampler.stops) for group in groups for c in group)
+    pages = sampler._pool.pages
+    assert sorted(pages.take(pages.available)) == list(range(1, pages.count))
+
+
+def test_changed_adapters_and_noise_reach_the_next_call(checkpoints):
+    changing = with_adapter(checkpoints["qwen2"], AdapterSettings(rank=4), "float32", seed=0, device=CPU)
+    sampler, params = sampler_of(changing), SamplingParams(max_tokens=8, count=2, seed=1)
+    clean = sampler.generate(PROMPTS, params)
+    perturbed(changing)
+    changed = sampler.generate(PROMPTS, params)
+    assert_exact(changing, PROMPTS, changed)
+    assert changed[0][0].logprobs != clean[0][0].logprobs
+    with Noise(changing.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=0).at(1, 10):
+        assert sampler.generate(PROMPTS, params)[0][0].logprobs != changed[0][0].logprobs
+    assert sampler.generate(PROMPTS, params) == changed
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_longer_rollouts_follow_shorter_ones(policy, sleep):
+    sampler = sampler_of(policy, sleep=sleep)
+    for prompts, max_tokens in ((PROMPTS[:1], 3), (PROMPTS, 70), (PROMPTS[:2], 5)):
+        groups = sampler.generate(prompts, SamplingParams(max_tokens=max_tokens, count=2))
+        assert_exact(policy, prompts, groups)
+    assert (sampler._pool is None) == sleep
+
+
+def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
+    sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
+    expected = sampler.generate(PROMPTS, params)
+
+    def fails(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule.Schedule, "_collect", fails)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(PROMPTS, params)
+    assert sampler.generate(PROMPTS, params) == expected
+
+
+def test_moved_weights_are_an_error(checkpoints):
+    moved = load_policy(checkpoints["llama"], None, "float32", CPU)
+    sampler = sampler_of(moved)
+    moved.lm.bfloat16()
+    with pytest.raises(RuntimeError, match="make a new one"):
+        sampler.sync()
+
+
+def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
+    params = SamplingParams(max_tokens=20, temperature=0, count=2)
+    plain, engine = NativeSampler(policy), EngineSampler(policy, NativeSettings())
+    assert tokens(engine.generate(PROMPTS, params)) == tokens(plain.generate(PROMPTS, params))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "knows qwen2, qwen3, llama, not 'gpt2'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "no dynamic rotary positions"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding-window attention"),
+        ({"hidden_act": "gelu"}, "SiLU only"),
+    ],
+)
+def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, message):
+    unknown = load_policy(checkpoints["qwen2"], None, "float32", CPU)
+    for key, value in changes.items():
+        setattr(unknown.lm.config, key, value)
+    with pytest.raises(ConfigError, match=message):
+        EngineSampler(unknown, NativeSettings())
+
+
+def test_an_empty_prompt_is_an_error(policy):
+    with pytest.raises(ValueError, match="without tokens"):
+        sampler_of(policy).generate([[1], []], SamplingParams(max_tokens=2))
+    assert sampler_of(policy).generate([], SamplingParams(max_tokens=2)) == []

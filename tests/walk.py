@@ -1,0 +1,43 @@
+"""What config/walk.yaml reads: a random checkpoint and made-up problems, in the layouts of their repositories.
+
+`python -m tests.walk work/walk --size 1.5B` writes both into a new folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qerl.bench.shapes import SHARD_BYTES, write_shape
+from qerl.config import Generated
+from qerl.data.arithmetic import generate
+from qerl.data.records import Problem
+from qerl.rl.rewards import Answer
+from tests.hub_layouts import REPOSITORIES
+
+DATASETS = ("openai/gsm8k", "HuggingFaceH4/MATH-500")
+
+
+def vowels(answer: Answer, problem: Problem) -> float:
+    """A reward that tells random completions apart, so that there is a gradient: the share of vowels."""
+    return sum(letter in "aeiou" for letter in answer.text) / max(len(answer.text), 1)
+
+
+def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the checkpoint into `folder`/model and each data set into a folder of its name."""
+    texts = [json.dumps(record) for record in generate("gsm8k", Generated(train=2000, validation=1, test=1))["train"]]
+    write_shape(folder / "model", size, "bf16", texts, shard_bytes=shard_bytes)
+    for name in DATASETS:
+        REPOSITORIES[name](folder / name)
+
+
+def main(folder: Path, size: Annotated[str, typer.Option(help="A key of qerl.bench.shapes.SHAPES.")] = "1.5B") -> None:
+    """Write the checkpoint and the data sets of config/walk.yaml."""
+    write_walk(folder, size)
+
+
+if __name__ == "__main__":
+    typer.run(main)
