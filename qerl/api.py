@@ -19,12 +19,15 @@ import yaml
 
 from qerl.config import (
     GROUP_SIZE,
+    STOCK_TASKS,
     AnswerForm,
     ConfigError,
     DatasetSettings,
     EvaluationSettings,
     RunFile,
     SamplingSettings,
+    StockTask,
+    TaskSettings,
     local_dataset,
     parse,
     read_yaml,
@@ -321,9 +324,13 @@ def evaluate(
     seed: int = 0,
     instruction: str = "",
     answer: AnswerForm = "native",
+    task: StockTask | TaskSettings | None = None,
     **sampling: float,
 ) -> Evaluation:
     """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
+
+    `task` names one of the harness's own tasks, with its prompt, gold answer and metric; as `TaskSettings`, whatever
+    data set it names, with what else a task may set (`fewshot`, `chat`, sampling and repeats, which win).
 
     `problems` is a file of records (all are asked, with `instruction`, for an answer of the form `answer`), a folder
     with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`; of the latter two the test split
@@ -335,12 +342,19 @@ def evaluate(
     from qerl.evals.job import RESULT, score_policy
 
     folder = Path(out)
+    if isinstance(task, str):
+        task = stock_task(task)
+    if task and task.task and (instruction or answer != "native"):
+        raise ConfigError(
+            f"task {task.task} has a prompt and a form of answers of its own; leave out instruction and answer"
+        )
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     code_state()
     data = _problem_folder(problems, {"instruction": instruction, "answer": answer}, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
-    settings = _evaluation_settings(harness_of(read_meta(data)["format"]), repeats, seed, dtype, sampling)
+    asked = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
+    settings = _evaluation_settings({**asked, "dataset": _TASK}, repeats, seed, dtype, sampling)
     about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
     row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
     score_policy(policy, settings, row, {_TASK: data}, folder)
@@ -350,12 +364,20 @@ def evaluate(
 _TASK = "problems"
 
 
+def stock_task(name: str, **settings: Any) -> TaskSettings:
+    """The settings of a harness's own task."""
+    if name not in STOCK_TASKS:
+        raise ConfigError(f"there is no stock task {name!r}; use one of {', '.join(STOCK_TASKS)}")
+    harness, _ = STOCK_TASKS[name]  # type: ignore[index]
+    return parse(TaskSettings, {"dataset": _TASK, "harness": harness, "task": name, **settings}, "task")
+
+
 def _evaluation_settings(
-    harness: str, repeats: int | None, seed: int, dtype: str, sampling: Mapping[str, float]
+    task: Mapping[str, Any], repeats: int | None, seed: int, dtype: str, sampling: Mapping[str, float]
 ) -> EvaluationSettings:
     default: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
     values: dict[str, Any] = {
-        "tasks": [{"dataset": _TASK, "harness": harness}],
+        "tasks": [task],
         "sampling": {**default.model_dump(), **sampling},
         "dtype": dtype,
         "seed": seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pandas as pd
 import typer
@@ -119,15 +119,23 @@ def evaluate(
     max_tokens: MaxTokens = _EVALUATION.max_tokens,
     seed: Seed = 0,
     instruction: Instruction = None,
+    task: Annotated[
+        str | None, typer.Option(help="One of the harness's own tasks, such as gsm8k or math_500, with its own prompt.")
+    ] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples of --task; default: its own.")] = None,
     dtype: Dtype = None,
 ) -> None:
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
     asked = _problems(model, problems, dataset)
-    added = _instruction(model) if instruction is None else instruction
+    if fewshot is not None and task is None:
+        raise ConfigError("--fewshot counts the examples of a --task; name one")
+    stock = api.stock_task(task, fewshot=fewshot) if task else None
+    own = (_instruction(model), _answer(model)) if stock is None else ("", "native")
+    added = own[0] if instruction is None else instruction
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     policy = api.load(model, dtype)
     outcome = api.evaluate(
-        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=_answer(model), **sampling
+        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=own[1], task=stock, **sampling
     )
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
@@ -226,16 +234,23 @@ def show_plan(
     config: Path,
     keys: Keys = None,
     machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
+    by: Annotated[
+        Literal["run", "table"], typer.Option(help="`table`: what each table and figure of the paper takes.")
+    ] = "run",
     as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
 ) -> None:
     """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
+    from qerl.needs import by_table, page
     from qerl.sheet import disk, sheet, totals
 
     plan_ = _plan(config, keys)
-    runs = sheet(plan_, machine)
+    runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
+        return
+    if by == "table":
+        typer.echo(page(plan_, machine), nl=False)
         return
     _print_sheet(plan_.folder, runs)
     _print_table("Checkpoints on disk", disk(plan_))
@@ -255,11 +270,18 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
         "update_hours": "updates, h",
         "done": "done",
     }
+    runs = runs.assign(**{f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")})
     for key, name in shown.items():
         table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
     for row in runs[list(shown)].itertuples(index=False):
         table.add_row(*map(str, row))
     _console().print(table)
+
+
+def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
+    """Hours by measured speeds, and in their absence estimates, marked."""
+    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
+    return hours.where(estimates.isna(), "~" + estimates.astype(str))
 
 
 @app.command(rich_help_panel=WORKFLOW)

@@ -282,6 +282,9 @@ class VllmSettings(Settings):
     """Give the engine's memory back between rollouts: weights go to host memory, the cache is dropped."""
     eager: bool = False
     """Neither compile nor capture CUDA graphs; starts faster, runs slower."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of this machine that share each layer of the engine. The policy that is sampled from lies whole on the first
+    of them besides."""
     url: str | None = None
     """`vllm-server`: address of the server, such as http://host:8000."""
     adapters: Path | None = None
@@ -307,6 +310,11 @@ class EngineSettings(Settings):
     """`vllm`: vLLM within this process; `vllm-server`: a running OpenAI-compatible server of vLLM."""
     native: NativeSettings = NativeSettings()
     vllm: VllmSettings = VllmSettings()
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that sampling takes."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     @model_validator(mode="after")
     def _server_is_known(self) -> EngineSettings:
@@ -452,6 +460,11 @@ class RunSettings(Settings):
     """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
     to the order in which gradients are added."""
     seed: int = 0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run takes."""
+        return max(self.processes, self.rollout.engine_gpus)
 
     @model_validator(mode="after")
     def _combination_is_possible(self) -> RunSettings:
@@ -698,6 +711,13 @@ class Experiment(Settings):
     tasks: list[str] | None = None
     """Which of `evaluation.tasks` (names of their data sets) the bases and the trained policies are scored on; none
     given: all. An empty list leaves the curves of training only."""
+    on_failure: Literal["stop", "row"] = "stop"
+    """What becomes of a run that is out of memory or over `time_limit`. `stop`: its job fails; `row`: that is its
+    result, which tables show as a row, and all else goes on. To try it again on another machine, delete its folder
+    train/<run> of the results."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Hours that the steps of a run may take, all attempts together; looked at before each step. A higher limit goes on
+    where the lower one stopped."""
     omitted: dict[str, str] = {}
     """Arms of the paper that this experiment leaves out, each with the reason; `qerl plan` shows them."""
 

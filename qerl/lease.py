@@ -63,7 +63,9 @@ def lease(count: int) -> Iterator[list[str]]:
     """
     there = devices()
     if there and count > len(there):
-        raise ConfigError(f"{count} GPUs are needed, {len(there)} are visible here; lower `processes`")
+        raise ConfigError(
+            f"{count} GPUs are needed, {len(there)} are visible here; lower `processes` or `tensor_parallel`"
+        )
     if not there or count == 0:
         yield []
         return

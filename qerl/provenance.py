@@ -9,9 +9,11 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -121,43 +123,60 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-def _module_file(name: str) -> Path | None:
-    """The file of a module of this package; None for what is no module (a name imported from one)."""
-    base = PACKAGE.parent / Path(*name.split("."))
+def module_file(name: str, root: Path) -> Path | None:
+    """The file of a module under `root`; None for what is no module there (a name imported from one)."""
+    base = root / Path(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-def _imports(tree: ast.Module) -> set[str]:
+def _imports(tree: ast.Module, package: str) -> set[str]:
+    """What a module of `package` imports, by whole names; a name imported from a module may be one too."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] == PACKAGE.name and _module_file(name)}
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 @cache
-def _parsed(name: str) -> tuple[str, frozenset[str]]:
-    file = _module_file(name)
-    if file is None:
-        raise ModuleNotFoundError(f"{name} is not a module of {PACKAGE.name}")
-    tree = _without_docstrings(ast.parse(file.read_text()))
-    return ast.dump(tree), frozenset(_imports(tree))
+def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str]]:
+    tree = _without_docstrings(ast.parse(source))
+    return ast.dump(tree), frozenset(_imports(tree, package))
 
 
-@cache
-def code_version(*modules: str) -> str:
-    """A hash of modules of this package and of all they import from it, blind to comments, docstrings and layout.
+def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> str:
+    """A hash of modules under `root` and of all that they import from there, as far as `counts` says of a name.
 
-    Rules carry it as a parameter: editing a comment reruns nothing, editing the loss reruns what was trained with it.
+    It is blind to comments, docstrings and layout; imports by a computed name aren't seen.
     """
     seen: dict[str, str] = {}
     queue = list(modules)
     while queue:
         name = queue.pop()
-        if name not in seen and name not in TELLING:
-            seen[name], imports = _parsed(name)
+        file = module_file(name, root)
+        if name not in seen and counts(name) and file is not None:
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            seen[name], imports = _parsed(file.read_bytes(), package)
             queue.extend(imports)
     digest = hashlib.sha256("".join(f"{name}{seen[name]}" for name in sorted(seen)).encode())
     return digest.hexdigest()[:12]
+
+
+@cache
+def code_version(*modules: str) -> str:
+    """The hash of modules of this package and of all they import from it.
+
+    Rules carry it as a parameter: editing a comment reruns nothing, editing the loss reruns what was trained with it.
+    """
+    for name in modules:
+        if module_file(name, PACKAGE.parent) is None:
+            raise ModuleNotFoundError(f"{name} is not a module of {PACKAGE.name}")
+    return hash_of_code(modules, PACKAGE.parent, lambda name: of_this_package(name) and name not in TELLING)
+
+
+def of_this_package(name: str) -> bool:
+    """Whether a module is one of this package's."""
+    return name.split(".")[0] == PACKAGE.name

@@ -16,6 +16,7 @@ from qerl.config import (
     HubData,
     PretrainSettings,
     RolloutBench,
+    RunSettings,
     StepBench,
     parse,
 )
@@ -88,7 +89,7 @@ def quantize(
 def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out: Out) -> None:
     """Train one run; a run that was killed goes on from its last checkpoint in WORK."""
     row = json.loads(settings)
-    with lease(row["settings"]["processes"]):
+    with lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
         from qerl.rl.train import train_run
 
         train_run(row, checkpoint, data, work, out)
@@ -105,7 +106,7 @@ def evaluate(
 ) -> None:
     """Score a base or a trained policy on every task."""
     parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
-    with lease(1):
+    with lease(parsed.engine_gpus):
         from qerl.evals.job import evaluate_policy
 
         evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
@@ -120,7 +121,7 @@ def profile(
 
     parsed: RolloutBench | StepBench = TypeAdapter(BenchSettings).validate_json(settings)
     inputs: Any = json.loads(points)
-    with lease(1):
+    with lease(_bench_gpus(parsed, inputs)):
         if isinstance(parsed, RolloutBench):
             from qerl.bench.rollout import bench_rollout
 
@@ -129,6 +130,13 @@ def profile(
             from qerl.bench.step import bench_step
 
             bench_step(bench, parsed, inputs, out)
+
+
+def _bench_gpus(settings: RolloutBench | StepBench, inputs: Any) -> int:
+    if isinstance(settings, RolloutBench):
+        return settings.engine_gpus
+    # Each is timed in one process, whatever it trains in.
+    return max(parse(RunSettings, row["settings"], f"arm {row['arm']}").rollout.engine_gpus for row in inputs)
 
 
 Results = Annotated[Path, typer.Argument(help="A file with the path of a stored result a line.")]

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qerl.config import RunSettings
+from qerl.costs import SIZES, UNMEASURED, Costs, Hours, Work
 from qerl.plan import Plan, Run
 from qerl.report.results import weights_name
-
-REFERENCE = Path(__file__).parents[1] / "results" / "reference"
-#: Measured tokens a second of one device, by machine, model (the name in the configuration), weights and batch.
-SPEEDS = REFERENCE / "speeds.csv"
-#: Gigabytes (1e9 bytes) of a checkpoint.
-SIZES = REFERENCE / "sizes.csv"
-UNMEASURED = "unmeasured"
+from qerl.report.shapes import OK
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """A row a run. Hours are of one GPU and upper limits: they take every completion for as long as is allowed.
+    """A row a run. Hours are of one GPU and upper limits (`qerl.costs`).
 
-    Where no speed was measured for model and weights on `machine`, hours are "unmeasured".
+    Where no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and the estimate
+    stands in a column of its own.
     """
-    speeds = pd.read_csv(SPEEDS)
-    speeds = speeds[speeds.machine == machine]
-    return pd.DataFrame([_row(plan, run, speeds) for run in plan.runs.values()])
+    costs = Costs(machine)
+    return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
 
 
-def _row(plan: Plan, run: Run, speeds: pd.DataFrame) -> dict[str, Any]:
+def run_work(run: Run, steps: int | None = None) -> Work:
+    """What the training of a run does at most; or so many steps of it."""
     settings = run.settings
+    rollout = settings.rollout
+    completions = rollout.prompts * rollout.group_size
+    tokens = (steps or settings.steps) * completions * rollout.sampling.max_tokens
+    return Work(
+        model=settings.model,
+        weights=settings.weights,
+        method=settings.method,
+        rank=settings.adapter.rank,
+        sequences=max(1, completions // settings.processes),
+        drawn=tokens,
+        trained=tokens * settings.loss.updates_per_rollout,
+        gradient_checkpointing=settings.gradient_checkpointing is not False,
+    )
+
+
+def _row(plan: Plan, run: Run, costs: Costs) -> dict[str, Any]:
+    settings, work = run.settings, run_work(run)
     noise = "" if settings.noise.schedule == "off" else "+aqn"
+    measured = costs.measured_rollout(work)
     return {
         "run": run.id,
         "model": settings.model,
@@ -41,46 +56,33 @@ def _row(plan: Plan, run: Run, speeds: pd.DataFrame) -> dict[str, Any]:
         "dataset": settings.dataset,
         "steps": settings.steps,
         "completions": settings.rollout.prompts * settings.rollout.group_size,
-        "gpus": settings.processes,
-        **_hours(settings, speeds),
+        "gpus": settings.gpus,
+        **_columns("rollout", costs.rollout(work)),
+        **_columns("update", costs.update(work)),
+        "speed_of": ""
+        if measured is None
+        else f"{measured.engine}, {measured.sequences} sequences, rank {measured.rank}",
         "done": _done(plan, run),
     }
 
 
-def _hours(settings: RunSettings, speeds: pd.DataFrame) -> dict[str, Any]:
-    """Upper limits of the GPU-hours of a run's rollouts and updates, and which measurement they come from."""
-    measured = _nearest(settings, speeds)
-    if measured is None:
-        return {"rollout_hours": UNMEASURED, "update_hours": UNMEASURED, "speed_of": ""}
-    rollout = settings.rollout
-    tokens = settings.steps * rollout.prompts * rollout.group_size * rollout.sampling.max_tokens
-    read = tokens * settings.loss.updates_per_rollout
+def _columns(phase: str, hours: Hours) -> dict[str, Any]:
     return {
-        "rollout_hours": _over(tokens, measured.rollout_tokens_per_second),
-        "update_hours": _over(read, measured.update_tokens_per_second),
-        "speed_of": f"{measured.engine}, {measured.sequences} sequences, rank {measured['rank']}",
+        f"{phase}_hours": round(hours.measured, 2) if hours.measured else UNMEASURED,
+        f"{phase}_estimate": math.nan if hours.measured else round(hours.estimated, 2),
     }
 
 
-def _over(tokens: int, rate: float) -> float | str:
-    return UNMEASURED if pd.isna(rate) else round(tokens / rate / 3600, 1)
-
-
-def _nearest(settings: RunSettings, speeds: pd.DataFrame) -> pd.Series | None:
-    """The measurement of this model and format whose rank is nearest, then whose batch is the largest within the
-    run's: a larger batch has a higher rate, so the hours stay upper limits."""
-    each = max(1, settings.rollout.prompts * settings.rollout.group_size // settings.processes)
-    same = (speeds.model == settings.model) & (speeds.weights == settings.weights) & (speeds.method == settings.method)
-    found = speeds[same & (speeds.sequences <= each)]
-    if found.empty:
-        return None
-    distance = (found["rank"] - settings.adapter.rank).abs()
-    return found[distance == distance.min()].sort_values("sequences").iloc[-1]
-
-
 def _done(plan: Plan, run: Run) -> str:
-    results = {"trained": f"train/{run.id}/run.json", "evaluated": f"evaluate/{run.id}/result.json"}
-    return ", ".join(what for what, file in results.items() if (Path(plan.folder) / file).is_file())
+    trained, evaluated = (
+        Path(plan.folder) / file for file in (f"train/{run.id}/run.json", f"evaluate/{run.id}/result.json")
+    )
+    if not trained.is_file():
+        return ""
+    status = json.loads(trained.read_text()).get("status", OK)
+    if status != OK:
+        return str(status)
+    return "trained, evaluated" if evaluated.is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
@@ -97,27 +99,37 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """What the sheet adds up to, and what the configuration leaves out, in sentences."""
-    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
-    lines = [
+    return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
-        f"rollouts: {_sum(runs.rollout_hours)} on {machine}",
-        f"updates: {_sum(runs.update_hours)} on {machine}",
-        f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
+        f"rollouts: {_sum(runs, 'rollout')} on {machine}",
+        f"updates: {_sum(runs, 'update')} on {machine}",
+        disk_total(plan),
+        *omitted(plan),
     ]
-    omitted = [
+
+
+def disk_total(plan: Plan) -> str:
+    """What the checkpoints add up to."""
+    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
+    return f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted"
+
+
+def omitted(plan: Plan) -> list[str]:
+    """What the configuration leaves out."""
+    return [
         f"left out of {name}: {arm}: {reason}"
         for name, experiment in plan.config.experiments.items()
         for arm, reason in experiment.omitted.items()
     ]
-    return lines + omitted
 
 
-def _sum(hours: pd.Series) -> str:
-    known = pd.to_numeric(hours, errors="coerce")
+def _sum(runs: pd.DataFrame, phase: str) -> str:
+    known = pd.to_numeric(runs[f"{phase}_hours"], errors="coerce")
+    hours = Hours(known.sum(), runs[f"{phase}_estimate"][known.isna()].sum(skipna=False))
     if known.isna().all():
-        return UNMEASURED
-    counted = (
-        f"{known.notna().sum()} of {len(known)} runs, the others {UNMEASURED}" if known.isna().any() else "all runs"
+        return UNMEASURED if math.isnan(hours.estimated) else f"{UNMEASURED}, by estimate at most {hours} GPU-hours"
+    others = (
+        f"{known.notna().sum()} of {len(known)} runs, the others by estimate (~)" if known.isna().any() else "all runs"
     )
-    return f"at most {known.sum():.0f} GPU-hours (every completion at its longest) for {counted}"
+    return f"at most {hours} GPU-hours (every completion at its longest) for {others}"

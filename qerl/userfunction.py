@@ -5,16 +5,16 @@ Modules are found among the installed ones, then in the working directory.
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from qerl.config import ConfigError
+from qerl.provenance import hash_of_code, of_this_package
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -45,13 +45,27 @@ def load(path: str) -> Callable[..., Any]:
 
 
 def source_version(path: str) -> str:
-    """A hash of the file of the function's module, blind to comments and layout; what the module imports is left out.
+    """A hash of the function's module and of the modules that it imports from beside it, blind to comments and layout.
 
-    Runs and rules carry it, so that a change of the file counts as a change of the settings.
+    Beside it is the folder on the path that holds its module or package; of installed ones, their own package. Runs and
+    rules carry it, so that a change of these files counts as a change of the settings.
     """
     load(path)
-    module = sys.modules[path.partition(":")[0]]
-    file = inspect.getsourcefile(module) if getattr(module, "__file__", None) else None
-    if file is None:
+    name = path.partition(":")[0]
+    source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
+    if source is None:
         raise ConfigError(f"{path}: the module has no source file, so a change of it couldn't be noticed")
-    return hashlib.sha256(ast.dump(ast.parse(Path(file).read_bytes())).encode()).hexdigest()[:12]
+    file, depth = Path(source), name.count(".")
+    root = file.parents[depth + (file.name == "__init__.py")]
+    top = name.partition(".")[0]
+
+    def counts(other: str) -> bool:
+        return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
+
+    # Importing a module of a package runs the package, and those around it.
+    packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
+    return hash_of_code(packages, root, counts)
+
+
+def _is_installed(root: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(root.parts)) or root == Path(sysconfig.get_path("stdlib"))

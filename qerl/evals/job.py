@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import EvaluationSettings
-from qerl.evals.evaluate import evaluate
+from qerl.evals.evaluate import SAMPLES, evaluate
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
+from qerl.rl.failures import failed
 from qerl.rollout.make import make_sampler
 
 RESULT = "result.json"
@@ -23,7 +24,16 @@ def evaluate_policy(
     datasets: dict[str, Path],
     out: Path,
 ) -> None:
-    """Score a base or the outcome of a run on every task of `settings`; `row` says which policy it is."""
+    """Score a base or the outcome of a run on every task of `settings`; `row` says which policy it is.
+
+    Of a run that failed, the result says that and has no task.
+    """
+    if trained and (status := failed(trained)):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / SAMPLES).write_text("")
+        write_json(out / RESULT, {**row, "tasks": {}, "status": status, "provenance": stamp(settings.seed)})
+        log.warning("not evaluated: the run is %s", status)
+        return
     score_policy(load_policy(checkpoint, trained, settings.dtype), settings, row, datasets, out)
 
 

@@ -26,6 +26,11 @@ _SPEED = (
     "The paper measured on one H100: tokens/s and seconds are shown, but only ratios are compared. 95 % intervals of "
     "ratios: percentile bootstrap of the medians over the repeats"
 )
+_SCORED = (
+    "GSM8K (%): of bases the strict match of lm-eval's stock task, of trained policies the answer between tags, at the "
+    "prompt of training: what the paper's scripts score, so that a Δ compares two prompts, as the paper's does. "
+    "Strict, flexible: the stock task's matches; own prompt: that of training; of every row"
+)
 
 
 class Stored:
@@ -57,7 +62,7 @@ class Stored:
         """The printed numbers of some files beside ours (`paper.beside`), of the models that the first one has."""
         cells = [cell for file in files for cell in printed.read_cells(self.printed(f"{file}.csv"))]
         models = {cell.model for cell in cells if cell.table == files[0]}
-        cells = paper.with_ratios([cell for cell in cells if cell.model in models])
+        cells = paper.with_readings(paper.with_ratios([cell for cell in cells if cell.model in models]))
         return paper.beside(cells, self._ours(cells))
 
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
@@ -112,7 +117,7 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
     makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
-        "accuracy": lambda: (tables.accuracy(stored.accuracy_cells()), stored.evaluations()),
+        "accuracy": lambda: (tables.accuracy(stored.accuracy_cells(), stored.runs()), stored.evaluations()),
         "memory_speed": lambda: _with_records(
             lambda points: tables.memory_speed(points, stored.quantization()), stored.points("step")
         ),
@@ -132,6 +137,7 @@ def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
 def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame) -> str:
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [_SPEED] * ("ratio" in units)
+    methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
     methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
     machines, commits = (", ".join(dict.fromkeys(stamps[column])) for column in ("machine", "commit"))
     return ". ".join([printed.TABLES[name], *methods, f"Machine: {machines}", f"Commit: {commits}"]) + "."

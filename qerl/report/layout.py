@@ -28,6 +28,9 @@ _WITHOUT_DELTAS = ("table2",)
 _METRICS = {
     "gsm8k": "GSM8K (%)",
     "gsm8k/delta": "Δ to BF16 base (points)",
+    "gsm8k/strict": "strict (%)",
+    "gsm8k/flexible": "flexible (%)",
+    "gsm8k/own-prompt": "own prompt (%)",
     "math500": "MATH500 (%)",
     "aime24": "AIME24 (%)",
     "aime25": "AIME25 (%)",

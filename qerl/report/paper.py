@@ -5,7 +5,7 @@ Where several arms of a configuration fit a cell, its first one stands there; `s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -22,13 +22,18 @@ from qerl.report.intervals import (
     difference_interval,
     ratio_interval,
 )
-from qerl.report.printed import MODELS, Asked, Cell
-from qerl.report.results import KEY, ResultError, weights_name
+from qerl.report.printed import MODELS, TABLES, Asked, Cell
+from qerl.report.results import KEY, ResultError, variant, weights_name
 from qerl.report.shapes import OK, Run
 from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
 
 #: The data sets of the paper's average (Table 2).
 AVERAGED = ("math500", "aime24", "aime25", "amc23")
+#: GSM8K is scored in three ways, and the paper's own scripts use two: lm-eval's task for bases, and for trained
+#: policies the prompt of training, whose answers stand in tags, which that task's strict match doesn't read. Its number
+#: stands beside the like of it; a table shows all three for every row.
+_GSM8K, _OWN_PROMPT = "gsm8k", "gsm8k-own-prompt"
+READINGS = (f"{_GSM8K}/strict", f"{_GSM8K}/flexible", f"{_GSM8K}/own-prompt")
 #: Units whose numbers depend on the machine: ours and the paper's are shown, but not compared.
 _OF_THE_MACHINE = ("tokens/s", "s")
 
@@ -63,7 +68,11 @@ def identity(settings: RunSettings) -> dict[str, Any]:
         "method": settings.method,
         "noise": noise.schedule + consistent,
         "rank": settings.adapter.rank if settings.method == "lora" else None,
-        "setting": {"data": settings.dataset, "lr": f"{settings.optimizer.learning_rate:g}"},
+        "setting": {
+            "data": settings.dataset,
+            "lr": f"{settings.optimizer.learning_rate:g}",
+            "sigma": f"{noise.sigma_start:g}",
+        },
     }
 
 
@@ -74,7 +83,12 @@ def accuracies(
     arms: dict[tuple[str, ...], dict[str, pd.DataFrame]] = {}
     for place, matrix in scores_by_arm(evaluations, samples).items():
         arms.setdefault(place[:-1], {})[place[-1]] = matrix
+    flexible = samples.dropna(subset="flexible")
+    for place, matrix in scores_by_arm(evaluations, flexible.assign(correct=flexible["flexible"])).items():
+        arms[place[:-1]][f"{place[-1]}/flexible"] = matrix
+    stock = set(evaluations.loc[evaluations["task"].notna(), "dataset"])
     named = [(dict(zip(KEY, arm, strict=True)), sets) for arm, sets in arms.items()]
+    named = [(key, _with_readings(sets, stock, trained=key["training"] != "none")) for key, sets in named]
     bases = {key["model"]: sets for key, sets in named if (key["weights"], key["training"]) == ("bf16", "none")}
     runs = evaluations.groupby("eval")["run"].first()
     for key, sets in named:
@@ -84,6 +98,21 @@ def accuracies(
         base = bases.get(key["model"]) if run or key["weights"] != "bf16" else None
         for metric, measure, seeds in _measures(sets, base):
             yield Result(metric=metric, measure=measure, seeds=seeds if run else 0, **told)
+        if READINGS[0] in sets and _GSM8K not in sets:
+            for metric in (_GSM8K, f"{_GSM8K}/delta"):
+                yield Result(metric=metric, measure=str, status=f"{_OWN_PROMPT} {NOT_RUN}", **told)
+
+
+def _with_readings(sets: Mapping[str, pd.DataFrame], stock: Container[str], trained: bool) -> dict[str, pd.DataFrame]:
+    """Scores by task, with those of GSM8K by their reading besides; `stock`: tasks with the harness's own prompt.
+
+    `gsm8k` itself becomes what stands beside the paper's number.
+    """
+    strict = sets.get(_GSM8K) if _GSM8K in stock else None
+    own = sets.get(_OWN_PROMPT, None if _GSM8K in stock else sets.get(_GSM8K))
+    found = {READINGS[0]: strict, READINGS[2]: own, _GSM8K: own if trained else sets.get(_GSM8K)}
+    others = {name: scores for name, scores in sets.items() if name != _GSM8K}
+    return others | {name: scores for name, scores in found.items() if scores is not None}
 
 
 def _source(key: Mapping[str, str]) -> str:
@@ -129,7 +158,7 @@ def failures(runs: Iterable[Run], cells: Iterable[Cell]) -> Iterator[Result]:
     metrics = list(dict.fromkeys(cell.metric for cell in cells))
     for run in runs:
         for metric in metrics if run.status != OK else []:
-            source = f"{run.experiment}/{run.arm}"
+            source = _source({"experiment": run.experiment, "arm": run.arm, "variant": variant(run.varied)})
             yield Result(metric=metric, measure=str, source=source, status=run.status, **identity(run.settings))
 
 
@@ -253,6 +282,17 @@ def with_ratios(cells: Sequence[Cell]) -> list[Cell]:
     return extended
 
 
+def with_readings(cells: Sequence[Cell]) -> list[Cell]:
+    """Add, beside each accuracy of GSM8K in a table, cells without a printed number for the ways to score it."""
+    extended = []
+    for cell in cells:
+        extended.append(cell)
+        if cell.metric == _GSM8K and cell.table in TABLES:
+            blank = replace(cell, printed="", inconsistent="", note="")
+            extended += [replace(blank, metric=reading) for reading in READINGS]
+    return extended
+
+
 def _place(cell: Cell) -> tuple[Any, ...]:
     return cell.model, cell.weights, cell.method, cell.rank, tuple(sorted(cell.setting.items()))
 
@@ -289,7 +329,19 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
     else:
         row |= {"source": result.source, "status": result.status}
         row |= _numbers(cell, result) if result.status == OK else {}
-    return {**row, "inconsistent": cell.inconsistent, "note": cell.note}
+    return {
+        **row,
+        "inconsistent": cell.inconsistent,
+        "note": "; ".join(filter(None, [cell.note, _lost(result, fitting)])),
+    }
+
+
+def _lost(result: Result | None, fitting: Sequence[Result]) -> str:
+    """Which runs of an arm that has a number from the others failed."""
+    if result is None or result.status != OK or not result.seeds:
+        return ""
+    failed = [other.status for other in fitting if other.source == result.source and other.status != OK]
+    return f"without {len(failed)} of our runs: {', '.join(dict.fromkeys(failed))}" if failed else ""
 
 
 _COMPARED, _ENDS = ("ours", "difference"), ("", "_low", "_high")

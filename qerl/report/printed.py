@@ -30,7 +30,8 @@ class Asked:
     """The schedule, or `off`."""
     rank: int | None = None
     setting: dict[str, str] = field(default_factory=dict)
-    """data: the set trained on; lr; bs: completions at once; gc: gradient checkpointing, on or off."""
+    """data: the set trained on; lr; sigma: where the noise starts; bs: completions at once; gc: gradient checkpointing,
+    on or off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,10 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
         Panel(
             "3B, GSM8K, noise schedules",
             _REWARD,
-            [Series(name, Asked(_3B, "nvfp4", "lora", name, 32, {"data": "gsm8k"})) for name in DECAYS],
+            [
+                Series(name, Asked(_3B, "nvfp4", "lora", name, 32, {"data": "gsm8k", "sigma": "0.05"}))
+                for name in DECAYS
+            ],
         )
     ],
     "figure10": [

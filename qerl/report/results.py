@@ -34,6 +34,7 @@ KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
 
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished")
+_FLEXIBLE = "flexible"
 
 
 class ResultError(ValueError):
@@ -96,17 +97,18 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a sample (eval, dataset, problem, repeat, correct, tokens, finished) beside each result.json.
+    """One row a sample (eval, dataset, problem, repeat, correct, flexible, tokens, finished) beside each result.json.
 
+    `flexible` is NaN where the task has no such second match.
     The accuracy of the samples must be that of result.json, to less than one sample.
     """
     frames = []
     for path in paths:
         result = _read(Evaluation, path)
         file = path.parent / "samples.jsonl"
-        rows = [{key: row[key] for key in _SAMPLE} for row in _lines(file, _SAMPLE)]
-        frame = pd.DataFrame(rows, columns=list(_SAMPLE)).assign(eval=result.eval)
-        frame = frame.astype({"problem": str, "correct": float})
+        rows = [{key: row.get(key) for key in (*_SAMPLE, _FLEXIBLE)} for row in _lines(file, _SAMPLE)]
+        frame = pd.DataFrame(rows, columns=[*_SAMPLE, _FLEXIBLE]).assign(eval=result.eval)
+        frame = frame.astype({"problem": str, "correct": float, _FLEXIBLE: float})
         _agrees(file, frame, result.tasks)
         frames.append(frame)
     return pd.concat(frames, ignore_index=True)

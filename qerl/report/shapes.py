@@ -78,9 +78,10 @@ class Run(Stored):
 
 
 class Task(Stored):
-    """The score of one data set."""
+    """The score of one data set; `task`: the harness's own that was asked, none: the prompt of training."""
 
     harness: Harness
+    task: str | None = None
     problems: int
     repeats: int
     accuracy: float

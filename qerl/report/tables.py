@@ -57,18 +57,34 @@ def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataF
     )
 
 
-def accuracy(cells: pd.DataFrame) -> pd.DataFrame:
-    """The shape of the paper's Table 1: one row an arm, `<data set>/<measure>` columns from `accuracy_cells`."""
+def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """The shape of the paper's Table 1: one row an arm, `<data set>/<measure>` columns from `accuracy_cells`.
+
+    Runs that failed stand in the notes of their arm; an arm of which none came to its end is a row of its own.
+    """
     datasets = list(dict.fromkeys(cells["dataset"]))
+    failed = _failures(runs)
+    arms = {key: arm.to_dict("records") for key, arm in cells.groupby(KEY, sort=False)}
     rows = []
-    for key, arm in cells.groupby(KEY, sort=False):
-        found = {cell["dataset"]: cell for cell in arm.to_dict("records")}
+    for key in {**arms, **failed}:
+        found = {cell["dataset"]: cell for cell in arms.get(key, [])}
         row = dict(zip(KEY, key, strict=True))
         for dataset in datasets:
-            cell = found.get(dataset, {"note": NOT_RUN})
-            row |= {f"{dataset}/{measure}": cell.get(measure, np.nan) for measure in _CELL}
+            cell = found.get(dataset, {"note": "" if key in failed else NOT_RUN})
+            noted = cell | {"note": "; ".join(filter(None, [cell["note"], failed.get(key, "")]))}
+            row |= {f"{dataset}/{measure}": noted.get(measure, np.nan) for measure in _CELL}
         rows.append(row)
     return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
+
+
+def _failures(runs: pd.DataFrame) -> dict[tuple[Any, ...], str]:
+    """By arm: which of its seeds failed, and how."""
+    if "status" not in runs:  # there are no runs
+        return {}
+    failed: dict[tuple[Any, ...], list[str]] = {}
+    for run in runs[runs["status"] != OK].to_dict("records"):
+        failed.setdefault(tuple(run[key] for key in KEY), []).append(f"seed {run['seed']}: {run['status']}")
+    return {key: "; ".join(notes) for key, notes in failed.items()}
 
 
 def scores_by_arm(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:

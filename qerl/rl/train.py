@@ -17,6 +17,7 @@ from qerl.progress import log
 from qerl.provenance import code_version, stamp, write_json
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
+from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.processes import Processes, run_in_processes
 from qerl.rl.trainer import Trainer
 from qerl.rollout.make import make_sampler
@@ -58,18 +59,38 @@ def _fingerprint(settings: RunSettings) -> str:
 def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
     """Train the run `row` (id, experiment, arm, varied, settings) and write what came of it to `out`.
 
-    `work` survives a killed run: the next one goes on from there. Results appear in `out` only when all is done.
+    `work` survives a killed run: the next one goes on from there. Results appear in `out` only when all is done, or,
+    with `on_failure: row`, when the run is out of memory or over `time_limit` (hours).
     """
     settings = parse(RunSettings, row["settings"], f"run {row['id']}")
-    run_in_processes(settings.processes, _train, row, settings, checkpoint, data, work, out)
+    forget(work)
+    try:
+        run_in_processes(settings.processes, _train, row, settings, checkpoint, data, work, out)
+    except (RuntimeError, MemoryError):
+        found = failure(work)
+        if found is None or row.get("on_failure", "stop") == "stop":
+            raise
+        _write_failure(row, settings, found, work, out)
+
+
+def _write_failure(row: dict[str, Any], settings: RunSettings, found: Failure, work: Path, out: Path) -> None:
+    """A result without a policy. Checkpoints stay: another attempt, with more memory or time, goes on from them."""
+    metrics = work / _fingerprint(settings) / METRICS
+    rows = metrics.read_text() if metrics.is_file() else ""
+    status = f"{found.kind} after {rows.count(chr(10))} of {settings.steps} steps"
+    (out / "policy").mkdir(parents=True, exist_ok=True)
+    (out / METRICS).write_text(rows)
+    told = {"run": row["id"], **_named(row), "status": status, "reason": found.reason, "summary": None}
+    write_json(out / "run.json", {**told, "provenance": stamp(settings.seed)})
+    log.warning("%s: %s (%s)", row["id"], status, found.reason)
 
 
 def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path) -> None:
     """What each process of a run does."""
-    folder = work / _fingerprint(settings)
-    trainer = make_trainer(settings, checkpoint, data, folder)
-    with seconds() as elapsed:
-        rows = trainer.run()
+    time_limit = row.get("time_limit")
+    with noted(work, time_limit), seconds() as elapsed:
+        trainer = make_trainer(settings, checkpoint, data, work / _fingerprint(settings))
+        rows = trainer.run(time_limit)
     peak = trainer.processes.max(peak_memory_bytes())
     if not trainer.processes.writes:
         return
@@ -77,7 +98,7 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
     trainer.policy.save(out / "policy")
-    shutil.copyfile(folder / METRICS, out / METRICS)
+    shutil.copyfile(trainer.metrics, out / METRICS)
     summary = {
         "steps": len(rows),
         "seconds": elapsed.value,

@@ -15,6 +15,7 @@ from qerl.progress import track
 from qerl.rl.aqn import Noise
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector
+from qerl.rl.failures import TimeLimitError
 from qerl.rl.processes import Processes
 from qerl.rl.update import Updater
 
@@ -34,17 +35,33 @@ class Trainer:
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
 
-    def run(self) -> list[dict[str, float]]:
-        """Train to the last step; return the metrics of every step."""
+    def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
+        """Train to the last step; return the metrics of every step.
+
+        A `TimeLimitError` where the steps, those before a kill included, took longer than `time_limit` hours.
+        """
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
         for step in track(steps, self.settings.steps, "steps", start=len(rows)):
+            if time_limit is not None:
+                self._keep_to(time_limit, rows)
             rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
             if self.processes.writes:
                 self._write(rows)
                 if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
                     self.checkpoints.save(step, self._state(rows))
         return rows
+
+    def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
+        # The longest of the processes: all must stop, or none.
+        if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
+            return
+        if self.processes.writes:
+            self.checkpoints.save(len(rows), self._state(rows))
+        raise TimeLimitError(
+            f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; with a "
+            "higher time_limit of its experiment it goes on from there"
+        )
 
     def step(self, step: int, position: int) -> dict[str, float]:
         """One rollout and its updates; `position` problems were taken before."""

@@ -80,6 +80,12 @@ class VllmSampler:
                 "an engine of vLLM within each of several processes isn't supported; use one process, engine=native or "
                 "engine=vllm-server"
             )
+        gpus = torch.cuda.device_count()
+        if not self._cpu and gpus < settings.tensor_parallel:
+            raise ConfigError(
+                f"vllm.tensor_parallel={settings.tensor_parallel} needs as many GPUs, and this process sees {gpus}; "
+                "lower it"
+            )
         if settings.sleep and self._cpu:
             raise ConfigError("vLLM can't sleep on a CPU; set vllm.sleep=false")
         folder = Path(str(policy.lm.name_or_path))
@@ -105,6 +111,7 @@ class VllmSampler:
             "dtype": str(self.policy.lm.dtype).removeprefix("torch."),
             "gpu_memory_utilization": self.settings.utilization,
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+            "tensor_parallel_size": self.settings.tensor_parallel,
             "max_model_len": self.settings.max_model_len,
             "max_num_seqs": self.settings.max_sequences,
             "enable_sleep_mode": self.settings.sleep,
@@ -124,7 +131,11 @@ class VllmSampler:
         return torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self.engine.collective_rpc(method, args=arguments)[0]
+        """What the first rank answers; all of them must answer the same."""
+        first, *others = self.engine.collective_rpc(method, args=arguments)
+        if any(other != first for other in others):
+            raise RuntimeError(f"the ranks of vLLM answer differently to {method}: a defect of qerl")
+        return first
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`."""
@@ -189,6 +200,8 @@ class VllmSampler:
             config, norms = adapter_config(self.policy), norm_weights(self.policy)
             lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
             targets = sorted(config.target_modules or []) if config else []
+            if self.settings.tensor_parallel > 1:  # to other processes, which have other GPUs
+                lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
             held = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
             sent = checksum({**norms, **lora})
             if different := [name for name in sent if sent[name] != held[name]]:

@@ -100,15 +100,21 @@ class WorkerExtension:
     def qerl_push(self, lora: dict[str, Tensor], rank: int, targets: list[str], norms: dict[str, Tensor]) -> dict:
         """Replace the adapter by `lora` (PEFT's names, scaling included) and the norms' weights by `norms`, by name.
 
-        Returns the checksum of what the engine holds afterwards, under the same names.
+        Returns the checksum of what the engine holds afterwards, under the same names. Of several ranks each holds its
+        part of an adapter: the checksum is then of the whole that came, or -1 where the part here isn't of it.
         """
         with torch.no_grad():
             for name, tensor in norms.items():
                 self._qerl_model().get_parameter(name).copy_(tensor)
             if lora:
                 self._qerl_replace_adapter(lora, rank, targets)
+            parts = self._qerl_parts(lora) if lora else {}
             held = {name: self._qerl_model().get_parameter(name) for name in norms}
-            return checksum(held | (self._qerl_adapter(lora) if lora else {}))
+            sums = checksum(held | {name: place for name, (_, place) in parts.items()})
+            if all(part is lora[name] for name, (part, _) in parts.items()):
+                return sums
+            whole, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
+            return {name: whole[name] if sums[name] == here[name] else -1 for name in sums}
 
     def qerl_adapters(self) -> list[int]:
         """Ids of the adapters that the engine holds."""
@@ -130,23 +136,29 @@ class WorkerExtension:
         manager.add_adapter(model)
         manager.activate_adapter(ADAPTER_ID)
 
-    def _qerl_adapter(self, lora: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Views of the tensors that the engine's kernels read, by the names of `lora`."""
+    def _qerl_parts(self, lora: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """By the names of `lora`: the part of each tensor that is this rank's, and the view that its kernels read."""
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(ADAPTER_ID)
-        places = {}
-        for name, module in manager.modules.items():
-            parts = manager.packed_modules.get(name, [name])
-            for index, part in enumerate(parts):
-                places[part] = (module, index)
-        held = {}
-        for name, tensor in lora.items():
-            layer, _, matrix = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-            module, index = places[layer]
-            stacked = module.lora_a_stacked if matrix == "lora_A" else module.lora_b_stacked
-            rows, columns = tensor.shape
-            held[name] = stacked[index][slot, 0, :rows, :columns]
-        return held
+        found = {}
+        for layer, module in manager.modules.items():
+            names = manager.packed_modules.get(layer, [layer])
+            for matrix in ("lora_A", "lora_B"):
+                keys = [f"base_model.model.{name}.{matrix}.weight" for name in names]
+                stacked = module.lora_a_stacked if matrix == "lora_A" else module.lora_b_stacked
+                parts = _cut(module, matrix, [lora.get(key) for key in keys])
+                for key, part, place in zip(keys, parts, stacked, strict=True):
+                    if part is not None:
+                        found[key] = (part, place[slot, 0, : part.shape[0], : part.shape[1]])
+        return found
+
+
+def _cut(module: Any, matrix: str, tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """This rank's part of a layer's matrices (several in a packed layer), by vLLM's own rule for the layer."""
+    if module.tp_size == 1 or not any(tensor is not None for tensor in tensors):
+        return tensors
+    cut = module.slice_lora_a if matrix == "lora_A" else module.slice_lora_b
+    return cut(tensors) if module.n_slices > 1 else [cut(tensors[0])]
 
 
 def _kernel(layer: nn.Module) -> str:

@@ -113,13 +113,19 @@ def write_evaluation(
     run: Path | None = None,
     model: str = "mini",
     recipe: str = "rtn",
+    flexible: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """One evaluation; `correct` holds 0 or 1 as [problems, repeats] by data set; without a run: an untrained base."""
+    """One evaluation; `correct` holds 0 or 1 as [problems, repeats] by data set; without a run: an untrained base.
+
+    Those with a second match in `flexible` are stock tasks.
+    """
+    flexible = flexible or {}
     trained = json.loads(run.read_text()) if run else {"run": None, "arm": None, "experiment": None, "varied": {}}
     tasks, rows = {}, []
     for dataset, answers in correct.items():
         tasks[dataset] = {
             "harness": "lm-eval",
+            "task": dataset if dataset in flexible else None,
             "problems": answers.shape[0],
             "repeats": answers.shape[1],
             "accuracy": float(answers.mean()),
@@ -138,6 +144,7 @@ def write_evaluation(
                 "extracted": "1",
                 "gold": "1",
                 "correct": bool(answers[problem, repeat]),
+                "flexible": bool(flexible[dataset][problem, repeat]) if dataset in flexible else None,
                 "tokens": 50,
                 "finished": True,
             }

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import qerl
-from qerl.config import ConfigError, RunFile, parse
+from qerl.config import ConfigError, RunFile, TaskSettings, parse
 from qerl.data.records import DataError
 from qerl.data.sources import prepare
 from qerl.models.checkpoint import CheckpointError, weights_format_of
@@ -227,6 +227,26 @@ def test_math_records_go_to_lighteval(model, tmp_path):
         qerl.load(model, dtype="float32"), {"format": "math", "origin": origin}, tmp_path / "e", repeats=1, max_tokens=4
     )
     assert (outcome.metrics["harness"], outcome.metrics["problems"]) == ("lighteval", 3)
+
+
+def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    origin = {"source": "generated", "train": 6, "validation": 2, "test": 3}
+    data = {"format": "gsm8k", "origin": origin, "instruction": "Be brief."}
+    stock = qerl.evaluate(policy, data, tmp_path / "stock", task="gsm8k", repeats=1, max_tokens=4)
+    assert (stock.metrics["task"], stock.metrics["problems"]) == ("gsm8k", 3)
+    settings = TaskSettings(dataset="any", harness="lm-eval", task="gsm8k", fewshot=1, repeats=2)
+    one = qerl.evaluate(policy, data, tmp_path / "one", task=settings, max_tokens=4)
+    assert (one.metrics["repeats"], one.metrics["flexible"] is not None) == (2, True)
+    prompts = ["".join(outcome.samples["prompt"][0].split()) for outcome in (stock, one)]
+    assert [prompt.count("Question:") for prompt in prompts] == [6, 2]
+    assert not any("Bebrief." in prompt for prompt in prompts)
+    with pytest.raises(ConfigError, match="leave out instruction and answer"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
+    with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
+    with pytest.raises(ValueError, match=r"which .* lacks; set fewshot: 0"):
+        qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
 
 
 def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):

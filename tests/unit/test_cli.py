@@ -103,9 +103,18 @@ def test_eval_asks_what_was_held_out_of_the_run(call, folder):
     assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
 
 
+def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
+    arguments = ("--repeats", "1", "--max-tokens", "3", "--task", "gsm8k", "--fewshot", "2")
+    call("eval", "run", "--out", "stock", *arguments)
+    prompt = "".join(qerl.Evaluation(folder / "stock").samples["prompt"][0].split())
+    assert (prompt.count("Question:"), "Bebrief." in prompt) == (3, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["eval", "run", "--out", "e", "--task", "gms8k"], "there is no stock task 'gms8k'"),
+        (["eval", "run", "--out", "e", "--fewshot", "2"], "--fewshot counts the examples of a --task"),
         (["train", "absent.yaml"], "configuration file absent.yaml doesn't exist"),
         (["train", "run.yaml"], "run.yaml: `out`: Field required"),
         (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),

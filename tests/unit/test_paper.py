@@ -71,7 +71,49 @@ def test_accuracies_land_in_their_cells(small):
     assert (delta["ours"], delta["difference"]) == (37.5, pytest.approx(37.5 - 12.2))
     assert cell(frame, "bf16", "gsm8k", method="none")["ours"] == 50
     assert cell(frame, "nvfp4", "gsm8k/delta", method="none")["difference"] == pytest.approx(-25 + 2.9)
-    assert frame["ours"].notna().sum() == 5
+    assert frame.loc[frame["printed"] != "", "ours"].notna().sum() == 5
+
+
+@pytest.fixture
+def three_readings(tmp_path):
+    """The base by the stock task 2/4, 3/4 if flexible, own prompt 1/4; NVFP4 LoRA 0/4, 2/4 and 4/4; NF4 not asked."""
+    base = {"gsm8k": column([1, 1, 0, 0]), "gsm8k-own-prompt": column([1, 0, 0, 0])}
+    base_flexible, flexible = {"gsm8k": column([1, 1, 1, 0])}, {"gsm8k": column([1, 1, 0, 0])}
+    asked = {"gsm8k": column([0, 0, 0, 0]), "gsm8k-own-prompt": column([1, 1, 1, 1])}
+    nvfp4 = write_run(tmp_path, "nvfp4-lora", 0, base={"model": MODEL, "dataset": "gsm8k"})
+    nf4 = write_run(tmp_path, "nf4-lora", 0, base={"model": MODEL, "dataset": "gsm8k"})
+    stock_only = {"gsm8k": asked["gsm8k"]}
+    return [
+        write_evaluation(tmp_path, "base-bf16", base, "bf16", model=MODEL, flexible=base_flexible),
+        *(nvfp4, write_evaluation(tmp_path, "nvfp4", asked, "nvfp4", nvfp4, MODEL, flexible)),
+        *(nf4, write_evaluation(tmp_path, "nf4", stock_only, "nf4", nf4, MODEL, flexible)),
+    ]
+
+
+def test_gsm8k_stands_beside_the_like_and_every_reading_in_a_column(three_readings, tmp_path):
+    frame = beside("table1", three_readings)
+
+    def ours(*which: str, **more: str) -> list[float]:
+        return [cell(frame, *which, **more)["ours"] for which in [(which[0], metric) for metric in which[1:]]]
+
+    readings = ("gsm8k", "gsm8k/strict", "gsm8k/flexible", "gsm8k/own-prompt")
+    assert ours("bf16", *readings, method="none") == [50, 50, 75, 25]
+    assert ours("nvfp4", *readings) == [100, 0, 50, 100]
+    assert cell(frame, "nvfp4", "gsm8k/delta")["ours"] == 50
+    extra = frame[frame["metric"].isin(readings[1:])]
+    assert set(extra["printed"]) == {""}
+    assert extra["difference"].isna().all()
+    job.make_table("table1", [*three_readings, *FOLDER.glob("*.csv")], tmp_path)
+    header = (tmp_path / "table1.md").read_text().splitlines()[0]
+    assert all(name in header for name in ("GSM8K (%)", "strict (%)", "flexible (%)", "own prompt (%)"))
+
+
+def test_a_trained_policy_that_was_asked_the_stock_task_only_has_no_number_beside_the_papers(three_readings):
+    frame = beside("table1", three_readings)
+    for metric in ("gsm8k", "gsm8k/delta"):
+        found = cell(frame, "nf4", metric)
+        assert (found["status"], found["source"]) == ("gsm8k-own-prompt not run", "main/nf4-lora")
+    assert cell(frame, "nf4", "gsm8k/flexible")["ours"] == 50
 
 
 def test_what_was_not_run_or_failed_says_so(small):
@@ -82,7 +124,7 @@ def test_what_was_not_run_or_failed_says_so(small):
     assert cell(frame, "nvfp4", "gsm8k", noise="exponential")["status"] == "not run"
     missing = frame[frame["status"] != "ok"]
     assert missing[["ours", "difference", "ours_low", "seeds"]].isna().all(axis=None)
-    assert len(frame) == len(read_cells(FOLDER / "table1.csv"))
+    assert (frame["printed"] != "").sum() == len(read_cells(FOLDER / "table1.csv"))
 
 
 def test_a_cell_takes_only_what_it_asks_for(tmp_path):
@@ -108,6 +150,17 @@ def test_the_first_arm_of_the_configuration_stands_in_a_cell(tmp_path):
     ]
     found = cell(beside("table1", paths), "nf4", "gsm8k")
     assert (found["source"], found["ours"], found["seeds"]) == ("first/nf4-lora", 50, 1)
+
+
+def test_a_number_without_some_of_its_runs_says_so(tmp_path):
+    paths = [
+        *trained(tmp_path, "nf4-lora", 0, {"gsm8k": column([1, 0])}),
+        *trained(tmp_path, "nf4-lora", 1, {}, status="out of memory after 3 of 9 steps"),
+        *trained(tmp_path, "nf4-lora", 2, {}, "other", status="timeout of 1 h after 3 of 9 steps"),
+    ]
+    found = cell(beside("table1", paths), "nf4", "gsm8k")
+    assert (found["ours"], found["seeds"]) == (50, 1)
+    assert found["note"] == "without 1 of our runs: out of memory after 3 of 9 steps"
 
 
 def test_different_problems_cannot_be_paired(small, tmp_path):
@@ -310,7 +363,8 @@ def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
         return write_run(tmp_path, arm, 0, experiment=str(len(list(tmp_path.rglob("run.json")))), base=base)
 
     paths = [runs("nvfp4-lora-aqn", adapter={"rank": rank}) for rank in (64, 16)]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name}) for name in ("cosine", "linear")]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name, "sigma_start": 5e-2}) for name in ("cosine", "linear")]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": "logarithmic", "sigma_start": 1e-2})]
     paths += [runs("nvfp4-lora-aqn", model=MODEL, optimizer={"learning_rate": 3e-5})]
     paths += [FOLDER / printed.CURVES]
     told = {

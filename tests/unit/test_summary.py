@@ -21,8 +21,9 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
         write_evaluation(root, "base", {"arithmetic": answers(0.5, 0)}, "nvfp4"),
         write_evaluation(root, "trained", {"arithmetic": answers(0.7, 1)}, "nvfp4", run),
     ]
-    frame = results.load_evaluations(evaluations, results.load_runs([run]))
-    table = tables.accuracy(tables.accuracy_cells(frame, results.load_samples(evaluations)))
+    runs = results.load_runs([run])
+    frame = results.load_evaluations(evaluations, runs)
+    table = tables.accuracy(tables.accuracy_cells(frame, results.load_samples(evaluations)), runs)
     tables.write_table(table, root / "tables" / "accuracy", "caption")
     text = printed(root)
     assert "mini: accuracy on arithmetic" in text

@@ -28,6 +28,10 @@ def cells_of(evaluations: list, runs: list) -> pd.DataFrame:
     return tables.accuracy_cells(frame, results.load_samples(evaluations))
 
 
+def table_of(evaluations: list, runs: list) -> pd.DataFrame:
+    return tables.accuracy(cells_of(evaluations, runs), results.load_runs(runs))
+
+
 @pytest.fixture
 def small(tmp_path):
     """Four problems: BF16 base 2/4, NVFP4 base 1/4, NVFP4 LoRA 3/4 and 4/4 over two seeds."""
@@ -42,7 +46,7 @@ def small(tmp_path):
 
 
 def test_accuracy_and_differences_by_hand(small):
-    table = tables.accuracy(cells_of(*small))
+    table = table_of(*small)
     assert list(zip(table["weights"], table["training"], strict=True)) == [
         ("bf16", "none"),
         ("nvfp4", "none"),
@@ -60,11 +64,27 @@ def test_accuracy_and_differences_by_hand(small):
 def test_a_cell_not_run_says_so(small, tmp_path):
     evaluations, runs = small
     evaluations = [*evaluations, write_evaluation(tmp_path, "base-nf4", {"aime": column([0, 1])}, "nf4")]
-    table = tables.accuracy(cells_of(evaluations, runs)).set_index(["weights", "training"])
+    table = table_of(evaluations, runs).set_index(["weights", "training"])
     assert np.isnan(table.loc[("nf4", "none"), "gsm8k/accuracy"])
     assert table.loc[("nf4", "none"), "gsm8k/note"] == "not run"
     assert table.loc[("nf4", "none"), "aime/note"] == "untrained bf16 base not run"
     assert table.loc[("nvfp4", "lora"), "aime/note"] == "not run"
+
+
+def test_runs_that_failed_are_rows_or_notes(small, tmp_path):
+    evaluations, runs = small
+    lost = [
+        write_run(tmp_path, "nvfp4-lora", 2, status="timeout of 2 h after 7 of 9 steps"),
+        *(write_run(tmp_path, "bf16-full", seed, status="out of memory after 0 of 9 steps") for seed in (0, 1)),
+    ]
+    evaluations += [write_evaluation(tmp_path, run.parent.name, {}, "bf16", run) for run in lost[1:]]
+    table = table_of(evaluations, [*runs, *lost]).set_index(["weights", "training"])
+    survived = table.loc[("nvfp4", "lora")]
+    assert (survived["gsm8k/accuracy"], survived["gsm8k/seeds"]) == (0.875, 2)
+    assert survived["gsm8k/note"] == "seed 2: timeout of 2 h after 7 of 9 steps"
+    none = table.loc[("bf16", "full")]
+    assert np.isnan(none["gsm8k/accuracy"])
+    assert none["gsm8k/note"] == "; ".join(f"seed {seed}: out of memory after 0 of 9 steps" for seed in (0, 1))
 
 
 def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
@@ -73,7 +93,7 @@ def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
         write_evaluation(tmp_path, f"arm-{index}", {"gsm8k": column([1, index])}, "nvfp4", run)
         for index, run in enumerate(runs)
     ]
-    table = tables.accuracy(cells_of(evaluations, runs))
+    table = table_of(evaluations, runs)
     assert dict(zip(table["variant"], table["gsm8k/accuracy"], strict=True)) == {"steps=5": 0.5, "steps=20": 1.0}
     assert table["gsm8k/note"].iloc[0] == "untrained bf16 base not run; untrained nvfp4 base not run"
 
@@ -190,7 +210,7 @@ def test_files_of_a_table(tmp_path):
     tree = write_tree(tmp_path)
     evaluations = results.load_evaluations(tree["evaluations"], results.load_runs(tree["runs"]))
     cells = tables.accuracy_cells(evaluations, results.load_samples(tree["evaluations"]))
-    table = tables.accuracy(cells)
+    table = tables.accuracy(cells, results.load_runs(tree["runs"]))
     tables.write_table(table, tmp_path / "tables" / "accuracy.v1", tables.caption_text("100 % of it", evaluations))
     back = pd.read_csv(tmp_path / "tables" / "accuracy.v1.csv")
     assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()

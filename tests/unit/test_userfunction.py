@@ -76,6 +76,56 @@ def test_the_version_follows_the_code_and_not_its_comments(folder):
     assert version(folder, "limit = 3\ndef f(): return 1") != first
 
 
+def changed(folder, file: str, path: str = "mine:f") -> bool:
+    """Whether a change of the file counts as a change of the function."""
+
+    def versioned() -> str:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("mine", "pkg", "beside", "deeper")]:
+            del sys.modules[name]
+        return source_version(path)
+
+    before, text = versioned(), (folder / file).read_text()
+    (folder / file).write_text("# a remark\n" + text)
+    assert versioned() == before
+    (folder / file).write_text(text + "\nlimit = 3\n")
+    after = versioned()
+    (folder / file).write_text(text)
+    return after != before
+
+
+def test_the_version_follows_what_the_module_imports_from_beside_it(folder):
+    (folder / "mine.py").write_text("import json, beside\nfrom qerl.rl.rewards import Answer\ndef f(): return 1")
+    (folder / "beside.py").write_text("def g():\n    from deeper import h")
+    (folder / "deeper.py").write_text("h = 1")
+    (folder / "unused.py").write_text("i = 1")
+    (folder / "json.py").write_text("raise SystemExit('hidden')")  # the working directory comes last on the path
+    assert [changed(folder, f"{name}.py") for name in ("mine", "beside", "deeper", "unused")] == [True] * 3 + [False]
+
+
+def test_the_version_follows_the_modules_of_a_package(folder):
+    (folder / "pkg/sub").mkdir(parents=True)
+    (folder / "pkg/__init__.py").write_text("x = 1")
+    (folder / "pkg/sub/__init__.py").write_text("")
+    (folder / "pkg/sub/rewards.py").write_text("from . import near\nfrom ..common import far\ndef f(): return 1")
+    (folder / "pkg/sub/near.py").write_text("import beside")
+    (folder / "pkg/common.py").write_text("far = 1")
+    (folder / "beside.py").write_text("z = 1")
+    (folder / "pkg/other.py").write_text("y = 1")
+    files = ("pkg/__init__.py", "pkg/sub/near.py", "pkg/common.py", "beside.py", "pkg/other.py")
+    assert [changed(folder, file, "pkg.sub.rewards:f") for file in files] == [True, True, True, True, False]
+
+
+def test_of_an_installed_package_its_own_modules_count(folder, monkeypatch):
+    site = folder / "lib/site-packages"
+    (site / "pkg").mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [*sys.path, str(site)])
+    (site / "pkg/__init__.py").write_text("import beside\nfrom pkg.inner import f")
+    (site / "pkg/inner.py").write_text("def f(): return 1")
+    (site / "beside.py").write_text("z = 1")
+    files = ("pkg/__init__.py", "pkg/inner.py", "beside.py")
+    assert [changed(site, file, "pkg:f") for file in files] == [True, True, False]
+
+
 def test_a_function_without_source_is_refused(folder):
     assert load("math:sqrt")(4) == 2
     with pytest.raises(ConfigError, match="no source file"):

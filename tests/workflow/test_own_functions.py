@@ -14,9 +14,12 @@ def rows():
     return [{"question": f"What is {n} plus 1?", "answer": f"#### {n + 1}"} for n in range(40)]
 """
 REWARD = """
+from own_lengths import of
+
 def length(answer, problem):
-    return float(len(answer.text))
+    return float(of(answer.text))
 """
+LENGTHS = "def of(text):\n    return len(text)\n"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,7 @@ def tree(tmp_path_factory):
     tree = copy_tree(tmp_path_factory.mktemp("own") / "qerl")
     (tree.folder / "own_data.py").write_text(DATA)
     (tree.folder / "own_reward.py").write_text(REWARD)
+    (tree.folder / "own_lengths.py").write_text(LENGTHS)
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     values["datasets"]["sums"] = {
         "format": "gsm8k",
@@ -37,7 +41,8 @@ def tree(tmp_path_factory):
     return tree
 
 
-ARGUMENTS = ("--configfile", "own.yaml", "--", "results/micro/evaluate/main-nvfp4-lora-seed0/result.json")
+TRAINED = "results/micro/evaluate/main-nvfp4-lora-seed0/result.json"
+ARGUMENTS = ("--configfile", "own.yaml", "--", TRAINED, "results/micro/profile/step.json")
 
 
 def replanned(tree, file, old, new):
@@ -58,8 +63,10 @@ def test_own_functions_run_and_their_changes_rerun_what_they_decide(tree):
     assert (meta["answer"], sum(meta["rows"].values())) == ("tags", 40)
     assert tree.planned(*ARGUMENTS) == {}
     assert replanned(tree, "own_reward.py", "def length", "# a remark\ndef length") == {}
-    assert replanned(tree, "own_reward.py", "len(answer.text)", "-len(answer.text)") == {"train": 1, "evaluate": 1}
-    assert replanned(tree, "own_data.py", "n + 1", "n + 2") == {"prepare_data": 1, "train": 1, "evaluate": 1}
+    rewarded = {"train": 1, "evaluate": 1, "profile": 1}
+    assert replanned(tree, "own_reward.py", "float(of(", "-float(of(") == rewarded
+    assert replanned(tree, "own_lengths.py", "len(text)", "-len(text)") == rewarded
+    assert replanned(tree, "own_data.py", "n + 1", "n + 2") == {"prepare_data": 1, **rewarded}
 
 
 def test_a_missing_function_stops_the_workflow_before_any_job(tree):

@@ -99,6 +99,19 @@ def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
     assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()
 
 
+def test_a_job_asks_for_the_gpus_that_its_engine_shares(tree, tmp_path):
+    values = yaml.safe_load((tree.folder / "config/mini.yaml").read_text())
+    engine = {"engine": "vllm", "vllm": {"tensor_parallel": 2}}
+    values["evaluation"] |= engine
+    values["experiments"]["main"]["arms"] = {"bf16-lora": {"weights": "bf16", "rollout": engine}, "nf4-lora": {}}
+    (tmp_path / "shared.yaml").write_text(yaml.safe_dump(values))
+    said = tree.snakemake("--dry-run", "--configfile", str(tmp_path / "shared.yaml")).stdout
+    jobs = [job.partition(":")[0] + job.partition("gpu=")[2][:1] for job in said.split("\nrule ")[1:]]
+    assert {job for job in jobs if job[:-1] in ("evaluate", "train", "profile", "quantize")} == {
+        *("evaluate2", "train2", "train1", "profile2", "profile1", "quantize1")
+    }
+
+
 def test_profiles_name_rules_and_resources_that_exist(tree):
     rules = {line.strip() for line in tree.snakemake("--list-rules").stdout.splitlines()}
     for file in (tree.folder / "profiles").glob("*/config.yaml"):

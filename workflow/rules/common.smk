@@ -71,10 +71,10 @@ def checkpoint_folder(checkpoint) -> str:
     return f"{RESULTS}/quantize/{checkpoint.id}/checkpoint"
 
 
-def code_with(module: str, function: str | None) -> str:
-    """The version of a module's code and of the file of a function that the user names."""
-    versions = [code_version(module), *([source_version(function)] if function else [])]
-    return " ".join(versions)
+def code_with(modules: list[str], functions) -> str:
+    """The version of the modules' code and of that of functions that the user names."""
+    named = sorted({function for function in functions if function})
+    return " ".join([code_version(*modules), *map(source_version, named)])
 
 
 # --- prepare, quantize
@@ -100,7 +100,7 @@ def dataset_source(wildcards) -> list[str]:
 def dataset_code(wildcards) -> str:
     """The code that prepares a data set, the user's own function included."""
     origin = PLAN.config.datasets[wildcards.dataset].origin
-    return code_with("qerl.data.sources", getattr(origin, "function", None))
+    return code_with(["qerl.data.sources"], [getattr(origin, "function", None)])
 
 
 def pretrain_data(wildcards) -> list[str]:
@@ -158,12 +158,15 @@ def base_folder(wildcards) -> str:
 def run_json(run) -> str:
     """A row of the sheet of runs, with every setting resolved."""
     settings = run.settings.model_dump(mode="json")
+    experiment = PLAN.config.experiments[run.experiment]
     row = {
         "id": run.id,
         "experiment": run.experiment,
         "arm": run.arm,
         "varied": run.varied,
         "settings": settings,
+        "on_failure": experiment.on_failure,
+        "time_limit": experiment.time_limit,
     }
     return json.dumps(row)
 
@@ -174,6 +177,10 @@ def run_row(wildcards) -> str:
 
 def run_processes(wildcards) -> int:
     return PLAN.runs[wildcards.run].settings.processes
+
+
+def run_gpus(wildcards) -> int:
+    return PLAN.runs[wildcards.run].settings.gpus
 
 
 def run_checkpoint(wildcards) -> str:
@@ -190,7 +197,9 @@ def run_data_folder(wildcards) -> str:
 
 def run_code(wildcards) -> str:
     """The code that trains a run, the user's own reward included."""
-    return code_with("qerl.rl.train", PLAN.runs[wildcards.run].settings.reward.function)
+    return code_with(
+        ["qerl.rl.train"], [PLAN.runs[wildcards.run].settings.reward.function]
+    )
 
 
 def run_work_folder(wildcards) -> str:
@@ -295,6 +304,28 @@ def bench_points(wildcards) -> str:
         for run in PLAN.step_bench_runs(wildcards.bench)
     ]
     return json.dumps(rows)
+
+
+def bench_gpus(wildcards) -> int:
+    settings = PLAN.config.benches[wildcards.bench]
+    if isinstance(settings, RolloutBench):
+        return settings.engine_gpus
+    runs = PLAN.step_bench_runs(wildcards.bench)
+    return max(run.settings.rollout.engine_gpus for run in runs)
+
+
+def bench_code(wildcards) -> str:
+    """The code of a measurement, the rewards of the runs that it times included."""
+    settings = PLAN.config.benches[wildcards.bench]
+    runs = (
+        []
+        if isinstance(settings, RolloutBench)
+        else PLAN.step_bench_runs(wildcards.bench)
+    )
+    return code_with(
+        ["qerl.bench.rollout", "qerl.bench.step"],
+        [run.settings.reward.function for run in runs],
+    )
 
 
 def bench_settings(wildcards) -> str:

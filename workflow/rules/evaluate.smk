@@ -18,7 +18,7 @@ rule evaluate:
     resources:
         mem_mb=2000,
         runtime=720,
-        gpu=1,
+        gpu=PLAN.config.evaluation.engine_gpus,
     params:
         settings=evaluation_settings,
         row=evaluation_row,

@@ -16,11 +16,11 @@ rule profile:
     resources:
         mem_mb=4000,
         runtime=240,
-        gpu=1,
+        gpu=bench_gpus,
     params:
         settings=bench_settings,
         points=bench_points,
-        code=code_version("qerl.bench.rollout", "qerl.bench.step"),
+        code=bench_code,
     shell:
         "python -m qerl rule profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
         " --out {output:q} > {log:q} 2>&1"

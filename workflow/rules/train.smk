@@ -20,7 +20,7 @@ rule train:
     resources:
         mem_mb=2000,
         runtime=2880,
-        gpu=run_processes,
+        gpu=run_gpus,
     params:
         settings=run_row,
         data=run_data_folder,

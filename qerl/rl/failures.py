@@ -1,0 +1,58 @@
+"""Runs that don't come to their end: out of memory, or out of their time. Either is a result, where that is wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
+class TimeLimitError(RuntimeError):
+    """A run has spent its time; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What kind it is, in the words of a table, and what was said."""
+
+    kind: str
+    reason: str
+
+
+@contextmanager
+def noted(work: Path, time_limit: float | None) -> Iterator[None]:
+    """Leave a note in `work` of a failure that can be a result, and pass it on. Each process has its own note."""
+    try:
+        yield
+    except (*OUT_OF_MEMORY, TimeLimitError) as error:
+        kind = f"timeout of {time_limit:g} h" if isinstance(error, TimeLimitError) else "out of memory"
+        work.mkdir(parents=True, exist_ok=True)
+        (work / f"failure-{os.getpid()}.json").write_text(json.dumps({"kind": kind, "reason": str(error)}))
+        raise
+
+
+def forget(work: Path) -> None:
+    """Remove the notes of earlier attempts."""
+    for note in work.glob("failure-*.json"):
+        note.unlink()
+
+
+def failure(work: Path) -> Failure | None:
+    """What the processes noted of this attempt."""
+    notes = sorted(work.glob("failure-*.json"))
+    return Failure(**json.loads(notes[0].read_text())) if notes else None
+
+
+def failed(policy: Path) -> str | None:
+    """Why there is no trained policy in the folder that a run left, out of the run.json beside it; none: there is."""
+    file = policy.parent / "run.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return result.get("status")

@@ -1,0 +1,148 @@
+"""A run that is out of memory or out of its time: a failed job, or where that is asked for a row of the tables."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl.config import DatasetSettings, EvaluationSettings, Generated, RunSettings, parse
+from qerl.data.sources import prepare
+from qerl.evals.job import evaluate_policy
+from qerl.report import job, results
+from qerl.rl.failures import TimeLimitError
+from qerl.rl.train import train_run
+from tests.tiny import tiny_qwen2
+
+SETTINGS = {
+    "model": "tiny",
+    "dataset": "arithmetic",
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 4,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "reward": {"function": "own_reward:count"},
+    "checkpoint_every": 1,
+}
+# The third step's completions are too many for the memory while there is a file `small`.
+REWARD = """
+from pathlib import Path
+import torch
+calls = 0
+
+def count(answer, problem):
+    global calls
+    calls += 1
+    if Path("small").exists() and calls > 2 * 4 // int(Path("small").read_text()):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return answer.tokens / answer.limit
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("own_reward.py").write_text(REWARD)
+    base = tiny_qwen2(tmp_path / "base")
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), tmp_path / "data")
+    return tmp_path
+
+
+def train(folder: Path, name: str = "run", changes: dict | None = None, **row) -> dict:
+    settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test").model_dump(mode="json")
+    given = {"id": name, "experiment": "e", "arm": "bf16-lora", "varied": {"seed": 0}, "settings": settings, **row}
+    train_run(given, folder / "base", folder / "data", folder / f"work-{name}", folder / "train" / name)
+    return json.loads((folder / "train" / name / "run.json").read_text())
+
+
+def evaluate(folder: Path, name: str | None) -> Path:
+    settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
+    row = {"eval": name or "base", "model": "tiny", "weights": "bf16", "run": name, "arm": name and "bf16-lora"}
+    row |= {"experiment": name and "e", "varied": {"seed": 0} if name else {}}
+    trained = folder / "train" / name / "policy" if name else None
+    out = folder / "evaluate" / row["eval"]
+    evaluate_policy(
+        EvaluationSettings(**settings, repeats=1), row, folder / "base", trained, {"d": folder / "data"}, out
+    )
+    return out / "result.json"
+
+
+def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder):
+    whole = train(folder, "whole")
+    Path("small").write_text("1")
+    sys.modules.pop("own_reward", None)
+    lost = train(folder, "lost", on_failure="row")
+    assert lost["status"] == "out of memory after 2 of 4 steps"
+    assert lost["reason"] == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert len((folder / "train/lost/metrics.jsonl").read_text().splitlines()) == 2
+
+    base, skipped = evaluate(folder, None), evaluate(folder, "lost")
+    assert json.loads(skipped.read_text())["tasks"] == {}
+    paths = [folder / "train/lost/run.json", base, skipped]
+    job.make_table("accuracy", paths, folder)
+    row = next(line for line in (folder / "accuracy.md").read_text().splitlines() if "LoRA" in line)
+    assert "seed 0: out of memory after 2 of 4 steps" in row
+    assert results.load_metrics(paths[:1]).empty
+
+    Path("small").unlink()
+    sys.modules.pop("own_reward", None)
+    found = train(folder, "lost", on_failure="row")
+    assert "status" not in found
+    assert found["summary"]["steps"] == whole["summary"]["steps"] == 4
+    names = (f"train/{name}/policy/adapter_model.safetensors" for name in ("whole", "lost"))
+    expected, resumed = map(load_file, names)
+    for key in expected:
+        assert torch.equal(resumed[key], expected[key])
+    assert json.loads(evaluate(folder, "lost").read_text())["tasks"]["d"]["problems"] == 4
+
+
+def test_out_of_memory_fails_the_job_unless_a_row_is_asked_for(folder):
+    Path("small").write_text("1")
+    for name, row in (("default", {}), ("stop", {"on_failure": "stop"})):
+        sys.modules.pop("own_reward", None)
+        with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+            train(folder, name, **row)
+    assert not (folder / "train").exists()
+
+
+def test_another_error_is_no_row(folder):
+    Path("own_reward.py").write_text(REWARD + "\n\ndef broken(answer, problem):\n    raise RuntimeError('on fire')\n")
+    with pytest.raises(RuntimeError, match="on fire"):
+        train(folder, changes={"reward": {"function": "own_reward:broken"}}, on_failure="row")
+    assert not (folder / "train").exists()
+
+
+def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
+    late = train(folder, on_failure="row", time_limit=1e-9)
+    assert late["status"] == "timeout of 1e-09 h after 1 of 4 steps"
+    assert late["reason"].startswith("the run is over its time limit of 1e-09 h after 1 of 4 steps")
+    first = (folder / "train/run/metrics.jsonl").read_text()
+    done = train(folder, on_failure="row", time_limit=1.0)
+    assert done["summary"]["steps"] == 4
+    assert (folder / "train/run/metrics.jsonl").read_text().startswith(first)  # with its seconds: not trained again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("small", "limit", "status"),
+    [("2", None, "out of memory after 2 of 4 steps"), ("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps")],
+)
+def test_what_ends_one_of_several_processes_is_the_same_row(folder, small, limit, status):
+    if small:
+        Path("small").write_text(small)
+    lost = train(folder, changes={"processes": 2}, on_failure="row", time_limit=limit)
+    assert lost["status"] == status
+
+
+def test_a_run_over_its_time_fails_the_job_unless_a_row_is_asked_for(folder):
+    with pytest.raises(TimeLimitError, match="with a higher time_limit of its experiment it goes on"):
+        train(folder, time_limit=1e-9)
+    assert not (folder / "train").exists()
