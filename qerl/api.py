@@ -23,6 +23,7 @@ from qerl.config import (
     AnswerForm,
     ConfigError,
     DatasetSettings,
+    EngineSettings,
     EvaluationSettings,
     RunFile,
     SamplingSettings,
@@ -277,7 +278,7 @@ def sample(
     """
     from qerl.data.prompts import prompt_ids
     from qerl.evals.policy import Policy as Drawing
-    from qerl.rollout.native import NativeSampler
+    from qerl.rollout.make import make_sampler
     from qerl.rollout.sampler import SamplingParams
 
     if isinstance(prompts, str):
@@ -285,7 +286,7 @@ def sample(
     settings = parse(SamplingSettings, sampling, "sampling")
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
-    return Drawing(NativeSampler(policy), policy.tokenizer, params).draw(ids)
+    return Drawing(make_sampler(policy, EngineSettings()), policy.tokenizer, params).draw(ids)
 
 
 @dataclass(frozen=True)
