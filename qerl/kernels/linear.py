@@ -122,8 +122,6 @@ class W4Linear:
     The layers' weights move into `Tiles`, of which the layers read their own part from then on: there is one copy.
     """
 
-    kernel = "w4a16"
-
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
         """`interleaved`: of gate and up, for `silu`."""
         adapted = [unwrap(layer) for layer in layers]

@@ -15,8 +15,6 @@ from qerl.kernels.linear import W4Linear, serves
 class FusedLinear(Protocol):
     """Layers that read the same input, as one product; their outputs lie one behind the other."""
 
-    #: Name of the implementation, for results.
-    kernel: str
     #: N, the sum of the layers' outputs.
     out_features: int
 
