@@ -21,14 +21,17 @@ MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
 
 
 def perturbed(policy):
+    """Twice as much, and float32 loses 1e-4 in some of the models, whoever computes them."""
     torch.manual_seed(1)
     for _, parameter in policy.trainable():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+        parameter.data += 0.05 * torch.randn_like(parameter)
     return policy
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
+    # Norms and biases are drawn from the global generator.
+    torch.manual_seed(0)
     return {name: write(tmp_path_factory.mktemp(name)) for name, write in MODELS.items()}
 
 
