@@ -35,7 +35,7 @@ _FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("self_attn", ("o_proj"
 #: Of the weights: logits near those of a trained model, and hidden states that neither die nor explode.
 _STD = 0.02
 #: Timed runs of a point.
-_REPEATS = 3
+REPEATS = 3
 
 
 def random_policy(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> Policy:
@@ -103,7 +103,7 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[st
 
     timed(tokens + 1, 0)
     prompts = min(timed(1, 100 + i) for i in range(2))
-    samples = [timed(tokens + 1, 1 + i) - prompts for i in range(_REPEATS)]
+    samples = [timed(tokens + 1, 1 + i) - prompts for i in range(REPEATS)]
     sampler.release()
     return {
         "sequences": sequences,

@@ -135,14 +135,20 @@ def _combine(
     highest = -float("inf")
     total = 0.0
     summed = tl.zeros([DIM_BLOCK], tl.float32)
+    # Eight splits are read together; the order of additions depends on nothing else.
+    member = tl.arange(0, 8)
     used = tl.where(position < 0, 0, position // _split_tokens(position, PAGE) + 1)
     first = (row * QUERY + head) * SPLITS
-    for part in range(first, first + used):
-        here = tl.load(top + part)
-        rising = tl.maximum(highest, here)
+    for start in range(0, used, 8):
+        there = start + member < used
+        part = first + start + member
+        here = tl.load(top + part, there, other=-float("inf"))
+        masses = tl.load(mass + part, there, other=0.0)
+        values = tl.load(partial + part[:, None] * DIM + whole[None, :], there[:, None] & inside[None, :], other=0.0)
+        rising = tl.maximum(highest, tl.max(here, axis=0))
         fade, weight = tl.exp2(highest - rising), tl.exp2(here - rising)
-        total = total * fade + tl.load(mass + part) * weight
-        summed = summed * fade + tl.load(partial + part * DIM + whole, inside, other=0.0) * weight
+        total = total * fade + tl.sum(masses * weight, axis=0)
+        summed = summed * fade + tl.sum(values * weight[:, None], axis=0)
         highest = rising
     result = tl.where(position < 0, 0.0, summed / total)
     tl.store(out + (row * QUERY + head) * DIM + whole, result.to(out.dtype.element_ty), inside)

@@ -139,14 +139,20 @@ class W4Linear:
         self._b = [torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts]
         self.sync()
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """What `sync` copies, (to, from); ranks are padded with zeros to a multiple of 16."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for part, lora in enumerate(self._loras):
+            if lora is not None:
+                rank = len(lora.down)
+                pairs += [(self._a[part, :rank], lora.down), (self._b[part][:, :rank], lora.up)]
+        return pairs
+
     @torch.no_grad()
     def sync(self) -> None:
-        """Take over the adapters as they are now, in bfloat16; ranks are padded with zeros to a multiple of 16."""
-        loras = [(part, lora) for part, lora in enumerate(self._loras) if lora is not None]
-        if loras:
-            a = [self._a[part, : len(lora.down)] for part, lora in loras]
-            b = [self._b[part][:, : len(lora.down)] for part, lora in loras]
-            torch._foreach_copy_(a + b, [lora.down for _, lora in loras] + [lora.up for _, lora in loras])
+        """Take over the adapters as they are now, in bfloat16."""
+        for to, from_ in self.copies():
+            to.copy_(from_)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""

@@ -422,9 +422,9 @@ __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int num
     if (number) return;
     if (lane == 0) {
         while (load_acquire(counters) != row_tiles * NT) {}
+        barrier_arrive(shrunk);
         // Who is the last to have seen it prepares it for the next launch.
         if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
-        barrier_arrive(shrunk);
     }
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from qerl.config import ConfigError
 from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
+from qerl.kernels.linear import W4Linear
 from qerl.kernels.operations import operations
 from qerl.kernels.protocol import FusedLinear, fuse
 from qerl.kernels.slots import DrawRule, Slots
@@ -61,6 +62,7 @@ class Decoder:
         self._parameters = list(policy.lm.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._sync: Callable[[], None] | None = None
+        self._copies: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -92,8 +94,20 @@ class Decoder:
         self._sync()
 
     def _sync_all(self) -> None:
+        pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
+        alike = [(to, from_) for to, from_ in pairs if to.is_contiguous() and from_.dtype == torch.float32]
+        if len(alike) < len(pairs) or not pairs:
+            for linear in self.linears:
+                linear.sync()
+            return
+        if self._copies is None:
+            from qerl.kernels.copies import Copies
+
+            self._copies = Copies(*zip(*pairs, strict=True))
+        self._copies()
         for linear in self.linears:
-            linear.sync()
+            if not isinstance(linear, W4Linear):
+                linear.sync()
 
     def reach(self, tokens: int) -> None:
         """Prepare for sequences of up to `tokens`; captured graphs that read the table before are void if it grows."""
