@@ -45,6 +45,12 @@ class _Variant:
         return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
 
 
+#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor, but one does beside a small
+#: layer's. Otherwise, where a norm's thread block takes the place of one, two end up on another multiprocessor, and all
+#: wait for it; for small layers the next one's early start is worth more.
+_ALONE_BYTES = 118 * 1024
+#: Stages of a thread block from which on a layer is large.
+_LARGE = 6
 #: By rows; the last serves any number, in row blocks of its own height. Up to 32 rows two thread blocks share a
 #: multiprocessor's memory.
 _VARIANTS = (
@@ -169,8 +175,10 @@ class W4Linear:
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // variant.columns)
         workers = min(self._workspace.processors // row_blocks, blocks)
         options = defines(NT=variant.nt, STAGES=variant.stages)
-        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
-        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
+        large = blocks >= _LARGE * self._workspace.processors
+        shared = max(variant.shared_bytes, _ALONE_BYTES) if large else variant.shared_bytes
+        function = load("w4a16.cu", "w4a16", options, shared, x.get_device())
+        launch(function, workers * row_blocks, variant.threads, shared, params)
 
     def _params(self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get

@@ -1,0 +1,143 @@
+"""The decode product and the unpacking kernel against float64, on fresh random inputs and poisoned outputs."""
+
+import pytest
+import torch
+from torch import nn
+
+from qerl.config import AdapterSettings
+from qerl.kernels import tiles as layout
+from qerl.kernels.unpack import dense
+from qerl.quant.formats import dequantize, nvfp4_global_scale, quantize
+from qerl.quant.linear import PackedLinear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+#: Rows of x on both sides of every variant's limit, and more than one row block.
+ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 300)
+#: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
+TOLERANCE = 6e-3
+SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
+
+
+def shapes_of(kind, size):
+    hidden, narrow, wide = size
+    return {
+        "qkv": [(hidden, hidden), (narrow, hidden), (narrow, hidden)],
+        "o": [(hidden, hidden)],
+        "gate_up": [(wide, hidden), (wide, hidden)],
+        "down": [(hidden, wide)],
+    }[kind]
+
+
+def layers_of(kind, size, weights_format):
+    weights = [torch.randn(shape, device=DEVICE) * 0.02 for shape in shapes_of(kind, size)]
+    scale = nvfp4_global_scale(*weights) if weights_format == "nvfp4" else None
+    layers = nn.Module()
+    for i, weight in enumerate(weights):
+        packed = quantize(weight, weights_format, global_scale=scale)
+        bias = torch.randn(len(weight), device=DEVICE) if kind == "qkv" else None
+        layers.add_module(f"part{i}", PackedLinear.from_packed(packed, bias))
+    return layers
+
+
+def with_lora(layers, rank):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from qerl.models.policy import POLICY_ADAPTER
+    from qerl.quant.lora import register_lora
+
+    names = [name for name, _ in layers.named_children()]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+    register_lora(config)
+    inject_adapter_in_model(config, layers, adapter_name=POLICY_ADAPTER)
+    for name, parameter in layers.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+        if "lora_A" in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return layers
+
+
+def reference(layers, weights, x, kind, before):
+    """Float64; A, B and A x in bfloat16, as the product has them."""
+    outputs = []
+    for layer, weight in zip(layers.children(), weights, strict=True):
+        base = getattr(layer, "base_layer", layer)
+        y = x.double() @ weight.double().T
+        if base.bias is not None:
+            y = y + base.bias.double()
+        if base is not layer:
+            a, b = (part["default"].weight.bfloat16().double() for part in (layer.lora_A, layer.lora_B))
+            y = y + (x.double() @ a.T * layer.scaling["default"]).bfloat16().double() @ b.T
+        outputs.append(y)
+    if kind == "gate_up":
+        return nn.functional.silu(outputs[0]) * outputs[1]
+    y = torch.cat(outputs, dim=1)
+    return y if before is None else y + before.double()
+
+
+@pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("size", "ranks"), [(SMALL, (0, 16, 40)), (LARGE, (16,))], ids=["small", "7b"])
+def test_products_are_those_of_float64(kind, weights_format, size, ranks):
+    from qerl.kernels.linear import W4Linear
+
+    for rank in ranks:
+        layers = layers_of(kind, size, weights_format)
+        weights = [dequantize(layer.packed, torch.float32) for layer in layers.children()]
+        if rank:
+            with_lora(layers, rank)
+        product = W4Linear(list(layers.children()), interleaved=kind == "gate_up")
+        for rows in ROWS if size is SMALL else (1, 5, 16, 32, 64, 128, 256):
+            x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
+            width = product.out_features // (2 if kind == "gate_up" else 1)
+            before = torch.randn(rows, width, device=DEVICE).bfloat16() if kind in ("o", "down") else None
+            options = {"residual": before is not None, "silu": kind == "gate_up"}
+            outs = []
+            for _ in range(2):
+                out = x.new_full((rows, width), float("nan")) if before is None else before.clone()
+                product(x, out, **options)
+                outs.append(out)
+            exact = reference(layers, weights, x, kind, before)
+            assert (outs[0].double() - exact).norm() <= TOLERANCE * exact.norm(), (rank, rows)
+            assert torch.equal(*outs), "not deterministic"
+
+
+@pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20)])
+def test_a_row_does_not_depend_on_the_others(rows):
+    """Of the same variant: what a bucket of the engine needs."""
+    from qerl.kernels.linear import W4Linear
+
+    many, few = rows
+    product = W4Linear(list(with_lora(layers_of("o", LARGE, "nvfp4"), 16).children()))
+    x = torch.randn(many, LARGE[0], device=DEVICE).bfloat16()
+    outs = [x.new_zeros(len(part), LARGE[0]) for part in (x, x[:few])]
+    product(x, outs[0])
+    product(x[:few].contiguous(), outs[1])
+    assert torch.equal(outs[0][:few], outs[1])
+
+
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["qkv", "gate_up"])
+def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format):
+    layers = list(layers_of(kind, SMALL, weights_format).children())
+    expected = [dequantize(layer.packed, torch.bfloat16) for layer in layers]
+    tiles = layout.pack([layer.packed for layer in layers], interleaved=kind == "gate_up")
+    for part, weight in enumerate(expected):
+        assert torch.equal(dense(tiles, part), weight)
+
+
+def test_few_and_many_rows_in_turn_leave_nothing_behind():
+    """The launches share memory for sums; one variant's must not reach the next."""
+    from qerl.kernels.linear import W4Linear
+
+    layers = with_lora(layers_of("qkv", SMALL, "nvfp4"), AdapterSettings().rank)
+    weights = [dequantize(layer.base_layer.packed, torch.float32) for layer in layers.children()]
+    product = W4Linear(list(layers.children()))
+    for rows in (4, 65, 16, 128, 1, 32, 64, 2):
+        x = torch.randn(rows, SMALL[0], device=DEVICE).bfloat16()
+        out = x.new_full((rows, product.out_features), float("nan"))
+        product(x, out)
+        exact = reference(layers, weights, x, "qkv", None)
+        assert (out.double() - exact).norm() <= TOLERANCE * exact.norm(), rows

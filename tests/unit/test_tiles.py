@@ -1,0 +1,94 @@
+"""The layout of 4-bit weights for the GPU's kernels: it loses nothing, and its codes are where the kernels look."""
+
+import pytest
+import torch
+
+from qerl.kernels import tiles as layout
+from qerl.quant import FormatError
+from qerl.quant.formats import dequantize, quantize
+from qerl.quant.linear import PackedLinear
+
+FORMATS = ("nvfp4", "mxfp4")
+#: What the kernels take for a code's bits: sign, exponent and mantissa of a bfloat16.
+MASK = 0x81C0
+
+
+def random_packed(weights_format, *shapes):
+    weights = [torch.randn(shape) * torch.rand(shape[0], 1) * 3 for shape in shapes]
+    return [quantize(weight, weights_format) for weight in weights]
+
+
+def as_bfloat16(bits):
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("weights_format", FORMATS)
+@pytest.mark.parametrize(
+    ("shapes", "interleaved"),
+    [
+        ([(128, 256)], False),
+        ([(48, 256)], False),
+        ([(256, 512), (128, 512), (128, 512)], False),
+        ([(4352, 256), (4352, 256)], True),
+        ([(144, 256), (144, 256)], True),
+    ],
+)
+def test_unpacking_gives_back_every_bit(weights_format, shapes, interleaved):
+    packed = random_packed(weights_format, *shapes)
+    if weights_format == "nvfp4":
+        packed[0].tensors["weight_scale"].view(torch.uint8)[0, :8] = torch.arange(1, 9)  # subnormal ones too
+    tiles = layout.pack(packed, interleaved)
+    for part, before in enumerate(packed):
+        after = layout.unpack(tiles, part)
+        for name, tensor in before.tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), after.tensors[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("weights_format", FORMATS)
+def test_a_tile_decodes_as_the_kernels_do(weights_format):
+    """Row 8h + g, column 16j + 8q + 2t + e: lane 4g + t, word j, place h + 2q of half word e."""
+    [packed] = random_packed(weights_format, (16, 256))
+    tiles = layout.pack([packed])
+    multiplier, offset = tiles.scale_decode
+    decoded = torch.zeros(16, 256, dtype=torch.float64)
+    for block in range(2):
+        tile = tiles.data[0, block, 0]
+        words = tile[:1024].view(torch.int32).view(2, 8, 4, 4).long() & 0xFFFFFFFF
+        scales = tile[1024:].view(8, 2, 8).long() * multiplier + (offset & 0xFFFF)
+        for half, g, t, j in torch.cartesian_prod(*map(torch.arange, (2, 8, 4, 4))).tolist():
+            for e in range(2):
+                word = int(words[half, g, t, j]) >> 16 * e & 0xFFFF
+                fourth = (word << 1 & 0x8000) | (word >> 3 & 0x0180) | (word >> 7 & 0x0040)
+                for place, bits in enumerate((word & MASK, word << 3 & MASK, word << 6 & MASK, fourth)):
+                    h, q = place % 2, place // 2
+                    code = as_bfloat16(torch.tensor(bits)).double() * 2.0**126
+                    scale = as_bfloat16(scales[g, h, 4 * half + j]).double()
+                    decoded[8 * h + g, 128 * block + 64 * half + 16 * j + 8 * q + 2 * t + e] = code * scale * 2.0**-126
+    weight = decoded * tiles.factors[0]
+    assert (weight - dequantize(packed, torch.float64)).abs().max() <= 1e-6 * weight.abs().max()
+
+
+def test_a_zero_scale_makes_its_weights_zero():
+    [packed] = random_packed("nvfp4", (16, 256))
+    packed.tensors["weight_scale"].view(torch.uint8)[3, 5] = 0
+    weight = dequantize(layout.unpack(layout.pack([packed]), 0), torch.float32)
+    assert torch.equal(weight, dequantize(packed, torch.float32))
+
+
+def test_a_negative_scale_is_refused():
+    [packed] = random_packed("nvfp4", (16, 256))
+    packed.tensors["weight_scale"].view(torch.uint8)[3, 5] = 0x81
+    with pytest.raises(FormatError, match="scale"):
+        layout.pack([packed])
+
+
+def test_a_layer_keeps_one_copy_and_its_products():
+    packed = random_packed("nvfp4", (32, 256), (16, 256))
+    layers = [PackedLinear.from_packed(one) for one in packed]
+    x = torch.randn(3, 256)
+    before = [layer(x) for layer in layers]
+    tiles = layout.pack([layer.packed for layer in layers])
+    for part, layer in enumerate(layers):
+        layer.use_tiles(tiles, part)
+    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
+    assert {buffer.data_ptr() for layer in layers for buffer in layer.buffers()} == {tiles.data.data_ptr()}
