@@ -21,7 +21,7 @@ from qerl.costs import ASSUMED, Costs, Work, problem_counts, total
 from qerl.plan import Evaluation, Plan, Run
 from qerl.report.paper import fits, identity
 from qerl.report.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
-from qerl.report.results import variant
+from qerl.report.results import variant, weights_name
 from qerl.sheet import disk_total, omitted, run_work
 
 
@@ -103,7 +103,8 @@ def _cells(file: str) -> list[Cell]:
 
 def _base(evaluation: Evaluation) -> dict[str, Any]:
     base = evaluation.checkpoint
-    return {"model": base.model, "weights": base.weights, "method": "none", "noise": "off", "rank": None, "setting": {}}
+    weights = weights_name(base.weights, base.recipe)
+    return {"model": base.model, "weights": weights, "method": "none", "noise": "off", "rank": None, "setting": {}}
 
 
 def _step(run: Run) -> dict[str, Any]:

@@ -123,24 +123,6 @@ def test_logprobs_are_those_of_plain_transformers_and_peft(sampler, policy, chec
     assert tokens(draw(sampler, temperature=0)) != tokens(groups)
 
 
-@pytest.mark.slow
-def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp_path):
-    """Each rank is a process; what it holds is cut by vLLM's own rule and compared with what was sent."""
-    sampler = VllmSampler(policy, SETTINGS.model_copy(update={"tensor_parallel": 2}))
-    policy.save(tmp_path)
-    model = stock(checkpoint, tmp_path)
-    add_noise(model, SIGMA, seed=3, step=2)
-    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=SIGMA), seed=3)
-    try:
-        noise.set(2, 10)
-        sampler.sync()
-        groups = draw(sampler)
-    finally:
-        noise.clear()
-        sampler.close()
-    assert_logprobs(groups, model)
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 5}])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_sampling_temperature(sampler, policy, sampling):
     groups = draw(sampler, **sampling)
@@ -244,6 +226,24 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
     assert sampler.engine.collective_rpc("qerl_adapters") == [[vllm_hooks.ADAPTER_ID]]
     assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
     assert_logprobs(draw(sampler), policy.lm)
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp_path):
+    """Each rank is a process; what it holds is cut by vLLM's own rule and compared with what was sent."""
+    sampler = VllmSampler(policy, SETTINGS.model_copy(update={"tensor_parallel": 2}))
+    policy.save(tmp_path)
+    model = stock(checkpoint, tmp_path)
+    add_noise(model, SIGMA, seed=3, step=2)
+    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=SIGMA), seed=3)
+    try:
+        noise.set(2, 10)
+        sampler.sync()
+        groups = draw(sampler)
+    finally:
+        noise.clear()
+        sampler.close()
+    assert_logprobs(groups, model)
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])

@@ -85,8 +85,8 @@ def three_readings(tmp_path):
     stock_only = {"gsm8k": asked["gsm8k"]}
     return [
         write_evaluation(tmp_path, "base-bf16", base, "bf16", model=MODEL, flexible=base_flexible),
-        *(nvfp4, write_evaluation(tmp_path, "nvfp4", asked, "nvfp4", nvfp4, MODEL, flexible)),
-        *(nf4, write_evaluation(tmp_path, "nf4", stock_only, "nf4", nf4, MODEL, flexible)),
+        *(nvfp4, write_evaluation(tmp_path, "nvfp4", asked, "nvfp4", nvfp4, MODEL, flexible=flexible)),
+        *(nf4, write_evaluation(tmp_path, "nf4", stock_only, "nf4", nf4, MODEL, flexible=flexible)),
     ]
 
 

@@ -106,7 +106,7 @@ def test_awq_is_a_format_of_its_own_with_its_own_base(small, tmp_path):
         write_evaluation(tmp_path, "base-awq", {"gsm8k": column([1, 1, 1, 0])}, "nvfp4", recipe="awq"),
         write_evaluation(tmp_path, "awq-0", {"gsm8k": column([1, 1, 1, 1])}, "nvfp4", runs[2], recipe="awq"),
     ]
-    table = tables.accuracy(cells_of(evaluations, runs)).set_index(["weights", "training"])
+    table = table_of(evaluations, runs).set_index(["weights", "training"])
     assert table.loc[("nvfp4-awq", "none"), "gsm8k/accuracy"] == 0.75
     assert table.loc[("nvfp4-awq", "lora"), "gsm8k/delta_format"] == 0.25
     assert table.loc[("nvfp4", "lora"), "gsm8k/delta_format"] == 0.625
