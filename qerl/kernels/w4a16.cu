@@ -3,11 +3,11 @@
 // W is cut into blocks of 128 rows and 256 or 128 columns. The sequence of all, row by row, is divided evenly among the
 // thread blocks (stream-K); where a row of blocks is divided, the one that has its first block adds up what the others
 // computed, in the order of the blocks. That order depends on the shape of W and the number of multiprocessors alone:
-// the result is deterministic, and a row of x gives the same whatever other rows there are.
+// the result is deterministic, and for one NT a row of x gives the same whatever other rows there are.
 //
 // One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends),
-// three compute A x, the others unpack W in registers and multiply on the tensor cores: up to 16 rows of x by mma.sync, whose
-// latency is lower, more by wgmma, which reads x from shared memory once for 64 rows of W.
+// one or three compute A x, eight unpack W in registers and multiply on the tensor cores: up to 16 rows of x by mma.sync,
+// whose latency is lower, more by wgmma, which reads x from shared memory once for 64 rows of W.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -334,10 +334,10 @@ __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full,
 
 // --- A x ---
 
-// Adds 16 rows of A times x over 128 columns. Lane t of a quad has eight columns of each 32, in place of those that the
-// operand's definition gives it: the sum is over the same columns, and loads are of 16 bytes.
 constexpr int SHRINK_NT = NT < 8 ? NT : 8;  // what fits into registers at a time
 
+// 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
+// definition gives it: the sum is over the same columns, and loads are of 16 bytes.
 struct ShrinkOperand {
     uint4 rows[2][4];  // of A: g and g + 8
 
