@@ -141,16 +141,23 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
     return names
 
 
+def _kernels(tree: ast.Module) -> list[str]:
+    """Names of CUDA sources that a module names; they lie beside it."""
+    constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return sorted(value for value in constants if isinstance(value, str) and value.endswith(".cu"))
+
+
 @cache
-def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str]]:
+def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
     tree = _without_docstrings(ast.parse(source))
-    return ast.dump(tree), frozenset(_imports(tree, package))
+    return ast.dump(tree), frozenset(_imports(tree, package)), _kernels(tree)
 
 
 def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> str:
     """A hash of modules under `root` and of all that they import from there, as far as `counts` says of a name.
 
-    It is blind to comments, docstrings and layout; imports by a computed name aren't seen.
+    It is blind to comments, docstrings and layout of Python, not of the CUDA sources that a module names; imports by a
+    computed name aren't seen.
     """
     seen: dict[str, str] = {}
     queue = list(modules)
@@ -159,7 +166,8 @@ def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], boo
         file = module_file(name, root)
         if name not in seen and counts(name) and file is not None:
             package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-            seen[name], imports = _parsed(file.read_bytes(), package)
+            seen[name], imports, kernels = _parsed(file.read_bytes(), package)
+            seen[name] += "".join((file.parent / kernel).read_text() for kernel in kernels)
             queue.extend(imports)
     digest = hashlib.sha256("".join(f"{name}{seen[name]}" for name in sorted(seen)).encode())
     return digest.hexdigest()[:12]

@@ -57,6 +57,14 @@ def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
     assert version_in(copy, "qerl.rl.train") != before
 
 
+def test_a_kernel_counts_for_what_runs_it(copy):
+    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quant.quantize")
+    edit(copy, "kernels/w4a16.cu", "enum Mode { PLAIN, RESIDUAL, SILU };", "enum Mode { PLAIN, SILU, RESIDUAL };")
+    assert version_in(copy, "qerl.rl.train") != before[0]
+    edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
+    assert version_in(copy, "qerl.quant.quantize") != before[1]
+
+
 def test_unknown_commit_is_an_error(monkeypatch, tmp_path):
     monkeypatch.delenv("QERL_COMMIT", raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
