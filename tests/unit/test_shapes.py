@@ -106,7 +106,8 @@ def test_the_policy_is_transformers_and_its_logits_are_sane(folder, tokenizer):
     policy = load_policy(folder, None, "float32", torch.device("cpu"))
     with torch.no_grad():
         logits = policy.lm(ids).logits
-        assert torch.equal(logits, stock(ids).logits)
+        # Our norms add in another order: float32's rounding is left.
+        torch.testing.assert_close(logits, stock(ids).logits, rtol=0, atol=1e-6)
     assert 0.01 < logits.std() < 2
     assert policy.stop_token_ids == [151645, 151643]
     assert GenerationConfig.from_pretrained(folder).do_sample
