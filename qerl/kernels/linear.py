@@ -46,7 +46,7 @@ class _Variant:
 
 
 #: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor, but one does beside a small
-#: layer's. A guess that fits measurements (docs/kernels.md), its own effect not measured: otherwise, where a norm's thread
+#: layer's. A guess that fits measurements (docs/kernels.md), its own effect not measured: otherwise, where a norm's
 #: block takes the place of one, two end up on another multiprocessor, and all wait for it.
 _ALONE_BYTES = 118 * 1024
 #: Stages of a thread block from which on a layer is large.
