@@ -20,6 +20,7 @@ import yaml
 from qerl.config import (
     GROUP_SIZE,
     STOCK_TASKS,
+    UNDECIDING,
     AnswerForm,
     ConfigError,
     DatasetSettings,
@@ -35,7 +36,7 @@ from qerl.config import (
 )
 from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.progress import log
-from qerl.provenance import code_state
+from qerl.provenance import code_state, put, write_text
 from qerl.userfunction import load as load_function
 
 if TYPE_CHECKING:
@@ -139,11 +140,13 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
 def _check_same(folder: Path, settings: RunFile) -> None:
     """A folder belongs to one run: refuse another one's."""
     if not (folder / RUN_FILE).is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        # Killed while it was written, run.yaml is there under a name of its own.
+        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - {f"{RUN_FILE}.partial"}):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return
     there, here = (
-        pd.json_normalize(s.model_dump(mode="json")).loc[0].to_dict() for s in (Run(folder).settings, settings)
+        pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
+        for s in (Run(folder).settings, settings)
     )
     for key in {**here, **there}:
         if there.get(key) != here.get(key):
@@ -154,10 +157,7 @@ def _check_same(folder: Path, settings: RunFile) -> None:
 
 
 def _write_run_file(settings: RunFile) -> None:
-    settings.out.mkdir(parents=True, exist_ok=True)
-    partial = settings.out / f".{RUN_FILE}.partial"
-    partial.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-    partial.replace(settings.out / RUN_FILE)
+    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
 
 
 def _prepare(settings: DatasetSettings, target: Path) -> None:
@@ -261,7 +261,7 @@ def _whole(target: Path, make: Callable[[Path], object]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     make(partial / target.name)
-    (partial / target.name).rename(target)
+    put(partial / target.name, target)
     partial.rmdir()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -301,11 +302,27 @@ def summary(root: Path) -> None:
     print_summary(root)
 
 
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "write to another folder",
+    errno.EACCES: "set its permissions",
+}
+
+
 def main() -> None:
     """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
     configure_logging()
     try:
         app()
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
+        if hasattr(error, "__notes__"):  # out of a function of the user, whose traceback says where
+            raise
         typer.echo(f"qerl: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        typer.echo(f"qerl: {what}; {_REMEDIES[error.errno]} and start again: what is finished stays", err=True)
         sys.exit(2)

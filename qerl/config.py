@@ -358,6 +358,9 @@ class RewardSettings(Settings):
     function: FunctionPath | None = None
     """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
     `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a finite number."""
+    timeout: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that a call of `function` may take; over it, the run stops and says where the function was. A higher
+    limit goes on from the last checkpoint. null: no limit."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
@@ -368,6 +371,10 @@ class RewardSettings(Settings):
         if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
             return values
         return {**REWARD_PRESETS[values["preset"]], **values}
+
+
+#: Keys of `RunSettings` that decide whether a run ends and nothing about its outcome.
+UNDECIDING: Any = {"reward": {"timeout"}}
 
 
 class PPOSettings(Settings):

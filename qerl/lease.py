@@ -1,4 +1,5 @@
-"""GPUs of this node for one process: jobs of several workflows on it never share one by accident.
+"""What one process has to itself: GPUs of this node, so that jobs of several workflows never share one by accident,
+and the folder of a run.
 
 A lease is an flock on a file a GPU. The kernel drops it when the process ends, however it ends. The GPUs are found
 without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
@@ -11,6 +12,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -52,6 +54,28 @@ def lock_folder() -> Path:
         folder.mkdir(exist_ok=True)
         folder.chmod(0o1777)
     return folder
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep `folder` (made if it isn't there) for the length of the block; a `ConfigError` if another process has it.
+
+    A training goes on when its Snakemake is killed; another one beside it would write the same checkpoints.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"process {file.read().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
+                "start again: the run goes on from its last checkpoint"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 @contextmanager

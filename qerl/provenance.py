@@ -15,6 +15,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import resolve_name
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from qerl.config import ConfigError
@@ -99,12 +100,55 @@ def stamp(seed: int | None = None) -> dict[str, Any]:
     }
 
 
+# --- files that are whole or not there -------------------------------------------------------------------------------
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a result whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whenever the process is killed or the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, default=str) + "\n")
+    partial.write_text(text)
+    put(partial, path)
+
+
+def put(partial: Path, path: Path) -> None:
+    """Rename a finished file or folder, its content on the disk before its name is."""
+    flush(partial)
     partial.replace(path)
+    _fsync(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk; links are left alone."""
+    for inner in path.iterdir() if path.is_dir() else ():
+        if not inner.is_symlink():
+            flush(inner)
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` unless a file can be made where `path` is to be: said before hours are spent on it."""
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to {folder} ({error.strerror}); make it writable, make room, or choose another folder"
+        ) from None
 
 
 # --- the version of code: what a rule depends on ---------------------------------------------------------------------

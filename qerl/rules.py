@@ -21,11 +21,19 @@ from qerl.config import (
     parse,
 )
 from qerl.lease import lease
+from qerl.provenance import check_writable
 
 app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
 
 SettingsJson = Annotated[str, typer.Option("--settings", help="Settings as JSON.")]
-Out = Annotated[Path, typer.Option("--out", help="Where results go.")]
+
+
+def _writable(path: Path) -> Path:
+    check_writable(path)
+    return path
+
+
+Out = Annotated[Path, typer.Option("--out", callback=_writable, help="Where results go.")]
 Locked = Annotated[Path | None, typer.Option("--lock", help="Compare the files with this lock file.")]
 Named = Annotated[list[str], typer.Option("--data", help="NAME=FOLDER of a prepared data set.")]
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import signal
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,51 @@ def load(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{path}: {name} is no function but of type {type(function).__name__}")
     return function  # type: ignore[no-any-return]
+
+
+def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
+    """What the function returns. `key` is where the configuration names it, and in `limit` seconds it must be done.
+
+    What it raises is passed on with a note that names it; over the limit, a `ConfigError` says where it was.
+    """
+    function = load(path)
+    try:
+        with _limited(limit, key):
+            return function(*arguments)
+    except _OverTime as error:
+        place = traceback.extract_tb(error.__traceback__)[-2]  # the last one is the handler of the signal
+        raise ConfigError(
+            f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
+            "or allow it more time: then the run goes on from its last checkpoint"
+        ) from error
+    except Exception as error:
+        error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")
+        raise
+
+
+class _OverTime(BaseException):
+    """No `Exception`, which the function might catch."""
+
+
+@contextmanager
+def _limited(limit: float | None, key: str) -> Iterator[None]:
+    """Interrupt the block after `limit` seconds, Python code and waiting alike, by SIGALRM."""
+    if limit is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(f"{key} can be limited in time in the main thread only; train there, or set timeout: null")
+
+    def expire(*_: Any) -> None:
+        raise _OverTime
+
+    before = signal.signal(signal.SIGALRM, expire)
+    other_timer = signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *other_timer)
+        signal.signal(signal.SIGALRM, before)
 
 
 def source_version(path: str) -> str:

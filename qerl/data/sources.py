@@ -31,9 +31,11 @@ from qerl.config import (
 from qerl.data.arithmetic import generate
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.records import DataError, Problem, Record, detect_format, parse_record, question_id
-from qerl.userfunction import load
+from qerl.provenance import write_json
+from qerl.userfunction import call
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+META = "dataset.json"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _Splits = dict[Split, list[Record]]
@@ -63,7 +65,7 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
         "origin": origin.model_dump(mode="json"),
         "repository_files": hub.hashes() if hub else {},
     }
-    (target / "dataset.json").write_text(json.dumps(meta, indent=2) + "\n")
+    write_json(target / META, meta)
 
 
 def split_file(folder: Path, split: Split) -> Path:
@@ -73,7 +75,7 @@ def split_file(folder: Path, split: Split) -> Path:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read dataset.json of a prepared folder: format, instruction, answer, rows, sha256, origin."""
-    meta: dict[str, Any] = json.loads((folder / "dataset.json").read_text())
+    meta: dict[str, Any] = json.loads((folder / META).read_text())
     return meta
 
 
@@ -212,7 +214,7 @@ def _renamed(records: Iterable[_Located], columns: Mapping[str, str]) -> Iterato
 
 def _call(origin: FunctionData) -> dict[Split, list[_Located]] | list[_Located]:
     """What the user's function returns: records, or splits of records."""
-    returned = load(origin.function)()
+    returned = call(origin.function, key="origin.function")
     if not isinstance(returned, Mapping):
         return list(_numbered(returned, origin.function))
     if unknown := [name for name in returned if name not in SPLITS]:

@@ -17,6 +17,9 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: What PEFT calls the files of an adapter.
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _COMPRESSED_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 _QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
@@ -48,6 +51,16 @@ def check_base(folder: Path) -> None:
     if (found := weights_format_of(folder)) != "bf16":
         raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
     check_tokenizer(folder)
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise `CheckpointError` unless the files of a trained adapter are whole."""
+    try:
+        _read_json(folder / ADAPTER_CONFIG)
+        _read_header(folder / ADAPTER)
+    except CheckpointError as error:
+        reason = str(error).rpartition(";")[0]
+        raise CheckpointError(f"{reason}; delete {folder} and train the run again") from None
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
+from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
 from qerl.models.loading import load_model
 from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
@@ -146,8 +147,9 @@ def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Pol
 
 def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torch.device | None = None) -> Policy:
     """A policy to sample from: the base as it is, or with the outcome of a run (adapter or full weights)."""
-    if trained is None or not (trained / "adapter_config.json").is_file():
+    if trained is None or not (trained / ADAPTER_CONFIG).is_file():
         return Policy(*_base(trained or checkpoint, dtype, device))
+    check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
 from qerl.models.loading import read_packed, stream
+from qerl.provenance import put
 from qerl.quant import FormatError
 from qerl.quant.awq import Calibration, write_equalised
 from qerl.quant.formats import dequantize, tensor_specs
@@ -61,7 +62,7 @@ def quantize_checkpoint(
         write_packed(dense, partial, weights_format)
         AutoTokenizer.from_pretrained(source).save_pretrained(partial)
         report = quantization_report(dense, partial, weights_format) | awq
-        partial.rename(target)
+        put(partial, target)
     return report
 
 

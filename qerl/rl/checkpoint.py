@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from qerl.provenance import put
+
 KEEP = 2
+_DIGEST = hashlib.sha256().digest_size
 
 
 class CheckpointError(ValueError):
@@ -21,7 +24,7 @@ class Checkpoints:
     """The checkpoints of one run in a folder of its own."""
 
     folder: Path
-    #: Identifies settings and code; a checkpoint with another one is refused.
+    #: Identifies settings, code, base and data; a checkpoint with another one is refused.
     fingerprint: str
 
     def _files(self) -> list[Path]:
@@ -29,20 +32,25 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the state after `step`, then drop all but the last two; a failed write drops none."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / "partial"
+        digested = None
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
-                torch.save({"fingerprint": self.fingerprint, "step": step, **state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            partial.unlink()
+                digested = _Digested(file)
+                torch.save({"fingerprint": self.fingerprint, "step": step, **state}, digested)  # type: ignore[arg-type]
+                file.write(digested.digest.digest())
+            put(partial, self.folder / f"step-{step:06d}.pt")
+        except (OSError, RuntimeError) as error:
+            cause = digested.error if digested and digested.error else error
+            if not isinstance(cause, OSError):
+                raise
+            if digested:
+                partial.unlink()
             raise CheckpointError(
-                f"can't write the checkpoint of step {step} to {self.folder} ({error.strerror}); make room and start "
-                "again: the run goes on from the checkpoint before"
+                f"can't write the checkpoint of step {step} to {self.folder} ({cause.strerror}); make room, or make "
+                "the folder writable, and start again: the run goes on from the checkpoint before"
             ) from error
-        partial.replace(self.folder / f"step-{step:06d}.pt")
         for old in self._files()[:-KEEP]:
             old.unlink()
 
@@ -52,12 +60,45 @@ class Checkpoints:
         if not files:
             return None
         newest = files[-1]
-        try:
-            state = torch.load(newest, map_location=device, weights_only=True)
-        except (RuntimeError, EOFError) as error:
+        if damage := _damage(newest):
             raise CheckpointError(
-                f"{newest} is damaged ({error}); delete it to continue from the one before"
-            ) from error
+                f"{newest} {damage}; delete it to go on from the one before (without one: from the start)"
+            )
+        state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
+
+
+class _Digested:
+    """A file that takes the SHA-256 of what is written to it, and keeps an error that torch.save may hide."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _damage(path: Path) -> str | None:
+    """Why a checkpoint can't be read, or isn't what was written: its last bytes are the SHA-256 of the others."""
+    digest, rest = hashlib.sha256(), b""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                rest += block
+                digest.update(rest[:-_DIGEST])
+                rest = rest[-_DIGEST:]
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    return None if rest == digest.digest() else "is damaged"

@@ -9,7 +9,7 @@ from numbers import Real
 from qerl.config import AnswerForm, RecordFormat, RewardSettings
 from qerl.data.answers import is_correct, well_formed
 from qerl.data.records import Problem
-from qerl.userfunction import load
+from qerl.userfunction import call
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
     return min(0.0, (limit - buffer - tokens) / buffer) if buffer else 0.0
 
 
-def custom_reward(answer: Answer, problem: Problem, function: str) -> float:
+def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
     """What the user's `module:function` returns for a completion; a `ValueError` if that is no finite number."""
-    value = load(function)(answer, problem)
+    value = call(function, answer, problem, key="reward.function", limit=timeout)
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(
             f"reward.function {function} returned {value!r} for problem {problem.id}; it must return a finite number"
@@ -52,7 +52,9 @@ def reward_parts(
         "format": float(well_formed(answer.text, record_format, form)),
         "overlong": overlong_penalty(answer.tokens, answer.limit, settings.overlong_buffer),
     }
-    return {**parts, "custom": custom_reward(answer, problem, settings.function)} if settings.function else parts
+    if settings.function:
+        parts["custom"] = custom_reward(answer, problem, settings.function, settings.timeout)
+    return parts
 
 
 def total(parts: dict[str, float], settings: RewardSettings) -> float:

@@ -8,14 +8,19 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from qerl.config import RunSettings, parse
-from qerl.data.sources import read_meta, read_split
+from safetensors import SafetensorError
+
+from qerl.config import UNDECIDING, RunSettings, parse
+from qerl.data.sources import META, read_meta, read_split, split_file
+from qerl.lease import alone
+from qerl.lock import sha256_of
 from qerl.measure import peak_memory_bytes, seconds
+from qerl.models.checkpoint import CONFIG, check_checkpoint, weight_files
 from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.value import add_value
 from qerl.progress import log
-from qerl.provenance import code_version, stamp, write_json
-from qerl.rl.checkpoint import Checkpoints
+from qerl.provenance import code_version, flush, stamp, write_json, write_text
+from qerl.rl.checkpoint import CheckpointError, Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.processes import Processes, run_in_processes
@@ -39,21 +44,33 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     return policy
 
 
-def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Trainer:
-    """Policy, sampler and problems together; `work` takes checkpoints and the metrics so far."""
+def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
+    """Policy, sampler and problems together; `work` takes the metrics so far and checkpoints, with the fingerprint."""
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     meta = read_meta(data)
     task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
-    checkpoints = Checkpoints(work, _fingerprint(settings))
+    checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _fingerprint(settings: RunSettings) -> str:
+    """Of what the configuration and the code say of a run."""
     function = settings.reward.function
-    text = settings.model_dump_json() + code_version("qerl.rl.train") + (source_version(function) if function else "")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    text = settings.model_dump_json(exclude=UNDECIDING) + code_version("qerl.rl.train")
+    return hashlib.sha256((text + (source_version(function) if function else "")).encode()).hexdigest()[:16]
+
+
+def _state_folder(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Path:
+    """Where the run's state lies, by its fingerprint and the content of its base and its problems.
+
+    Times of files say nothing: they follow the clock, and what is copied or moved keeps its old ones.
+    """
+    check_checkpoint(checkpoint)
+    files = [checkpoint / CONFIG, *weight_files(checkpoint), data / META, split_file(data, "train")]
+    text = _fingerprint(settings) + "".join(map(sha256_of, files))
+    return work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
@@ -63,33 +80,39 @@ def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out
     with `on_failure: row`, when the run is out of memory or over `time_limit` (hours).
     """
     settings = parse(RunSettings, row["settings"], f"run {row['id']}")
-    forget(work)
-    try:
-        run_in_processes(settings.processes, _train, row, settings, checkpoint, data, work, out)
-    except (RuntimeError, MemoryError):
-        found = failure(work)
-        if found is None or row.get("on_failure", "stop") == "stop":
-            raise
-        _write_failure(row, settings, found, work, out)
+    with alone(work):
+        forget(work)
+        state = _state_folder(settings, checkpoint, data, work)
+        if not state.exists() and any(work.glob("*/step-*.pt")):
+            log.info("starts anew: checkpoints in %s are of other settings, code, base or data", work)
+        try:
+            run_in_processes(settings.processes, _train, row, settings, checkpoint, data, state, out)
+        except (RuntimeError, MemoryError):
+            found = failure(work)
+            if found is None or row.get("on_failure", "stop") == "stop":
+                raise
+            _write_failure(row, settings, found, state, out)
+        else:
+            shutil.rmtree(work)
 
 
-def _write_failure(row: dict[str, Any], settings: RunSettings, found: Failure, work: Path, out: Path) -> None:
+def _write_failure(row: dict[str, Any], settings: RunSettings, found: Failure, state: Path, out: Path) -> None:
     """A result without a policy. Checkpoints stay: another attempt, with more memory or time, goes on from them."""
-    metrics = work / _fingerprint(settings) / METRICS
+    metrics = state / METRICS
     rows = metrics.read_text() if metrics.is_file() else ""
     status = f"{found.kind} after {rows.count(chr(10))} of {settings.steps} steps"
     (out / "policy").mkdir(parents=True, exist_ok=True)
-    (out / METRICS).write_text(rows)
+    write_text(out / METRICS, rows)
     told = {"run": row["id"], **_named(row), "status": status, "reason": found.reason, "summary": None}
     write_json(out / "run.json", {**told, "provenance": stamp(settings.seed)})
     log.warning("%s: %s (%s)", row["id"], status, found.reason)
 
 
-def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path) -> None:
+def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: Path, state: Path, out: Path) -> None:
     """What each process of a run does."""
     time_limit = row.get("time_limit")
-    with noted(work, time_limit), seconds() as elapsed:
-        trainer = make_trainer(settings, checkpoint, data, work / _fingerprint(settings))
+    with noted(state.parent, time_limit), seconds() as elapsed:
+        trainer = make_trainer(settings, checkpoint, data, state, state.name)
         rows = trainer.run(time_limit)
     peak = trainer.processes.max(peak_memory_bytes())
     if not trainer.processes.writes:
@@ -97,8 +120,7 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
-    trainer.policy.save(out / "policy")
-    shutil.copyfile(trainer.metrics, out / METRICS)
+    _save(trainer, out)
     summary = {
         "steps": len(rows),
         "seconds": elapsed.value,
@@ -111,8 +133,21 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     write_json(
         out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)}
     )
-    shutil.rmtree(work)
     log.info("reward %.3f -> %.3f in %d steps", rows[0]["reward"], rows[-1]["reward"], len(rows))
+
+
+def _save(trainer: Trainer, out: Path) -> None:
+    """Write policy and metrics; run.json, which says that they are there, may follow."""
+    try:
+        trainer.policy.save(out / "policy")
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"can't write the trained policy to {out} ({error}); make room and start again: the run goes on from its "
+            "last checkpoint"
+        ) from error
+    shutil.copyfile(trainer.metrics, out / METRICS)
+    flush(out / "policy")
+    flush(out / METRICS)
 
 
 def _named(row: dict[str, Any]) -> dict[str, Any]:

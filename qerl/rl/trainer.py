@@ -12,6 +12,7 @@ from qerl.config import RunSettings
 from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.policy import Policy
 from qerl.progress import track
+from qerl.provenance import write_text
 from qerl.rl.aqn import Noise
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector
@@ -109,7 +110,4 @@ class Trainer:
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """The whole file anew each step: a killed run leaves no torn or repeated row."""
-        self.metrics.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        partial.replace(self.metrics)
+        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))

@@ -80,6 +80,10 @@ _SUMS = (
 )
 
 
+class DivergedError(ValueError):
+    """A run whose numbers left the range of floats; the message is one sentence for the user."""
+
+
 class Updater:
     """Updates a policy on the completions of a rollout."""
 
@@ -210,7 +214,10 @@ class Updater:
             parameters = [p for name, p in trained if is_value(name) == of_value]
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
         if not all(torch.isfinite(norm) for norm in norms):
-            raise FloatingPointError("the gradient is not finite; lower optimizer.learning_rate or use dtype=float32")
+            raise DivergedError(
+                "the gradient is not finite, as the loss or a weight is NaN or infinite; lower optimizer.learning_rate "
+                "or use dtype=float32 (the last checkpoint, from before, is kept)"
+            )
         self.optimizer.step()
         return norms[0].item()
 

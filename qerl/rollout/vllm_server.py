@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -114,6 +115,11 @@ class VllmServerSampler:
             raise ConfigError(f"{self._url}{path} answered {error.code}: {error.read().decode()[:300]}") from None
         except URLError as error:
             raise ConfigError(f"no vLLM server answers at {self._url} ({error.reason}); check vllm.url") from None
+        except (HTTPException, ConnectionError) as error:  # it had accepted the question
+            raise ConfigError(
+                f"the vLLM server at {self._url} broke off ({type(error).__name__}); see its log, start it and then "
+                "the run again: it goes on from its last checkpoint"
+            ) from None
         return json.loads(text) if text.startswith("{") else text
 
 
