@@ -128,6 +128,13 @@ class DatasetSettings(Settings):
     """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
     `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
 
+    @property
+    def own_file(self) -> Path | None:
+        """The user's own file or folder that it is made of."""
+        if isinstance(self.origin, LocalData):
+            return self.origin.path
+        return self.origin.folder if isinstance(self.origin, HubData) else None
+
     @model_validator(mode="after")
     def _tags_are_asked_for(self) -> DatasetSettings:
         if self.answer == "tags" and not all(tag in self.instruction for tag in ("<think>", "<answer>")):
@@ -764,6 +771,12 @@ class Config(Settings):
     model: Path | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: Path | None = None
+
+    @property
+    def own_files(self) -> list[Path]:
+        """The user's own files and folders that results are made of."""
+        models = [model.path for model in self.models.values() if isinstance(model, LocalModel)]
+        return models + [own for data in self.datasets.values() if (own := data.own_file)]
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -23,6 +24,8 @@ from qerl.config import ConfigError
 PACKAGE = Path(__file__).parent
 #: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
 TELLING = ("qerl.config", "qerl.plan", "qerl.progress", "qerl.provenance")
+#: Seconds that clocks of several machines may differ by.
+CLOCK_SKEW = 60
 LIBRARIES = (
     "torch",
     "transformers",
@@ -149,6 +152,40 @@ def check_writable(path: Path) -> None:
         raise ConfigError(
             f"can't write to {folder} ({error.strerror}); make it writable, make room, or choose another folder"
         ) from None
+
+
+# --- times of files --------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A path and, of a folder, all in it."""
+    yield path
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+def times_of(path: Path) -> str:
+    """A hash of sizes and times of a file, or of all in a folder: any change of them is one, also to an older time.
+
+    Snakemake compares times with those of results only, so that a file moved to the place of a newer one isn't seen.
+    """
+    files = _files(path) if path.exists() else ()
+    told = [(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(sorted(told[1:] or told)).encode()).hexdigest()[:12]
+
+
+def check_clock(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError` where a file is from the future: with the clock set back, Snakemake takes stale for new."""
+    now = time.time()
+    for path in paths:
+        for file in _files(path):
+            written = file.lstat().st_mtime if os.path.lexists(file) else now
+            if written > now + CLOCK_SKEW:
+                raise ConfigError(
+                    f"{file} is from the future ({datetime.fromtimestamp(written):%Y-%m-%d %H:%M:%S}), so the clock "
+                    "was set back; set it right, or date the files anew: "
+                    f"find {path} -exec touch -h -d @{now:.0f} {{}} +"
+                )
 
 
 # --- the version of code: what a rule depends on ---------------------------------------------------------------------

@@ -81,8 +81,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def read_split(folder: Path, split: Split) -> list[Problem]:
     """Read the problems of one split of a prepared folder; an empty list if the set has no such split."""
-    record_format = read_meta(folder)["format"]
-    return [parse_record(record, record_format, where) for where, record in _records(split_file(folder, split))]
+    meta, file = read_meta(folder), split_file(folder, split)
+    problems = [parse_record(record, meta["format"], where) for where, record in _records(file)]
+    if len(problems) != meta["rows"][split]:
+        raise DataError(
+            f"{file} holds {len(problems)} records, not the {meta['rows'][split]} that were written; delete {folder}, "
+            "to have it prepared again"
+        )
+    return problems
 
 
 def read_records(folder: Path, split: Split) -> list[Record]:

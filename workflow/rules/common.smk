@@ -15,7 +15,7 @@ from snakemake.exceptions import WorkflowError
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.lock import check_pinned
 from qerl.plan import Plan, plan_from
-from qerl.provenance import code_version
+from qerl.provenance import check_clock, code_version, times_of
 from qerl.report import printed
 from qerl.userfunction import source_version
 
@@ -23,7 +23,9 @@ from qerl.userfunction import source_version
 def read_plan(given: dict) -> Plan:
     """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
     try:
-        return plan_from(given, default=ROOT / "config/mini.yaml")
+        plan = plan_from(given, default=ROOT / "config/mini.yaml")
+        check_clock([Path(plan.folder), *plan.config.own_files])
+        return plan
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
@@ -92,9 +94,13 @@ def dataset_settings(wildcards) -> str:
 
 def dataset_source(wildcards) -> list[str]:
     """The user's own file or folder, so that a change there is seen."""
-    origin = PLAN.config.datasets[wildcards.dataset].origin
-    place = {"local": "path", "hub": "folder"}.get(origin.source, "")
-    return [str(source)] if (source := getattr(origin, place, None)) else []
+    own = PLAN.config.datasets[wildcards.dataset].own_file
+    return [str(own)] if own else []
+
+
+def dataset_times(wildcards) -> list[str]:
+    """Times of the user's own file or folder; Snakemake compares them with those of results only."""
+    return [times_of(Path(source)) for source in dataset_source(wildcards)]
 
 
 def dataset_code(wildcards) -> str:
@@ -150,6 +156,12 @@ def base_folder(wildcards) -> str:
     return (
         str(model.path) if isinstance(model, LocalModel) else f"{RESULTS}/models/{name}"
     )
+
+
+def base_times(wildcards) -> str:
+    """Times of the files of the user's own model."""
+    model = PLAN.config.models[PLAN.checkpoints[wildcards.checkpoint].model]
+    return times_of(model.path) if isinstance(model, LocalModel) else ""
 
 
 # --- train

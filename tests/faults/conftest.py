@@ -1,0 +1,138 @@
+"""A tiny run from files to files, and the ways in which its process ends."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl.config import DatasetSettings, Generated, RunSettings, parse
+from qerl.data.sources import prepare
+from qerl.rl.train import train_run
+from tests.tiny import tiny_qwen2
+
+SETTINGS = {
+    "model": "tiny",
+    "dataset": "arithmetic",
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 4,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "reward": {"function": "own_reward:letters"},
+    "checkpoint_every": 1,
+}
+#: Random completions differ in it.
+REWARD = "def letters(answer, problem):\n    return float(len(set(answer.text)))\n"
+
+
+class Run:
+    """Trains in `folder`; `row` and `changes` as in the sheet of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.base, self.data, self.work, self.out = (folder / name for name in ("base", "data", "work", "out"))
+
+    def train(self, changes: dict | None = None, name: str = "", **row) -> list[dict]:
+        settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test").model_dump(mode="json")
+        given = {"id": "r", "experiment": "e", "arm": "a", "varied": {}, "settings": settings, **row}
+        sys.modules.pop("own_reward", None)
+        out = Path(f"{self.out}{name}")
+        train_run(given, self.base, self.data, Path(f"{self.work}{name}"), out)
+        return read_rows(out / "metrics.jsonl")
+
+    def reward(self, text: str) -> None:
+        (self.folder / "own_reward.py").write_text(text)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.work.glob("*/step-*.pt"))
+
+
+def read_rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    timing = ("seconds/", "tokens_per_second/", "memory_bytes")
+    return [{key: value for key, value in row.items() if not key.startswith(timing)} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    base = tiny_qwen2(folder / "base")
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, inputs, monkeypatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    made = Run(tmp_path)
+    made.reward(REWARD)
+    return made
+
+
+@pytest.fixture(scope="session")
+def whole(inputs, tmp_path_factory) -> list[dict]:
+    """The metrics of the run that nothing happens to."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("whole")
+        patch.chdir(folder)
+        patch.setenv("QERL_COMMIT", "test")
+        patch.syspath_prepend(str(folder))
+        shutil.copytree(inputs, folder, dirs_exist_ok=True)
+        made = Run(folder)
+        made.reward(REWARD)
+        return made.train()
+
+
+def forked(function: Callable[[], object]) -> int:
+    """The exit status of a fork that calls `function`: 0 where it returned, 1 where it raised."""
+    torch.set_num_threads(1)  # a fork has no other threads
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@contextmanager
+def ordinary_user():
+    """Root may read and write anything: within the block it is nobody."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def public():
+    """A folder that other users may look into, as pytest's own aren't."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,256 @@
+"""Power cuts, full disks, damaged and unreadable files: what is there is whole, or is named."""
+
+import errno
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl import api, cli
+from qerl.config import ConfigError
+from qerl.data.records import DataError
+from qerl.data.sources import read_split
+from qerl.models.checkpoint import CheckpointError as BaseError
+from qerl.models.export import export
+from qerl.models.policy import load_policy
+from qerl.provenance import check_writable, write_json
+from qerl.rl.checkpoint import CheckpointError, Checkpoints
+
+from .conftest import forked, ordinary_user, read_rows, untimed
+
+CPU = torch.device("cpu")
+CUT = 77
+
+
+def cut_before(name: str) -> None:
+    """End this process where it would give a file its final name."""
+    replace = os.replace
+
+    def replace_or_end(source, target, **options):
+        if Path(target).name == name:
+            os._exit(CUT)
+        replace(source, target, **options)
+
+    os.replace = replace_or_end
+
+
+# --- power cuts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "step-000002.pt", "run.json"])
+def test_a_power_cut_between_write_and_rename_loses_nothing(run, whole, name):
+    def train():
+        cut_before(name)
+        run.train()
+
+    assert forked(train) == CUT
+    assert not list(run.folder.glob(f"[wo]*/**/{name}"))
+    kept = {"metrics.jsonl": 0, "step-000002.pt": 1, "run.json": 3}[name]
+    done = [row for file in run.work.glob("*/metrics.jsonl") for row in read_rows(file)][:kept]
+    assert len(done) == kept
+    rows = run.train()
+    assert untimed(rows) == untimed(whole)
+    assert rows[:kept] == done  # with their seconds: these steps were not done again
+    assert (run.out / "run.json").is_file()
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    happened = []
+    replace, fsync = os.replace, os.fsync
+
+    def synced(file):
+        happened.append(("on disk", Path(os.readlink(f"/proc/self/fd/{file}")).name))
+        fsync(file)
+
+    def renamed(source, target, **options):
+        happened.append(("renamed", Path(source).name))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_json(tmp_path / "a.json", {})
+    Checkpoints(tmp_path, "x").save(1, {})
+    folder = ("on disk", tmp_path.name)
+    for name in ("a.json.partial", "partial"):
+        assert [happened.pop(0) for _ in range(3)] == [("on disk", name), ("renamed", name), folder]
+    assert not happened
+
+
+def test_trained_files_are_on_the_disk_before_run_json_says_so(run, monkeypatch):
+    happened, fsync = [], os.fsync
+
+    def synced(file):
+        happened.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    run.train({"steps": 1})
+    said = happened.index("run.json.partial")
+    assert {"adapter_model.safetensors", "adapter_config.json", "policy", "metrics.jsonl"} <= set(happened[:said])
+
+
+def test_a_run_by_hand_cut_off_at_once_can_be_started_again(run):
+    values = {"model": str(run.base), "dataset": {"format": "gsm8k", "origin": {"source": "generated"}}}
+    settings = api._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
+
+    def write():
+        cut_before(api.RUN_FILE)
+        api._write_run_file(settings)
+
+    assert forked(write) == CUT
+    assert [file.name for file in (run.folder / "by-hand").iterdir()] == ["run.yaml.partial"]
+    api._check_same(run.folder / "by-hand", settings)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),  # what a power cut may leave of a file without fsync
+    "noise": lambda content: bytes(range(256)) * (len(content) // 256),
+    "one bit": lambda content: content[:2000] + bytes([content[2000] ^ 1]) + content[2001:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_as_good(tmp_path, kind):
+    store = Checkpoints(tmp_path, "x")
+    for step in (1, 2):
+        store.save(step, {"trained": {"a": torch.full((1000,), float(step))}})
+    newest = tmp_path / "step-000002.pt"
+    newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"step-000002\.pt is damaged; delete it to go on from the one before"):
+        store.load(CPU)
+    newest.unlink()
+    assert store.load(CPU)["trained"]["a"].eq(1.0).all()
+
+
+def test_an_unreadable_checkpoint_is_named(public):
+    store = Checkpoints(public, "x")
+    store.save(1, {})
+    (public / "step-000001.pt").chmod(0)
+    with ordinary_user(), pytest.raises(CheckpointError, match=r"can't be read \(Permission denied\); delete it"):
+        store.load(CPU)
+
+
+def test_torn_metrics_are_mended_where_the_run_goes_on(run, whole):
+    assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
+    [metrics] = run.work.glob("*/metrics.jsonl")
+    metrics.write_text(metrics.read_text() + '{"step": 4, "rew')
+    assert untimed(run.train()) == untimed(whole)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_half_written_adapter_is_named(run, name):
+    run.train({"steps": 1})
+    file = run.out / "policy" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for use in (
+        lambda: load_policy(run.base, run.out / "policy", "float32", CPU),
+        lambda: export(run.base, run.out / "policy", run.folder / "exported"),
+    ):
+        with pytest.raises(BaseError, match=rf"{name}.*; delete .*policy and train the run again"):
+            use()
+
+
+def test_a_truncated_base_is_named_before_anything_is_loaded(run):
+    file = run.base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(BaseError, match=r"model\.safetensors has \d+ bytes, but its header promises"):
+        run.train()
+
+
+def test_problems_that_lost_their_end_are_not_taken_for_all(run):
+    file = run.data / "train.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:10]))
+    with pytest.raises(DataError, match=r"train\.jsonl holds 10 records, not the \d+ that were written; delete"):
+        read_split(run.data, "train")
+
+
+# --- full disks ------------------------------------------------------------------------------------------------------
+
+
+def limited(size: int) -> None:
+    """Let no file of this process grow over `size` bytes: writes then fail as on a full disk, in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_disk_that_fills_up_within_a_checkpoint_is_told(tmp_path):
+    """torch.save hides the system's error behind one of its own."""
+    store = Checkpoints(tmp_path, "x")
+    store.save(1, {"a": torch.ones(100)})
+
+    def save():
+        limited(100_000)
+        with pytest.raises(CheckpointError, match=r"step 2 .*File too large.*goes on from the checkpoint before"):
+            store.save(2, {"a": torch.ones(100_000)})
+
+    assert forked(save) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["step-000001.pt"]
+    assert store.load(CPU)["a"].eq(1).all()
+
+
+def test_a_disk_full_at_the_end_costs_no_step(run, whole, monkeypatch):
+    def train():
+        save = Checkpoints.save
+
+        def save_and_fill(self, step, state):
+            save(self, step, state)
+            if step == 3:
+                limited(10_000)
+
+        monkeypatch.setattr(Checkpoints, "save", save_and_fill)
+        with pytest.raises(CheckpointError, match=r"can't write the trained policy .*make room and start again"):
+            run.train()
+
+    assert forked(train) == 0
+    assert not (run.out / "run.json").exists()
+    assert [file.name for file in run.checkpoints] == ["step-000002.pt", "step-000003.pt"]
+    assert untimed(run.train()) == untimed(whole)
+
+
+def said_by(capsys, monkeypatch, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["qerl", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("qerl: ")
+    assert said.count("\n") == 1
+    return said
+
+
+DATA = ("rule", "data", "--settings", '{"format": "gsm8k", "origin": {"source": "generated", "train": 64}}', "--out")
+
+
+def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monkeypatch):
+    # The kernel's own full disk: every write to it fails with ENOSPC.
+    (tmp_path / "train.jsonl").symlink_to("/dev/full")
+    said = said_by(capsys, monkeypatch, *DATA, str(tmp_path))
+    assert f"{os.strerror(errno.ENOSPC)}; make room and start again" in said
+    assert not (tmp_path / "dataset.json").exists()
+
+
+# --- read-only results -----------------------------------------------------------------------------------------------
+
+
+def test_read_only_results_are_told_before_the_work(public, capsys, monkeypatch):
+    """Of every rule: `--out` is checked as it is read. Training here would fail for lack of a checkpoint, later."""
+    public.chmod(0o555)
+    train = ("rule", "train", "--settings", "{}", "absent", "absent", "absent", "--out")
+    for arguments in (DATA, train):
+        with ordinary_user():
+            said = said_by(capsys, monkeypatch, *arguments, str(public / "results/x"))
+        assert f"can't write to {public} (Permission denied); make it writable" in said
+    assert not list(public.iterdir())
+
+
+def test_what_is_to_be_there_need_not_be_there_yet(tmp_path):
+    check_writable(tmp_path / "new/folder/out.json")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="can't write to /proc"):
+        check_writable(Path("/proc/out.json"))
