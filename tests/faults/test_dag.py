@@ -1,0 +1,148 @@
+"""The DAG: jobs and Snakemake killed, two Snakemakes at once, a clock set back, an input replaced by an older one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import tiny_qwen2
+from tests.workflow.conftest import Tree, copy_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RUN = "results/micro/train/main-nvfp4-lora-seed0"
+ARGUMENTS = ("--configfile", "faults.yaml", "--", f"{RUN}/run.json")
+#: While there is a file `waits`, the second step doesn't end, so that there is time to kill.
+REWARD = """
+import time
+from pathlib import Path
+calls = 0
+
+def letters(answer, problem):
+    global calls
+    calls += 1
+    while calls > 4 and Path("waits").exists():
+        time.sleep(0.05)
+    return float(len(set(answer.text)))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Tree:
+    tree = copy_tree(tmp_path_factory.mktemp("faults") / "qerl")
+    values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
+    rows = [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(60)]
+    (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tree.folder / "own_reward.py").write_text(REWARD)
+    values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
+    own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "own_reward:letters"}}
+    values["experiments"]["main"]["base"] |= own
+    values["models"] = {"miniature": {"source": "local", "path": "model"}}
+    model = tiny_qwen2(tree.folder / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    (tree.folder / "faults.yaml").write_text(yaml.safe_dump(values))
+    return tree
+
+
+def jobs(tree: Tree, rule: str) -> list[int]:
+    """Process numbers of a rule's command in this tree."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+        if place == tree.folder.resolve() and command[1:5] == [b"-m", b"qerl", b"rule", rule.encode()]:
+            found.append(int(process.name))
+    return found
+
+
+def wait_for(found):
+    deadline = time.monotonic() + 120
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+def start(tree: Tree) -> subprocess.Popen:
+    """Snakemake in the background, as `Tree.snakemake` calls it."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(tree.folder), "QERL_COMMIT": "test"}
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", *ARGUMENTS]
+    return subprocess.Popen(
+        command, cwd=tree.folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def said(run: subprocess.CompletedProcess) -> str:
+    assert run.returncode != 0
+    return " ".join((run.stdout + run.stderr).split())
+
+
+def test_a_killed_job_leaves_nothing_half_made_and_what_was_finished(tree):
+    def kill():
+        [job] = wait_for(lambda: jobs(tree, "quantize"))
+        os.kill(job, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    said(tree.snakemake(*ARGUMENTS, check=False))
+    killer.join()
+    results = tree.folder / "results/micro"
+    assert not list((results / "quantize").rglob("*.safetensors"))
+    assert (results / "data/own/dataset.json").is_file()
+    assert tree.planned(*ARGUMENTS) == {"quantize": 1, "train": 1}
+
+
+def test_snakemake_is_killed_while_it_trains(tree):
+    """Others are kept out while it runs. When it is killed, its training goes on alone, and no second one beside it."""
+    (tree.folder / "waits").touch()
+    first = start(tree)
+    checkpoints = wait_for(lambda: list(tree.folder.glob("work/micro/*/*/step-*.pt")))
+    assert "--unlock" in said(tree.snakemake(*ARGUMENTS, check=False))  # two at once
+
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    [orphan] = jobs(tree, "train")
+    assert "--unlock" in said(tree.snakemake(*ARGUMENTS, check=False))
+    tree.snakemake("--unlock", *ARGUMENTS)
+    assert f"process {orphan} on" in said(tree.snakemake(*ARGUMENTS, check=False))
+    assert not (tree.folder / RUN / "run.json").exists()
+
+    os.kill(orphan, signal.SIGKILL)
+    (tree.folder / "waits").unlink()
+    before = json.loads(checkpoints[0].with_name("metrics.jsonl").read_text().splitlines()[0])
+    tree.snakemake(*ARGUMENTS)
+    rows = [json.loads(line) for line in (tree.folder / RUN / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0] == before  # with its seconds: the step was not done again
+    assert tree.planned(*ARGUMENTS) == {}
+
+
+def test_a_clock_set_back_is_told_and_the_sentence_mends_it(tree):
+    """Were the training's inputs made anew now, Snakemake would take its results, of a later time, for newer."""
+    later = time.time() + 3600
+    os.utime(tree.folder / RUN / "run.json", (later, later))
+    refused = said(tree.snakemake("--dry-run", *ARGUMENTS, check=False))
+    assert "run.json is from the future" in refused
+    mend = re.search(r"find results/micro -exec touch -h -d @\d+ \{\} \+", refused)
+    subprocess.run(mend[0], shell=True, check=True, cwd=tree.folder)
+    assert tree.planned(*ARGUMENTS) == {}
+
+
+def test_an_input_replaced_by_an_older_file_is_new(tree):
+    for name in ("own.jsonl", "model/model.safetensors"):
+        file = tree.folder / name
+        times = file.stat().st_mtime_ns - 10**12
+        file.write_bytes(file.read_bytes())
+        os.utime(file, ns=(times, times))
+    assert tree.planned(*ARGUMENTS) == {"prepare_data": 1, "quantize": 1, "train": 1}

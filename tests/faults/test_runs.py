@@ -1,0 +1,190 @@
+"""Numbers that diverge, inputs that change under a run, clocks, two processes at once, a server that dies."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl.config import AdapterSettings, ConfigError, DatasetSettings, Generated, VllmSettings
+from qerl.data.sources import prepare
+from qerl.models.policy import with_adapter
+from qerl.provenance import check_clock, times_of
+from qerl.rl.update import DivergedError
+from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.vllm_server import VllmServerSampler
+from tests.tiny import tiny_qwen2
+
+from .conftest import forked, untimed
+from .test_files import CUT, cut_before
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_stops_with_its_last_good_checkpoint(run):
+    diverging = {"optimizer": {"name": "adamw", "learning_rate": 1e10}, "steps": 8}
+    with pytest.raises(DivergedError, match=r"not finite.*; lower optimizer\.learning_rate or use dtype=float32"):
+        run.train(diverging)
+    assert run.checkpoints
+    for file in run.checkpoints:
+        state = torch.load(file, weights_only=True)
+        assert all(tensor.isfinite().all() for tensor in state["trained"].values())
+        assert all(torch.tensor(row["loss"]).isfinite() for row in state["rows"])
+    assert not run.out.exists()
+
+
+# --- stale state -----------------------------------------------------------------------------------------------------
+
+
+def another_base(run) -> None:
+    base = tiny_qwen2(run.folder / "other", seed=1)
+    os.utime(base / "model.safetensors", (0, 0))  # older than what it replaces, as a moved file may be
+    os.replace(base / "model.safetensors", run.base / "model.safetensors")
+
+
+def other_problems(run) -> None:
+    generated = Generated(train=40, validation=4, test=4, seed=1)
+    prepare(DatasetSettings(format="gsm8k", origin=generated), run.data)
+
+
+@pytest.mark.parametrize("change", [another_base, other_problems])
+def test_a_killed_run_does_not_go_on_with_another_base_or_other_problems(run, change):
+    assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
+    change(run)
+    resumed = run.train()
+    assert untimed(resumed) == untimed(run.train(name="-fresh"))
+
+
+def test_a_copy_of_base_and_problems_is_the_same_run(run, whole):
+    assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
+    before = [file.read_text() for file in run.work.glob("*/metrics.jsonl")]
+    for folder in (run.base, run.data):
+        shutil.copytree(folder, f"{folder}-copy")  # with other times
+        shutil.rmtree(folder)
+        Path(f"{folder}-copy").rename(folder)
+    rows = run.train()
+    assert untimed(rows) == untimed(whole)
+    assert rows[0] == json.loads(before[0].splitlines()[0])  # with its seconds: not done again
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step_whatever_the_clock_said(run, whole):
+    assert forked(lambda: (cut_before("run.json"), run.train())) == CUT
+    newer = run.checkpoints[-1]
+    os.utime(newer, (0, 0))
+    with newer.with_name("metrics.jsonl").open() as file:
+        before = [json.loads(line) for line in file]
+    rows = run.train()
+    assert rows[:3] == before[:3]
+    assert untimed(rows) == untimed(whole)
+
+
+def test_files_of_the_future_are_refused_and_the_sentence_mends_it(tmp_path):
+    (tmp_path / "results").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "results" / name).touch()
+    check_clock([tmp_path / "results", tmp_path / "absent"])
+    later = time.time() + 3600
+    os.utime(tmp_path / "results/b", (later, later))
+    with pytest.raises(ConfigError, match=r"results/b is from the future .*clock was set back; set it right") as error:
+        check_clock([tmp_path / "results"])
+    subprocess.run(str(error.value).rpartition("anew: ")[2].replace("{}", "'{}'"), shell=True, check=True)
+    check_clock([tmp_path / "results"])
+    assert len({file.stat().st_mtime for file in (tmp_path / "results").iterdir()}) == 1  # none looks newer
+
+
+def test_a_file_moved_to_the_place_of_a_newer_one_is_seen(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model/weights", "older"):
+        (tmp_path / name).write_text("same size")
+    os.utime(tmp_path / "older", (1, 1))
+    first = times_of(model), times_of(model / "weights")
+    assert first == (times_of(model), times_of(model / "weights"))
+    (tmp_path / "older").replace(model / "weights")
+    assert times_of(model) != first[0]
+    assert times_of(model / "weights") != first[1]
+    assert times_of(tmp_path / "absent") == times_of(tmp_path / "absent")
+
+
+# --- two at once -----------------------------------------------------------------------------------------------------
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.lease import alone\n"
+HOLD += "with alone(Path(sys.argv[1])):\n    print('has it', flush=True)\n    time.sleep(60)\n"
+
+
+def test_a_second_training_of_a_run_is_refused_until_the_first_ends_however(run, whole):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLD, str(run.work)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert first.stdout.readline() == "has it\n"
+        with pytest.raises(ConfigError, match=rf"process {first.pid} on .* is at work in .*work; wait .*or end it"):
+            run.train()
+        assert not run.out.exists()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+    assert untimed(run.train()) == untimed(whole)
+
+
+# --- a sampler that dies ---------------------------------------------------------------------------------------------
+
+
+class Dying(BaseHTTPRequestHandler):
+    """A server of vLLM's API that is killed when it is asked for a completion."""
+
+    def do_GET(self):
+        self._answer({"data": [{"id": "base"}]})
+
+    def do_POST(self):
+        if self.path == "/v1/completions":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._answer({})
+
+    def _answer(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def serve(pipe) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dying)
+    pipe.send(server.server_port)
+    server.serve_forever()
+
+
+def test_a_server_that_is_killed_while_it_samples_is_named(run):
+    here, there = get_context("fork").Pipe()
+    server = get_context("fork").Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    url = f"http://127.0.0.1:{here.recv()}"
+    policy = with_adapter(run.base, AdapterSettings(rank=4, train_norms=False), "float32", 0, torch.device("cpu"))
+    sampler = VllmServerSampler(policy, VllmSettings(url=url, adapters=run.folder / "adapters"))
+    with pytest.raises(ConfigError, match=rf"{url} broke off .*start it and then the run again: it goes on from its"):
+        sampler.generate([[5, 6]], SamplingParams(max_tokens=4))
+    server.join(10)
+    with pytest.raises(ConfigError, match="no vLLM server answers"):
+        sampler.generate([[5, 6]], SamplingParams(max_tokens=4))
+
+
+def test_the_steps_of_these_tests_are_not_all_alike(whole):
+    assert any(row["grad_norm"] > 0 for row in whole)
