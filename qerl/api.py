@@ -34,6 +34,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.lease import alone
 from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.progress import log
 from qerl.provenance import code_state, put, write_text
@@ -187,7 +188,8 @@ def _train(run: Run) -> None:
 
     name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
     row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings}
-    train_run(row, run.checkpoint, run.data, run.folder / "work", run.folder)
+    with alone(work := run.folder / "work"):
+        train_run(row, run.checkpoint, run.data, work, run.folder)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from qerl.config import (
     StepBench,
     parse,
 )
-from qerl.lease import lease
+from qerl.lease import alone, lease
 from qerl.provenance import check_writable
 
 app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
@@ -97,7 +97,8 @@ def quantize(
 def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out: Out) -> None:
     """Train one run; a run that was killed goes on from its last checkpoint in WORK."""
     row = json.loads(settings)
-    with lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
+    # Its own work first: one that is left over from a killed Snakemake may have the GPU too.
+    with alone(work), lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
         from qerl.rl.train import train_run
 
         train_run(row, checkpoint, data, work, out)

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 
 from qerl.config import UNDECIDING, RunSettings, parse
 from qerl.data.sources import META, read_meta, read_split, split_file
-from qerl.lease import alone
 from qerl.lock import sha256_of
 from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.checkpoint import CONFIG, check_checkpoint, weight_files
@@ -76,24 +75,24 @@ def _state_folder(settings: RunSettings, checkpoint: Path, data: Path, work: Pat
 def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
     """Train the run `row` (id, experiment, arm, varied, settings) and write what came of it to `out`.
 
-    `work` survives a killed run: the next one goes on from there. Results appear in `out` only when all is done, or,
-    with `on_failure: row`, when the run is out of memory or over `time_limit` (hours).
+    `work` survives a killed run: the next one goes on from there. Callers keep it to themselves (`qerl.lease.alone`).
+    Results appear in `out` only when all is done, or, with `on_failure: row`, when the run is out of memory or over
+    `time_limit` (hours).
     """
     settings = parse(RunSettings, row["settings"], f"run {row['id']}")
-    with alone(work):
-        forget(work)
-        state = _state_folder(settings, checkpoint, data, work)
-        if not state.exists() and any(work.glob("*/step-*.pt")):
-            log.info("starts anew: checkpoints in %s are of other settings, code, base or data", work)
-        try:
-            run_in_processes(settings.processes, _train, row, settings, checkpoint, data, state, out)
-        except (RuntimeError, MemoryError):
-            found = failure(work)
-            if found is None or row.get("on_failure", "stop") == "stop":
-                raise
-            _write_failure(row, settings, found, state, out)
-        else:
-            shutil.rmtree(work)
+    forget(work)
+    state = _state_folder(settings, checkpoint, data, work)
+    if not state.exists() and any(work.glob("*/step-*.pt")):
+        log.info("starts anew: checkpoints in %s are of other settings, code, base or data", work)
+    try:
+        run_in_processes(settings.processes, _train, row, settings, checkpoint, data, state, out)
+    except (RuntimeError, MemoryError):
+        found = failure(work)
+        if found is None or row.get("on_failure", "stop") == "stop":
+            raise
+        _write_failure(row, settings, found, state, out)
+    else:
+        shutil.rmtree(work)
 
 
 def _write_failure(row: dict[str, Any], settings: RunSettings, found: Failure, state: Path, out: Path) -> None:

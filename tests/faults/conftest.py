@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl import rules
 from qerl.config import DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
-from qerl.rl.train import train_run
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {
@@ -27,7 +27,7 @@ SETTINGS = {
     "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
     "adapter": {"rank": 4},
     "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    "reward": {"function": "own_reward:letters"},
+    "reward": {"function": "fault_reward:letters"},
     "checkpoint_every": 1,
 }
 #: Random completions differ in it.
@@ -44,13 +44,13 @@ class Run:
     def train(self, changes: dict | None = None, name: str = "", **row) -> list[dict]:
         settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test").model_dump(mode="json")
         given = {"id": "r", "experiment": "e", "arm": "a", "varied": {}, "settings": settings, **row}
-        sys.modules.pop("own_reward", None)
+        sys.modules.pop("fault_reward", None)
         out = Path(f"{self.out}{name}")
-        train_run(given, self.base, self.data, Path(f"{self.work}{name}"), out)
+        rules.train(json.dumps(given), self.base, self.data, Path(f"{self.work}{name}"), out)
         return read_rows(out / "metrics.jsonl")
 
     def reward(self, text: str) -> None:
-        (self.folder / "own_reward.py").write_text(text)
+        (self.folder / "fault_reward.py").write_text(text)
 
     @property
     def checkpoints(self) -> list[Path]:

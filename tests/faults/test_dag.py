@@ -41,9 +41,9 @@ def tree(tmp_path_factory) -> Tree:
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     rows = [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(60)]
     (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tree.folder / "own_reward.py").write_text(REWARD)
+    (tree.folder / "fault_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
-    own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "own_reward:letters"}}
+    own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "fault_reward:letters"}}
     values["experiments"]["main"]["base"] |= own
     values["models"] = {"miniature": {"source": "local", "path": "model"}}
     model = tiny_qwen2(tree.folder / "model")

@@ -137,7 +137,7 @@ def letters(answer, problem):
 def test_with_a_higher_limit_the_run_goes_on_where_it_was(run):
     run.reward(STUCK)
     Path("stuck").touch()
-    reward = {"function": "own_reward:letters"}
+    reward = {"function": "fault_reward:letters"}
     with pytest.raises(ConfigError, match="allow it more time: then the run goes on from its last checkpoint"):
         run.train({"reward": {**reward, "timeout": 0.2}})
     [metrics] = run.work.glob("*/metrics.jsonl")

@@ -356,7 +356,7 @@ def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path
     with pytest.raises(EvaluationError, match=r"evaluation\.tasks names 'other'"):
         evaluate(None, tokenizer, settings, datasets, tmp_path, print)
     (tmp_path / "test.jsonl").write_text("")
-    (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": ""}')
+    (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": "", "rows": {"test": 0}}')
     with pytest.raises(EvaluationError, match="no test problems"):
         evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
 
