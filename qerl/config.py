@@ -696,6 +696,25 @@ class StepBench(Settings):
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
 
 
+class GateSettings(Settings):
+    """Regression gates (docs/gates.md): with them the workflow's outcome is a verdict in the place of tables."""
+
+    file: Path
+    """The gates, a row each."""
+    baselines: Path
+    """Folder of the baselines, a file for each class of machines; `qerl gate accept` writes it."""
+    vectors: Path
+    """Folder of what codecs, kernels and graders are compared with."""
+    experiment: str
+    """Whose runs are compared with the baseline's."""
+    spread: str
+    """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
+    bench: str
+    """A measurement of kind `rollout` with bf16 and one more format."""
+    rounds: PositiveInt = 5
+    """How often this code and the baseline's take turns, at three rollouts and three updates each."""
+
+
 # --- experiments -----------------------------------------------------------------------------------------------------
 
 
@@ -754,6 +773,7 @@ class Config(Settings):
     experiments: dict[str, Experiment]
     evaluation: EvaluationSettings
     benches: dict[str, BenchSettings] = {}
+    gates: GateSettings | None = None
     model: Path | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: Path | None = None
@@ -798,6 +818,10 @@ class Config(Settings):
                 _require(bench.model, self.models, f"benches.{name}.model", "models")
             else:
                 _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        if self.gates:
+            _require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            _require(self.gates.spread, self.experiments, "gates.spread", "experiments")
+            _require(self.gates.bench, self.benches, "gates.bench", "benches")
         return self
 
 
