@@ -31,8 +31,7 @@ def measure_speed(checkpoint: Path, baselines: Path, key: str, rounds: int, out:
     if own is None:
         log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
     found = compare(own.commit, checkpoint, rounds, Path("work/gates")) if own else {}
-    told = {"baseline": None, "samples": {}, "peak_memory_bytes": None, **found}
-    write_json(out, {**told, "provenance": stamped})
+    write_json(out, {"baseline": None, "samples": {}, **found, "provenance": stamped})
 
 
 def write_verdict(settings: GateSettings, measured: Measured, out: Path) -> None:

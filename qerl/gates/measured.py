@@ -59,7 +59,7 @@ def collect(key: str, files: Sequence[Path]) -> Measured:
     [bench] = [file for file in files if file.parent.name == "profile"]
     [numerics], [speed] = ([file for file in files if file.name == f"{name}.json"] for name in ("numerics", "speed"))
     of_speed = _read(speed)
-    values = {**_read(numerics)["values"], **_memory(of_speed)}
+    values = _read(numerics)["values"]
     series: dict[str, list[float]] = {}
     for file in runs:
         run, steps = _read(file), _lines(file.with_name("metrics.jsonl"))
@@ -115,10 +115,6 @@ def _of_commits(speed: Mapping[str, Any]) -> dict[str, tuple[list[float], list[f
         f"{workload}-to-baseline": (seconds["now"], seconds["baseline"])
         for workload, seconds in speed["samples"].items()
     }
-
-
-def _memory(speed: Mapping[str, Any]) -> dict[str, float]:
-    return {"memory/alone": speed["peak_memory_bytes"]["now"] / 1e6} if speed["peak_memory_bytes"] else {}
 
 
 def _read(file: Path) -> Any:

@@ -31,14 +31,13 @@ _ERROR_LINES = 5
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds a token of this code and of the code of `commit`, pair by pair, and the peak memory of each.
+    """Seconds a token of this code and of the code of `commit`, pair by pair.
 
-    {baseline: commit, samples: {workload: {now: [...], baseline: [...]}}, peak_memory_bytes: {now: ..., baseline: ...}}
+    {baseline: commit, samples: {workload: {now: [...], baseline: [...]}}}
     """
     folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}
     commits = {"now": os.environ.get("QERL_COMMIT"), "baseline": commit}
     samples: dict[str, dict[str, list[float]]] = {name: {"now": [], "baseline": []} for name in WORKLOADS}
-    peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="qerl-speed-") as folder, ExitStack() as stack:
         workers = {
             name: stack.enter_context(started(code, commits[name], checkpoint, Path(folder) / name))
@@ -48,12 +47,11 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
             for workload in WORKLOADS:
                 # Who goes first changes, so that neither always finds the machine as the other left it.
                 for name in sorted(workers, reverse=bool(turn % 2)):
-                    answer = workers[name].ask(workload)
-                    peaks[name] = answer["peak_memory_bytes"]
+                    seconds = workers[name].ask(workload)
                     if turn:  # the first is a warm-up
-                        samples[workload][name] += answer["seconds"]
+                        samples[workload][name] += seconds
             log.info("round %d of %d", turn, rounds)
-    return {"baseline": commit, "samples": samples, "peak_memory_bytes": peaks}
+    return {"baseline": commit, "samples": samples}
 
 
 # --- the baseline's code ---------------------------------------------------------------------------------------------
@@ -129,14 +127,14 @@ class Worker:
         except BrokenPipeError:
             raise self._ended() from None
 
-    def ask(self, request: Any) -> dict[str, Any]:
+    def ask(self, request: Any) -> list[float]:
         """Send a request and wait for its answer."""
         assert self.process.stdout is not None
         self.tell(request)
         line = self.process.stdout.readline()
         if not line:
             raise self._ended()
-        return cast(dict[str, Any], json.loads(line))
+        return cast(list[float], json.loads(line))
 
     def _ended(self) -> ConfigError:
         code = self.process.wait()

@@ -2,7 +2,7 @@
 
 It runs as a file, with one version first on the import path, and asks nothing of it but `load`, `sample`, `train` and
 the columns of metrics.jsonl, so that versions to come can be compared with those of today. Requests come as JSON lines:
-first what to load, then the name of a workload; an answer has the seconds a token of each repeat and the peak memory.
+first what to load, then the name of a workload; an answer has the seconds a token of each repeat.
 """
 
 from __future__ import annotations
@@ -31,12 +31,6 @@ TRAINING = {
 PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
 #: Rollouts a request; the first is a warm-up.
 ROLLOUTS = 4
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far (Linux: proc(5))."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
 class Workloads:
@@ -79,8 +73,7 @@ def main() -> None:
     workloads = Workloads(qerl, **asked)
     known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
     for line in sys.stdin:
-        told = {"seconds": known[json.loads(line)](), "peak_memory_bytes": peak_memory_bytes()}
-        print(json.dumps(told), file=answers, flush=True)
+        print(json.dumps(known[json.loads(line)]()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

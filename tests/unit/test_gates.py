@@ -284,7 +284,6 @@ def results(tmp_path):
             {
                 "baseline": "c" * 40,
                 "samples": {"rollout": {"now": [2.0, 2.2], "baseline": [1.0, 1.1]}},
-                "peak_memory_bytes": {"now": 5e8, "baseline": 5e8},
                 "provenance": measured().provenance,
             },
         ),
@@ -295,7 +294,6 @@ def test_metrics_are_collected_from_results(results):
     found = collect("k", results)
     assert found.values == {
         "graders": 0.0,
-        "memory/alone": 500.0,
         "memory/a": 800.0,
         "mismatch/a": 1e-12,
         "noise/a": 1e-5,
