@@ -36,7 +36,7 @@ gate: $(VENV)/installed
 
 # Runs of other seeds, which a new baseline needs beside `make gate`; then: qerl gate accept
 gate-spread: $(VENV)/installed
-	snakemake --cores $(CORES) --configfile config/ci.yaml $(ARGS) spread
+	snakemake spread --cores $(CORES) --configfile config/ci.yaml $(ARGS)
 
 lint: $(VENV)/installed
 	ruff check .

@@ -22,6 +22,7 @@ from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdic
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
 from qerl.report.intervals import paired_ratio_interval
+from tests.mutations import MUTATIONS, mutated
 from tests.vectors import vectors
 
 GATES = Path("config/gates")
@@ -332,6 +333,13 @@ def test_what_fails_stands_first():
         for name, limit in (("good", 1.0), ("bad", 0.0))
     ]
     assert list(verdict_table(verdicts)["gate"]) == ["bad", "good"]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_defect_can_still_be_put_in_and_names_gates_that_there_are(name):
+    mutation = MUTATIONS[name]
+    compile(mutated(Path(mutation.file).read_text(), mutation), mutation.file, "exec")
+    assert set(mutation.seen) <= {gate.gate for gate in read_gates(GATES / "gates.tsv")}
 
 
 # --- accept ----------------------------------------------------------------------------------------------------------
