@@ -23,8 +23,8 @@ from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
     WARMUP,
-    Memory,
     Work,
+    memory_of,
     nbytes,
     optimizer_bytes,
     questions,
@@ -122,7 +122,7 @@ def _step(trainer: Trainer, work: Work, number: int) -> dict[str, float]:
     }
 
 
-def _memory(trainer: Trainer, peak: float, cache: int) -> Memory:
+def _memory(trainer: Trainer, peak: float, cache: int) -> dict[str, Any]:
     trained = [parameter for _, parameter in trainer.policy.trainable()]
     parts = {
         "weights": weight_bytes(trainer.policy) - nbytes(trained),
@@ -130,10 +130,10 @@ def _memory(trainer: Trainer, peak: float, cache: int) -> Memory:
         "gradients": nbytes([p.grad for p in trained if p.grad is not None]),
         "optimizer": optimizer_bytes(trainer.updater.optimizer),
     }
-    return Memory(int(peak), cache, parts)
+    return memory_of(peak, cache, parts)
 
 
-def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[dict[str, float]], Memory]:
+def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[dict[str, float]], dict[str, Any]]:
     """The sampler in words, the timed steps and the memory of their highest peak."""
     policy = _policy(work, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))

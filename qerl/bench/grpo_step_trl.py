@@ -33,8 +33,8 @@ from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
     WARMUP,
-    Memory,
     Work,
+    memory_of,
     nbytes,
     optimizer_bytes,
     questions,
@@ -180,7 +180,7 @@ def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
     return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
 
 
-def _memory(trainer: TimedTrainer, peak: float, size: str) -> Memory:
+def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
     assert trainer.model is not None
     assert trainer.optimizer is not None
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -192,7 +192,7 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> Memory:
     if trainer.use_vllm:
         engine = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
         parts["sampler_weights"] = nbytes([*engine.parameters()])
-    return Memory(int(peak), _kv_cache_bytes(trainer, size), parts)
+    return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
 
 
 def _sampler(trainer: TimedTrainer, weights: str) -> str:
@@ -223,6 +223,8 @@ def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
     if not any(row["grad_norm"] for row in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     system = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
+    if own["sampler"] == "vllm" and not own["correction"]:
+        system += " without correction"
     memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
     write_result(out, system, _sampler(trainer, work.weights), work, own, timed, memory)
 

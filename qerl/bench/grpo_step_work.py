@@ -93,27 +93,20 @@ def reward(answer: Answer, problem: Problem) -> float:
     return text_reward(answer.text)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the GPU's memory, as its allocator hands it out; of the process on a CPU, whose cache isn't told.
+def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> dict[str, Any]:
+    """Bytes of the GPU's memory as its allocator hands it out, or of the process on a CPU, where no cache is told.
 
-    `parts` are disjoint; what they leave of the peak is activations, logits and buffers.
+    `parts` are disjoint; what they leave of the peak without the cache is activations, logits and buffers.
+    `device_bytes` is all that is in use on the GPU now, whoever asked for it.
     """
-
-    peak: int
-    kv_cache: int
-    parts: dict[str, int]
-
-    def told(self) -> dict[str, Any]:
-        """As in a result; `device_bytes` is all that is in use on the GPU now, whoever asked for it."""
-        without = self.peak - self.kv_cache
-        return {
-            "peak_bytes": self.peak,
-            "kv_cache_bytes": self.kv_cache,
-            "without_kv_cache_bytes": without,
-            "parts": {**self.parts, "rest": without - sum(self.parts.values())},
-            "device_bytes": device_bytes(),
-        }
+    without = int(peak) - kv_cache
+    return {
+        "peak_bytes": int(peak),
+        "kv_cache_bytes": kv_cache,
+        "without_kv_cache_bytes": without,
+        "parts": {**parts, "rest": without - sum(parts.values())},
+        "device_bytes": device_bytes(),
+    }
 
 
 def device_bytes() -> int | None:
@@ -142,9 +135,9 @@ def write_result(
     work: Work,
     settings: dict[str, Any],
     steps: list[dict[str, float]],
-    memory: Memory,
+    memory: dict[str, Any],
 ) -> None:
-    """Write a result: seconds of the timed steps by part, memory, and what ran.
+    """Write a result: seconds of the timed steps by part, `memory_of` their highest peak, and what ran.
 
     `system` is a short name for tables, `sampler` who draws completions on what; `settings` are the system's own.
     """
@@ -158,7 +151,7 @@ def write_result(
         "settings": settings,
         "warmup_steps": WARMUP,
         "steps": steps,
-        "memory": memory.told(),
+        "memory": memory,
         "provenance": stamp(),
     }
     write_json(out, result)

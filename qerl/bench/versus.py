@@ -6,6 +6,7 @@ python -m qerl.bench.versus OURS.json TRL.json QLORA.json
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,8 @@ def versus(results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     first = results[0]
     for result in results[1:]:
         _check_same_work(first, result)
-    return [_row(result, _seconds(first, "step")) for result in results]
+    ratios = ["1", *(_ratio(result, first) for result in results[1:])]
+    return [_row(result, ratio) for result, ratio in zip(results, ratios, strict=True)]
 
 
 def _check_same_work(first: dict[str, Any], other: dict[str, Any]) -> None:
@@ -43,8 +45,7 @@ def _seconds(result: dict[str, Any], part: str) -> list[float]:
     return [step[part] for step in result["steps"]]
 
 
-def _row(result: dict[str, Any], base: Sequence[float]) -> dict[str, str]:
-    ratio = ratio_interval(_seconds(result, "step"), base)
+def _row(result: dict[str, Any], ratio: str) -> dict[str, str]:
     memory = result["memory"]
     return {
         "system": result["system"],
@@ -52,10 +53,17 @@ def _row(result: dict[str, Any], base: Sequence[float]) -> dict[str, str]:
         "recompute": str(result["settings"]["recompute"]).lower(),
         "step, s": f"{median(_seconds(result, 'step')):.2f}",
         **{f"{part}, s": f"{median(_seconds(result, part)):.2f}" for part in PARTS},
-        "times the first": f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+        "times the first": ratio,
         "peak without KV cache, GB": f"{memory['without_kv_cache_bytes'] / _GB:.1f}",
         "KV cache, GB": f"{memory['kv_cache_bytes'] / _GB:.1f}",
     }
+
+
+def _ratio(result: dict[str, Any], first: dict[str, Any]) -> str:
+    """Of one repeat there is no interval."""
+    ratio = ratio_interval(_seconds(result, "step"), _seconds(first, "step"))
+    ends = "" if math.isnan(ratio.low) else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.mean:.2f}{ends}"
 
 
 def main(files: list[Path]) -> None:

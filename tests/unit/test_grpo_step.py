@@ -11,6 +11,7 @@ from qerl.bench.qwen_files import write_tokenizer
 from qerl.bench.versus import versus
 from qerl.config import ConfigError
 from qerl.rl.collect import Collector
+from qerl.rollout.engine import EngineSampler
 
 WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 2}
 
@@ -62,6 +63,21 @@ def test_parts_of_memory_make_up_the_peak(measured):
     assert sum(memory["parts"].values()) == memory["without_kv_cache_bytes"] == memory["peak_bytes"]
 
 
+def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+    out = tmp_path / "out.json"
+    grpo_step.main(out, "tiny", "nvfp4", **WORK | {"repeats": 1})
+    result = json.loads(out.read_text())
+    assert result["sampler"].startswith("native engine")
+    # A page holds keys and values of 64 tokens, of one head of 32 in bfloat16, in two layers.
+    page = 2 * 2 * 64 * 32 * 2
+    # Prompts have two pages, of which each completion writes into its own copy of the second.
+    assert result["memory"]["kv_cache_bytes"] >= (2 + 8) * page
+    assert result["memory"]["kv_cache_bytes"] % page == 0
+    assert result["steps"][0]["grad_norm"] > 0
+
+
 def test_questions_have_the_length_that_was_asked_for(tmp_path):
     write_tokenizer(tmp_path, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -99,10 +115,14 @@ def told(system, seconds, **work):
 
 def test_others_are_compared_with_the_first():
     ours, theirs = versus([told("ours", [10.0, 10.0, 10.0], weights="nvfp4"), told("theirs", [20.0, 25.0, 30.0])])
-    assert ours["times the first"] == "1.00 (1.00 to 1.00)"
+    assert ours["times the first"] == "1"
     assert theirs["times the first"] == "2.50 (2.00 to 3.00)"
     assert (theirs["step, s"], theirs["rollout, s"], theirs["update, s"]) == ("25.00", "12.50", "6.25")
     assert (theirs["peak without KV cache, GB"], theirs["KV cache, GB"]) == ("11.0", "8.5")
+
+
+def test_one_repeat_has_no_interval():
+    assert versus([told("ours", [10.0]), told("theirs", [25.0])])[1]["times the first"] == "2.50"
 
 
 def test_other_work_is_not_compared():
