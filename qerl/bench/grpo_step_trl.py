@@ -7,8 +7,8 @@ FOLDER gets a random BF16 checkpoint, once. Completions come from vLLM in TRL's 
 the weights and no adapter: before each rollout TRL merges the adapter into the base and hands every weight over. With
 an NF4 base TRL has vLLM quantize the checkpoint with bitsandbytes (vLLM up to 0.27 has it built in, later ones need a
 plugin). The merged weights then arrive in 4 bits, but their new scales don't, so that this sampler drifts from what is
-trained. It is timed all the same: it is what `use_vllm=True` does, and what is left beside it (`--sampler
-transformers`) decodes in eager PyTorch.
+trained. It is timed all the same: it is what `use_vllm=True` does. Beside it TRL has transformers' generation, eager
+(`--sampler transformers`), and its continuous batching, which is not timed here.
 
 TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by kernels of its own, with `--liger` or
 without: that changes the layers only.
