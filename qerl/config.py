@@ -711,8 +711,8 @@ class GateSettings(Settings):
     """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
     bench: str
     """A measurement of kind `rollout` with bf16 and one more format."""
-    rounds: PositiveInt = 5
-    """How often this code and the baseline's take turns, at three rollouts and three updates each."""
+    rounds: PositiveInt = 8
+    """How often this code and the baseline's take turns, at rollouts and at updates."""
 
 
 # --- experiments -----------------------------------------------------------------------------------------------------

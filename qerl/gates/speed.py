@@ -31,7 +31,7 @@ _ERROR_LINES = 5
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds a token of this code and of the code of `commit`, pair by pair.
+    """Seconds a token of this code and of the code of `commit`: one pair a round.
 
     {baseline: commit, samples: {workload: {now: [...], baseline: [...]}}}
     """
@@ -49,7 +49,8 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
                 for name in sorted(workers, reverse=bool(turn % 2)):
                     seconds = workers[name].ask(workload)
                     if turn:  # the first is a warm-up
-                        samples[workload][name] += seconds
+                        # Repeats of a turn share what disturbs it, so they are one sample: the least disturbed.
+                        samples[workload][name].append(min(seconds))
             log.info("round %d of %d", turn, rounds)
     return {"baseline": commit, "samples": samples}
 

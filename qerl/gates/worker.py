@@ -22,15 +22,15 @@ TRAINING = {
         "origin": {"source": "generated", "train": 64, "validation": 4, "test": 4},
     },
     "dtype": "float32",
-    "steps": 4,
-    "checkpoint_every": 4,
+    "steps": 3,
+    "checkpoint_every": 3,
     "micro_batch_tokens": 2048,
     "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}},
     "adapter": {"rank": 16, "alpha": 32},
 }
 PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
 #: Rollouts a request; the first is a warm-up.
-ROLLOUTS = 4
+ROLLOUTS = 3
 
 
 class Workloads:

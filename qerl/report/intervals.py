@@ -84,7 +84,7 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Median of the ratios of two lists of times whose pairs were taken one right after the other.
+    """Median of the ratios of two lists of times; a pair was taken in turns that followed one another.
 
     What slows a machine down for a while slows both of a pair, and leaves their ratio; one round that was disturbed
     leaves the median. Percentile bootstrap over the pairs.
