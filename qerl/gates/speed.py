@@ -147,7 +147,8 @@ def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> I
     """A worker that imports the package from folder `code`; it trains in `folder`."""
     folder.mkdir(parents=True)
     errors = folder / "errors.txt"
-    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
+    # One thread on a CPU: where several wait for each other, another program on the machine costs times over.
+    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     if commit:
         environment["QERL_COMMIT"] = commit  # unpacked code lies in no clone that it could ask
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
