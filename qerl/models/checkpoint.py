@@ -77,7 +77,7 @@ def check_tokenizer(folder: Path) -> None:
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file() or not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json and tokenizer_config.json are needed")
-    if not (folder / "chat_template.jinja").is_file() and "chat_template" not in _read_json(tokenizer):
+    if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
         raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
 
 
