@@ -352,6 +352,7 @@ def test_code_in_a_repository_of_data_is_not_run(tmp_path, canary):
     origin = HubData(source="hub", repo="a/evil_data", folder=repository)
     with pytest.raises(DataError, match=r"evil_data\.py"):
         hub_files(origin)
+    (repository / "evil_data.py").unlink()
     card = {"configs": [{"config_name": "c", "data_files": [{"split": "train", "path": "train.jsonl"}]}]}
     (repository / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
     (repository / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 5"}) + "\n")
