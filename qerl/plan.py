@@ -39,6 +39,8 @@ from qerl.userfunction import load
 
 #: It names files, whose names have at most 255 bytes with what is appended to it.
 _LONGEST_ID = 200
+#: No settings are nested as deeply as this.
+_DEEPEST = 20
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,15 @@ def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
     return [name for kind, name in names.items() if kind in kinds]
 
 
-def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}."""
+def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}; `depth` for itself."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
     tree: dict[str, Any] = {}
     for key, value in dotted.items():
         if not isinstance(key, str):
             raise ConfigError(f"{key!r} is no key of a run; write it as text")
-        branch = nested(value) if isinstance(value, Mapping) else value
+        branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
         for part in reversed(key.split(".")):
             branch = {part: branch}
         tree = merged(tree, branch)

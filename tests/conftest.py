@@ -22,6 +22,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile(
-    "nightly", settings.get_profile("default"), max_examples=2000, derandomize=False, print_blob=True
+    "nightly", settings.get_profile("default"), max_examples=500, derandomize=False, print_blob=True
 )
 settings.load_profile(os.environ.get(PROFILE, "default"))

@@ -71,6 +71,12 @@ def test_a_number_too_long_to_be_written_is_one_sentence(tmp_path):
         plan_from({}, path)
 
 
+def test_an_alias_that_contains_itself_is_one_sentence():
+    values = changed(WHOLE, ("experiments", "main", "base"), parse_yaml("&a {x: *a}", "here"))
+    with pytest.raises(ConfigError, match="contains itself"):
+        plan_from(values, MINI)
+
+
 @given(place=st.sampled_from(list(places(WHOLE))), value=values)
 @example(("name",), "x" * 300)
 @example(("name",), "é" * 200)
