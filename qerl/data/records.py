@@ -61,10 +61,10 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
     elif record_format == "math":
         question, given = _text(record, "problem", where), _given(record)
-        solution = (_get(record, "solution") or None) if given else _text(record, "solution", where)
+        solution = _optional(record, "solution", where) if given else _text(record, "solution", where)
         answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
     else:
-        question, solution = _text(record, "problem", where), _get(record, "solution") or None
+        question, solution = _text(record, "problem", where), _optional(record, "solution", where)
         answer = _aime_answer(_text(record, "answer", where), where)
     return Problem(question_id(question), question, solution, answer, _level(record, where))
 
@@ -87,6 +87,11 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     if not _is_unicode(text := str(value)):
         raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
     return text
+
+
+def _optional(record: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = _get(record, key)
+    return None if value is None or not str(value).strip() else _text(record, key, where)
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,6 +1,7 @@
 """Codecs: any finite weight comes back as the nearest value of its group's grid, as the libraries have it."""
 
 import itertools
+import re
 
 import bitsandbytes.functional as bnb
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from safetensors.torch import load_file, save_file
 
 from qerl.config import GROUP_SIZE
 from qerl.quant import FormatError
@@ -23,8 +25,10 @@ from qerl.quant.formats import (
     to_checkpoint,
 )
 from qerl.quant.nf4 import STATE_NAME, read_state
+from qerl.quant.quantize import quantize_checkpoint
 from tests.parity.test_quant_parity import LIBRARY, assert_bits_equal, library_fp4
 from tests.properties.values import refused_in_one_sentence
+from tests.tiny import tiny_qwen2
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 LARGEST = 2.0**126
@@ -189,6 +193,18 @@ def test_what_is_no_number_of_the_formats_is_refused(weights_format, number, at,
     weight[at] = number
     with pytest.raises(FormatError, match="NaN or magnitudes"):
         quantize(weight, weights_format)
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+def test_a_checkpoint_with_a_number_that_is_none_is_refused_by_the_tensors_name(tmp_path, weights_format):
+    source = tiny_qwen2(tmp_path / "dense")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=rf"{re.escape(name)}: it .*NaN"):
+        quantize_checkpoint(source, tmp_path / "packed", weights_format)
+    assert not (tmp_path / "packed").exists()
 
 
 @given(

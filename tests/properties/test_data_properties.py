@@ -95,6 +95,7 @@ cells = columns.flatmap(lambda cell: st.lists(cell | st.none(), min_size=3, max_
 @example(table={"question": ["q", None, "r"], "answer": ["#### 5"] * 3})
 @example(table={"problem": ["q", "s", "r"], "answer": [[1], [2], [1, 2]]})
 @example(table={"problem": ["q", "s", "r"], "answer": [1, None, 3]})
+@example(table={"problem": ["q", "s", "r"], "answer": ["1"] * 3, "solution": [[], [], []]})
 def test_any_parquet_table_is_problems_or_one_sentence_with_the_files_name(folder, table):
     path = folder / "table.parquet"
     pd.DataFrame(table).to_parquet(path)
