@@ -26,6 +26,8 @@ WORKFLOW = "The workflow"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
+gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
+app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)
 
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
@@ -290,6 +292,26 @@ def lock(config: Path) -> None:
     from qerl.lock import write_lock
 
     typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
+
+
+@gate_app.command(name="show")
+def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
+    """Print the verdicts; the exit code is 0 only if every gate passes."""
+    from qerl.gates.job import read_verdicts, sentence, verdict_table
+    from qerl.report.summary import rich_table
+
+    verdicts = read_verdicts(verdict)
+    _console().print(rich_table("", verdict_table(verdicts)))
+    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
+    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
+
+
+@gate_app.command()
+def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
+    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
+    from qerl.gates.job import accept
+
+    typer.echo(accept(_plan(config, keys)))
 
 
 @app.command(rich_help_panel=WORKFLOW)

@@ -733,6 +733,25 @@ class StepBench(Settings):
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
 
 
+class GateSettings(Settings):
+    """Regression gates (docs/gates.md): with them the workflow's outcome is a verdict in the place of tables."""
+
+    file: FilePath
+    """The gates, a row each."""
+    baselines: FilePath
+    """Folder of the baselines, a file for each class of machines; `qerl gate accept` writes it."""
+    vectors: FilePath
+    """Folder of what codecs, kernels and graders are compared with."""
+    experiment: str
+    """Whose runs are compared with the baseline's."""
+    spread: str
+    """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
+    bench: str
+    """A measurement of kind `rollout` with bf16 and one more format."""
+    rounds: PositiveInt = 8
+    """How often this code and the baseline's take turns, at rollouts and at updates."""
+
+
 # --- experiments -----------------------------------------------------------------------------------------------------
 
 
@@ -791,6 +810,7 @@ class Config(Settings):
     experiments: dict[Name, Experiment]
     evaluation: EvaluationSettings
     benches: dict[Name, BenchSettings] = {}
+    gates: GateSettings | None = None
     model: FilePath | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: FilePath | None = None
@@ -839,6 +859,10 @@ class Config(Settings):
                 _require(bench.model, self.models, f"benches.{name}.model", "models")
             else:
                 _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        if self.gates:
+            _require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            _require(self.gates.spread, self.experiments, "gates.spread", "experiments")
+            _require(self.gates.bench, self.benches, "gates.bench", "benches")
         return self
 
 

@@ -142,6 +142,10 @@ class Plan:
         """Where all results of this configuration go."""
         return f"results/{self.config.name}"
 
+    def evaluations_of(self, experiment: str) -> list[Evaluation]:
+        """The evaluations of what an experiment trains."""
+        return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
+
     def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
         """The bases that a rollout measurement reads."""
         settings = self.config.benches[bench]
