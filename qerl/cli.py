@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pandas as pd
 import typer
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qerl import api, rules
-from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings
+from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
     if dataset:
-        values = yaml.safe_load(dataset)
+        values = parse_yaml(dataset, "--dataset")
         if not isinstance(values, dict):
             raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
         return values

@@ -101,7 +101,7 @@ def _settings(work: Work, recompute: str, micro_batch_tokens: int, kv_cache_gib:
 def _policy(work: Work, settings: RunSettings, folder: Path) -> Policy:
     write_tokenizer(folder, TEXTS)
     policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
-    return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder)), settings)
+    return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
 
 
 def _problems(policy: Policy, work: Work) -> list[Problem]:

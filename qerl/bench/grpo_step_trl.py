@@ -135,7 +135,7 @@ def _config(work: Work, own: dict[str, Any], folder: Path) -> GRPOConfig:
 
 
 def _trainer(work: Work, own: dict[str, Any], checkpoint: Path, folder: Path) -> TimedTrainer:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     drawn = questions(tokenizer, work.steps * work.prompts, work.prompt_tokens)
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl.models.checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
     CONFIG,
     INDEX,
     WEIGHTS,
     CheckpointError,
+    check_adapter,
     read_headers,
     weight_files,
     weights_format_of,
@@ -25,8 +28,6 @@ from qerl.models.loading import packed_layers, read_packed, stream
 from qerl.quant.formats import dequantize
 from qerl.rl.aqn import ROLES
 
-ADAPTER = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 
 
@@ -54,6 +55,7 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
+    check_adapter(trained)
     adapter = load_file(trained / ADAPTER)
     norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
     _copy_but_weights(checkpoint, out / "base")

@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
-from qerl.models.loading import load_model
+from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
+from qerl.models.loading import load_model, load_tokenizer
 from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
@@ -107,7 +108,7 @@ def choose_device() -> torch.device:
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     lm = load_model(checkpoint, DTYPES[dtype], device or choose_device())
     make_noisy(lm)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     return lm.requires_grad_(False), tokenizer
 
 
@@ -146,8 +147,9 @@ def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Pol
 
 def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torch.device | None = None) -> Policy:
     """A policy to sample from: the base as it is, or with the outcome of a run (adapter or full weights)."""
-    if trained is None or not (trained / "adapter_config.json").is_file():
+    if trained is None or not (trained / ADAPTER_CONFIG).is_file():
         return Policy(*_base(trained or checkpoint, dtype, device))
+    check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
