@@ -38,9 +38,11 @@ class Measured(BaseModel):
 def workload_key(config: Config) -> str:
     """A hash of what is run: another one makes results that can't be compared.
 
-    The base policy's files count; the name, the gates' file and the place of the baselines don't.
+    The base policy's files count; reruns, timings and the places of files don't.
     """
-    told = config.model_dump(mode="json", include={"models", "datasets", "experiments", "evaluation", "benches"})
+    assert config.gates is not None
+    told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
+    told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for model in config.models.values():
         folder = getattr(model, "path", None)

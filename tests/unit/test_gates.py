@@ -207,6 +207,9 @@ def test_the_workload_is_all_that_is_run(tmp_path):
     key = workload_key(parse(Config, values, "test"))
     assert workload_key(parse(Config, {**values, "name": "other"}, "test")) == key
     assert workload_key(parse(Config, {**values, "gates": {**values["gates"], "rounds": 3}}, "test")) == key
+    values["benches"]["rollout"]["repeats"] += 1
+    values["experiments"]["reruns"]["grid"]["seed"].append(99)
+    assert workload_key(parse(Config, values, "test")) == key
     values["experiments"]["main"]["base"]["steps"] = 11
     assert workload_key(parse(Config, values, "test")) != key
 
