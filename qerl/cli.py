@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pandas as pd
 import typer
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qerl import api, rules
-from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings
+from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ WORKFLOW = "The workflow"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
+gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
+app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)
 
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
@@ -165,7 +166,7 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
     if dataset:
-        values = yaml.safe_load(dataset)
+        values = parse_yaml(dataset, "--dataset")
         if not isinstance(values, dict):
             raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
         return values
@@ -292,6 +293,26 @@ def lock(config: Path) -> None:
     from qerl.lock import write_lock
 
     typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
+
+
+@gate_app.command(name="show")
+def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
+    """Print the verdicts; the exit code is 0 only if every gate passes."""
+    from qerl.gates.job import read_verdicts, sentence, verdict_table
+    from qerl.report.summary import rich_table
+
+    verdicts = read_verdicts(verdict)
+    _console().print(rich_table("", verdict_table(verdicts)))
+    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
+    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
+
+
+@gate_app.command()
+def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
+    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
+    from qerl.gates.job import accept
+
+    typer.echo(accept(_plan(config, keys)))
 
 
 @app.command(rich_help_panel=WORKFLOW)

@@ -24,21 +24,30 @@ AnswerForm = Literal["native", "tags"]
 #: Weights that share one scale, by format (NF4: bitsandbytes' block, along the flattened tensor).
 GROUP_SIZE: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 S = TypeVar("S", bound="Settings")
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """What a user can mend, said in one sentence: one line, shortened in its middle, whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 2000 else f"{line[:1500]} ... {line[-450:]}")
+
+
+class ConfigError(UserError):
     """A configuration that can't run; the message is one sentence for the user."""
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, and an unknown key is an error."""
+    """Base of all settings: immutable; an unknown key and a number that is none, or infinite, are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _names_a_function(path: str) -> str:
@@ -50,6 +59,31 @@ def _names_a_function(path: str) -> str:
 FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
+def _can_name_a_file(path: Path) -> Path:
+    """What no file system takes, said here: looking for such a file raises errors of many kinds."""
+    text = str(path)
+    unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
+    if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
+        raise ValueError("no file has such a name: it is too long, or holds what is no character")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_can_name_a_file)]
+
+
+def _is_a_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}", name):
+        raise ValueError(
+            f"{name[:100]!r} names folders and files of results: use at most 100 letters, digits and . _ + -, "
+            "and none of . + - first"
+        )
+    return name
+
+
+#: A key of a configuration that becomes a part of paths and commands.
+Name = Annotated[str, AfterValidator(_is_a_name)]
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -57,7 +91,7 @@ class Generated(Settings):
     """Arithmetic word problems made by `qerl.data.arithmetic`."""
 
     source: Literal["generated"] = "generated"
-    seed: int = 0
+    seed: Seed = 0
     train: PositiveInt = 4096
     validation: PositiveInt = 256
     test: PositiveInt = 256
@@ -70,7 +104,7 @@ class LocalData(Settings):
     """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with a file a split."""
 
     source: Literal["local"]
-    path: Path
+    path: FilePath
     validation_fraction: Fraction = 0.1
     test_fraction: Fraction = 0.2
 
@@ -86,7 +120,7 @@ class HubData(Settings):
     """The repository's own name of it, as `main` of openai/gsm8k."""
     splits: dict[Split, str] = {"train": "train", "test": "test"}
     """The repository's split for each one here: `{test: train}` where all there is to test on is called train."""
-    folder: Path | None = None
+    folder: FilePath | None = None
     """A copy of the repository, made by `hf download --repo-type dataset REPO --local-dir FOLDER`; read in the place
     of the hub."""
 
@@ -102,6 +136,9 @@ class FunctionData(Settings):
     test_fraction: Fraction = 0.2
 
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+
+
 class FilterSettings(Settings):
     """Which training records are kept. Validation and test are never filtered."""
 
@@ -109,7 +146,7 @@ class FilterSettings(Settings):
     """Longer questions are dropped (the released scripts, on BigMath: 1024)."""
     levels: list[int] | None = None
     """Records of other levels (column `level`), or of none, are dropped."""
-    within: dict[str, tuple[float, float]] = {}
+    within: dict[str, tuple[Bound, Bound]] = {}
     """Columns whose number must lie between the two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`; a record
     without that number is dropped."""
 
@@ -167,7 +204,7 @@ class PretrainSettings(Settings):
     `check_every` steps; a policy that ends outside `accepted` is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _dimensions_fit_the_blocks(self) -> PretrainSettings:
@@ -183,7 +220,7 @@ class LocalModel(Settings):
     """A folder in the hub's layout: config.json, safetensors (sharded or not), tokenizer.json."""
 
     source: Literal["local"]
-    path: Path
+    path: FilePath
 
 
 class HubModel(Settings):
@@ -222,7 +259,7 @@ class CalibrationSettings(Settings):
     """How many; all, where the data set has fewer."""
     length: PositiveInt = 2048
     """Longer texts are cut to this many tokens."""
-    seed: int = 0
+    seed: Seed = 0
     """Which ones are drawn."""
 
 
@@ -294,7 +331,7 @@ class VllmSettings(Settings):
     of them besides."""
     url: str | None = None
     """`vllm-server`: address of the server, such as http://host:8000."""
-    adapters: Path | None = None
+    adapters: FilePath | None = None
     """`vllm-server`: folder for adapters, at the same path on this host and the server's."""
 
 
@@ -473,7 +510,7 @@ class RunSettings(Settings):
     processes: PositiveInt = 1
     """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
     to the order in which gradients are added."""
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def gpus(self) -> int:
@@ -533,7 +570,7 @@ class RunFile(RunSettings):
     """A folder in the hub's layout, dense or quantized to `weights` already, or `org/name@revision` of the hub."""
     dataset: DatasetSettings  # type: ignore[assignment]
     """A file or folder of records, or a mapping as under DatasetSettings."""
-    out: Path
+    out: FilePath
     """A new folder for all that the run makes. A killed run goes on from what is in it."""
 
     @field_validator("calibration", mode="after")
@@ -546,12 +583,12 @@ class RunFile(RunSettings):
     @field_validator("model", mode="after")
     @classmethod
     def _folder_is_absolute(cls, model: str) -> str:
-        return str(Path(model).resolve()) if Path(model).is_dir() else model
+        return str(path.resolve()) if (path := _can_name_a_file(Path(model))).is_dir() else model
 
     @field_validator("dataset", mode="before")
     @classmethod
     def _path_is_local_data(cls, dataset: Any) -> Any:
-        return local_dataset(Path(dataset)) if isinstance(dataset, (str, Path)) else dataset
+        return local_dataset(_can_name_a_file(Path(dataset))) if isinstance(dataset, (str, Path)) else dataset
 
     @field_validator("dataset", mode="after")
     @classmethod
@@ -649,7 +686,7 @@ class EvaluationSettings(EngineSettings):
     sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)
     repeats: PositiveInt = 4
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    seed: int = 0
+    seed: Seed = 0
 
     def sampling_of(self, task: TaskSettings) -> SamplingSettings:
         """How the completions of `task` are drawn."""
@@ -693,7 +730,7 @@ class RolloutBench(EngineSettings):
     """All points held in memory and timed in turn, so that ratios hold whatever else the machine does; false: one
     after another, each alone in memory, which large models need and which peaks of memory are exact with."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    seed: int = 0
+    seed: Seed = 0
 
 
 class StepBench(Settings):
@@ -710,6 +747,25 @@ class StepBench(Settings):
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
 
 
+class GateSettings(Settings):
+    """Regression gates (docs/gates.md): with them the workflow's outcome is a verdict in the place of tables."""
+
+    file: FilePath
+    """The gates, a row each."""
+    baselines: FilePath
+    """Folder of the baselines, a file for each class of machines; `qerl gate accept` writes it."""
+    vectors: FilePath
+    """Folder of what codecs, kernels and graders are compared with."""
+    experiment: str
+    """Whose runs are compared with the baseline's."""
+    spread: str
+    """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
+    bench: str
+    """A measurement of kind `rollout` with bf16 and one more format."""
+    rounds: PositiveInt = 8
+    """How often this code and the baseline's take turns, at rollouts and at updates."""
+
+
 # --- experiments -----------------------------------------------------------------------------------------------------
 
 
@@ -717,7 +773,7 @@ class Experiment(Settings):
     """Base settings, named arms that override them, and a grid over any keys (dotted: `adapter.rank`)."""
 
     base: dict[str, Any]
-    arms: dict[str, dict[str, Any]] = {"run": {}}
+    arms: dict[Name, dict[str, Any]] = {"run": {}}
     """An arm of null is left out: how a protocol takes one away."""
     grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
     train: bool = True
@@ -761,16 +817,17 @@ class Config(Settings):
     that name in `protocols` over it, and its results go to a folder of their own."""
     protocols: dict[Protocol, dict[str, Any]] = {}
     """For each other protocol: the keys that differ, placed as in the whole file."""
-    lock: Path | None = None
+    lock: FilePath | None = None
     """File of commits and hashes of all that comes from the hub; `qerl lock CONFIG` writes it."""
-    models: dict[str, ModelSettings]
-    datasets: dict[str, DatasetSettings]
-    experiments: dict[str, Experiment]
+    models: dict[Name, ModelSettings]
+    datasets: dict[Name, DatasetSettings]
+    experiments: dict[Name, Experiment]
     evaluation: EvaluationSettings
-    benches: dict[str, BenchSettings] = {}
-    model: Path | None = None
+    benches: dict[Name, BenchSettings] = {}
+    gates: GateSettings | None = None
+    model: FilePath | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
-    problems: Path | None = None
+    problems: FilePath | None = None
 
     @property
     def own_files(self) -> list[Path]:
@@ -784,16 +841,20 @@ class Config(Settings):
         if not isinstance(values, Mapping) or values.get("protocol", "paper") == "paper":
             return values
         protocol, parts = values["protocol"], values.get("protocols") or {}
-        if protocol not in parts:
-            raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(parts) or 'empty'})")
+        if not isinstance(protocol, str) or not isinstance(parts, Mapping) or "name" not in values:
+            return values  # which is no configuration, as the fields will say
+        if not isinstance(parts.get(protocol), Mapping):
+            raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(map(str, parts)) or 'empty'})")
         rest = {key: value for key, value in values.items() if key != "protocols"}
         return {**merged(rest, parts[protocol]), "name": f"{values['name']}-{protocol}"}
 
     @field_validator("name")
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"name={name!r} names a folder of results: use letters, digits, - and _ only")
+        if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
+            raise ValueError(
+                f"name={name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
+            )
         return name
 
     @model_validator(mode="after")
@@ -818,6 +879,10 @@ class Config(Settings):
                 _require(bench.model, self.models, f"benches.{name}.model", "models")
             else:
                 _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        if self.gates:
+            _require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            _require(self.gates.spread, self.experiments, "gates.spread", "experiments")
+            _require(self.gates.bench, self.benches, "gates.bench", "benches")
         return self
 
 
@@ -837,7 +902,7 @@ def _require(name: str, known: Mapping[str, Any], key: str, section: str) -> Non
 
 def _one_sentence(error: ValidationError, where: str) -> str:
     """The first problem of a validation error, as a sentence with the dotted key."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key `{key}`; check its spelling (config/README.md lists every key)"
@@ -855,12 +920,22 @@ def parse(settings: type[S], values: Mapping[str, Any], where: str) -> S:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} doesn't exist") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not path.exists():
+        raise ConfigError(f"configuration file {path} doesn't exist")
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; give a configuration in YAML")
+    values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no configuration: keys and values are expected")
     return values
+
+
+def parse_yaml(text: str | bytes, where: str) -> Any:
+    """The value that a YAML text states; a `ConfigError` of one sentence names `where`. Tags make no objects."""
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
+    # Impossible dates, numbers of thousands of digits and bytes that are no text are mere ValueErrors.
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from qerl.config import Config, ConfigError, HubData, HubModel, LockedRepo, parse
+from qerl.config import Config, ConfigError, HubData, HubModel, LockedRepo, parse, parse_yaml
 
 Lock = dict[str, LockedRepo]
 
@@ -42,7 +42,7 @@ def read_lock(path: Path | None) -> Lock:
     """The entries of a lock file; none if there is no such file yet."""
     if path is None or not path.is_file():
         return {}
-    values = yaml.safe_load(path.read_text()) or {}
+    values = parse_yaml(path.read_bytes(), str(path)) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no lock file: a mapping of repositories is expected; write it by `qerl lock`")
     return {repo: parse(LockedRepo, entry, f"{path}, {repo}") for repo, entry in values.items()}

@@ -48,9 +48,13 @@ def peak_memory_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
-def reset_peak_memory() -> None:
-    """Let `peak_memory_bytes` start anew from what is held now."""
-    gc.collect()
+def reset_peak_memory(collect: bool = True) -> None:
+    """Let `peak_memory_bytes` start anew from what is held now.
+
+    `collect`: without garbage; that takes tenths of a second, too much where time is measured too.
+    """
+    if collect:
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:

@@ -33,9 +33,14 @@ from qerl.config import (
 )
 from qerl.data.hub import check_folder
 from qerl.lock import with_locked_revisions
-from qerl.models.checkpoint import check_base
+from qerl.models.checkpoint import check_base, read_config
 from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import load
+
+#: It names files, whose names have at most 255 bytes with what is appended to it.
+_LONGEST_ID = 200
+#: No settings are nested as deeply as this.
+_DEEPEST = 20
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,10 @@ class Plan:
         """Where all results of this configuration go."""
         return f"results/{self.config.name}"
 
+    def evaluations_of(self, experiment: str) -> list[Evaluation]:
+        """The evaluations of what an experiment trains."""
+        return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
+
     def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
         """The bases that a rollout measurement reads."""
         settings = self.config.benches[bench]
@@ -160,11 +169,15 @@ def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
     return [name for kind, name in names.items() if kind in kinds]
 
 
-def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}."""
+def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}; `depth` for itself."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
     tree: dict[str, Any] = {}
     for key, value in dotted.items():
-        branch = nested(value) if isinstance(value, Mapping) else value
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is no key of a run; write it as text")
+        branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
         for part in reversed(key.split(".")):
             branch = {part: branch}
         tree = merged(tree, branch)
@@ -179,8 +192,8 @@ def _expand(name: str, experiment: Experiment) -> Iterator[Run]:
         of_arm = merged(base, nested(changes))
         for values in itertools.product(*experiment.grid.values()):
             varied = dict(zip(experiment.grid, values, strict=True))
-            suffix = "".join(f"-{labels[key]}{_plain(value)}" for key, value in varied.items())
             settings = parse(RunSettings, merged(of_arm, nested(varied)), f"experiment {name}, arm {arm}")
+            suffix = "".join(f"-{labels[key]}{_plain(value)}" for key, value in varied.items())
             yield Run(f"{name}-{arm}{suffix}", name, arm, varied, settings)
 
 
@@ -240,12 +253,22 @@ def plan(config: Config) -> Plan:
         for run in _expand(name, experiment):
             if run.id in runs:
                 raise ConfigError(f"two runs are named {run.id}; rename an arm or a grid key")
+            if len(run.id) > _LONGEST_ID:
+                raise ConfigError(
+                    f"experiment {name}, arm {run.arm}: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
+                    "characters; put the long values of the grid into arms"
+                )
             _check_run(run, config)
             runs[run.id] = run
     checkpoints = {c.id: c for c in _checkpoints(config, runs)}
     trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
     timed = {id: run for id, run in runs.items() if id not in trained}
-    return Plan(config, trained, timed, checkpoints, {e.id: e for e in _evaluations(config, trained)})
+    evaluations: dict[str, Evaluation] = {}
+    for evaluation in _evaluations(config, trained):
+        if evaluation.id in evaluations:
+            raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
+        evaluations[evaluation.id] = evaluation
+    return Plan(config, trained, timed, checkpoints, evaluations)
 
 
 def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluation]:
@@ -306,7 +329,7 @@ def _widths(model: Any) -> dict[str, int]:
     if isinstance(model, PretrainSettings):
         return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
     if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
-        architecture = json.loads((model.path / "config.json").read_text())
+        architecture = read_config(model.path)
         return {key: architecture[key] for key in ("hidden_size", "intermediate_size") if key in architecture}
     return {}
 

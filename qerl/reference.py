@@ -17,6 +17,7 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
 * `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
+* `ci.yaml`: the regression gates of speed and accuracy, in minutes on two CPU cores (docs/gates.md).
 * `walk.yaml`: the whole DAG at the size of Qwen2.5-1.5B, random weights in the files of the hub (docs/paper.md).
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
@@ -101,6 +102,7 @@ SECTIONS = (
     config.TaskSampling,
     config.RolloutBench,
     config.StepBench,
+    config.GateSettings,
 )
 
 

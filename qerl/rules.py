@@ -13,6 +13,7 @@ from qerl.config import (
     CalibrationSettings,
     DatasetSettings,
     EvaluationSettings,
+    GateSettings,
     HubData,
     PretrainSettings,
     RolloutBench,
@@ -34,6 +35,7 @@ def _writable(path: Path) -> Path:
 
 
 Out = Annotated[Path, typer.Option("--out", callback=_writable, help="Where results go.")]
+WorkloadKey = Annotated[str, typer.Option("--key", help="Hash of the workload.")]
 Locked = Annotated[Path | None, typer.Option("--lock", help="Compare the files with this lock file.")]
 Named = Annotated[list[str], typer.Option("--data", help="NAME=FOLDER of a prepared data set.")]
 
@@ -165,6 +167,43 @@ def figure(name: str, results: Results, out: Out) -> None:
     from qerl.report.job import make_figure
 
     make_figure(name, _paths(results), out)
+
+
+@app.command()
+def gate_numerics(vectors: Path, out: Out) -> None:
+    """Compare codecs and graders with stored vectors."""
+    from qerl.gates.numerics import measure_numerics
+
+    measure_numerics(vectors, out)
+
+
+@app.command()
+def gate_speed(
+    checkpoint: Path,
+    baselines: Annotated[Path, typer.Option(help="Folder of the baselines.")],
+    key: WorkloadKey,
+    rounds: Annotated[int, typer.Option(help="How often both take turns.")],
+    out: Out,
+) -> None:
+    """Time this code in turn with that of the machine's baseline."""
+    with lease(1):
+        from qerl.gates.job import measure_speed
+
+        measure_speed(checkpoint, baselines, key, rounds, out)
+
+
+@app.command()
+def verdict(
+    results: Annotated[list[Path], typer.Argument(help="Results of the workload's rules.")],
+    settings: SettingsJson,
+    key: WorkloadKey,
+    out: Out,
+) -> None:
+    """Judge all gates."""
+    from qerl.gates.job import write_verdict
+    from qerl.gates.measured import collect
+
+    write_verdict(parse(GateSettings, json.loads(settings), "gates"), collect(key, results), out)
 
 
 def _paths(results: Path) -> list[Path]:

@@ -38,7 +38,9 @@ _STD = 0.02
 REPEATS = 3
 
 
-def random_policy(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> Policy:
+def random_policy(
+    size: str, weights: str, rank: int, device: torch.device, seed: int = 0, train_norms: bool = True
+) -> Policy:
     """A policy of a shape with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**model_config(size, "bf16"))
@@ -58,7 +60,7 @@ def random_policy(size: str, weights: str, rank: int, device: torch.device, seed
     tokenizer = Qwen2Tokenizer()
     if not rank:
         return Policy(lm.eval(), tokenizer)
-    peft = get_peft_model(lm, lora_config(AdapterSettings(rank=rank, alpha=rank)))
+    peft = get_peft_model(lm, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms)))
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

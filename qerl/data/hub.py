@@ -118,7 +118,8 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
             raise DataError(f"{origin.repo} has {asked}{card}; set origin.subset to one of {', '.join(subsets)}")
         with tempfile.TemporaryDirectory() as scratch:
             builder = datasets.load_dataset_builder(str(folder), subset, cache_dir=scratch)
-    except FileNotFoundError as error:
+    # The library refuses, with a mere RuntimeError, a repository whose data is made by a script.
+    except (FileNotFoundError, RuntimeError) as error:
         raise DataError(f"{folder} holds no data set: {str(error).splitlines()[0]}") from error
     files = builder.config.data_files or {}
     return {str(split): [Path(path) for path in paths] for split, paths in files.items()}

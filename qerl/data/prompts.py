@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.records import DataError
@@ -20,8 +21,23 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: s
             "use a chat checkpoint, or add chat_template.jinja to its folder"
         )
     chat = [{"role": "user", "content": prompt_text(question, instruction)}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer.encode(str(text), add_special_tokens=False))
+    return list(tokenizer.encode(chat_text(tokenizer, chat), add_special_tokens=False))
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], add_generation_prompt: bool = True
+) -> str:
+    """Render a chat by the tokenizer's template, which the library runs in a sandbox.
+
+    Raises `DataError` for a template that is broken or reaches for more than text.
+    """
+    try:
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except (TemplateError, ArithmeticError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} fails ({error}); use that of another checkpoint"
+        ) from None
+    return str(text)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.config import RecordFormat
+from qerl.config import RecordFormat, UserError
 from qerl.data.answers import extract
 
 Record = dict[str, Any]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Problems that can't be used; the message is one sentence for the user."""
 
 
@@ -61,29 +61,45 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
     elif record_format == "math":
         question, given = _text(record, "problem", where), _given(record)
-        solution = (_get(record, "solution") or None) if given else _text(record, "solution", where)
+        solution = _optional(record, "solution", where) if given else _text(record, "solution", where)
         answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
     else:
-        question, solution = _text(record, "problem", where), _get(record, "solution") or None
+        question, solution = _text(record, "problem", where), _optional(record, "solution", where)
         answer = _aime_answer(_text(record, "answer", where), where)
     return Problem(question_id(question), question, solution, answer, _level(record, where))
 
 
 def _get(record: Mapping[str, Any], key: str) -> Any:
-    return record.get(key, record.get(key.capitalize()))
+    value = record.get(key, record.get(key.capitalize()))
+    # A missing number of a table is not a number.
+    return None if isinstance(value, float) and value != value else value
 
 
 def _given(record: Mapping[str, Any]) -> str:
     value = _get(record, "answer")
-    # A missing number of a table is not a number.
-    return "" if value is None or value != value else str(value).strip()
+    return "" if value is None else str(value).strip()
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = _get(record, key)
     if value is None or not str(value).strip():
         raise DataError(f"{where} has no `{key}`; its columns: {', '.join(map(str, record)) or 'none'}")
-    return str(value)
+    if not _is_unicode(text := str(value)):
+        raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
+    return text
+
+
+def _optional(record: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = _get(record, key)
+    return None if value is None or not str(value).strip() else _text(record, key, where)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stated(solution: str, record_format: RecordFormat, rule: str, where: str) -> str:
@@ -105,7 +121,7 @@ def _level(record: Mapping[str, Any], where: str) -> int | None:
     level = record.get("level")
     if level is None:
         return None
-    number = re.search(r"[0-9]+", str(level))
+    number = re.search(r"(?<![0-9])[0-9]{1,9}(?![0-9])", str(level))
     # "Level ?" marks the few ungraded problems of MATH.
     if number is None and str(level) != "Level ?":
         raise DataError(f"{where} has `level` {level!r}: expected a number or `Level 3`")

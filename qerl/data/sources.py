@@ -135,7 +135,7 @@ def _records(path: Path) -> Iterator[_Located]:
 
 
 def _lines(path: Path) -> Iterator[_Located]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
@@ -144,18 +144,34 @@ def _lines(path: Path) -> Iterator[_Located]:
 
 def _rows(path: Path) -> list[Record]:
     if path.suffix == ".parquet":
-        return pd.read_parquet(path).to_dict("records")  # type: ignore[return-value]
-    rows = _parse_json(path.read_text(encoding="utf-8"), str(path))
+        return _parquet_rows(path)
+    rows = _parse_json(path.read_bytes(), str(path))
     if not isinstance(rows, list):
         raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
     return [_as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
 
 
-def _parse_json(text: str, where: str) -> Any:
+def _parquet_rows(path: Path) -> list[Record]:
+    import pyarrow as pa
+
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from None
+        table = pd.read_parquet(path)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} is not a valid parquet file: {error}") from None
+    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
+
+
+def _parse_json(text: bytes, where: str) -> Any:
+    """The value of a JSON text in UTF-8 that can be written as such again."""
+    try:
+        value = json.loads(text.decode())
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
+    # Broken JSON, bytes that are no text, halves of surrogate pairs and numbers of thousands of digits.
+    except ValueError as error:
+        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from None
+    return value
 
 
 def _as_record(value: Any, where: str) -> Record:
@@ -212,7 +228,7 @@ def _renamed(records: Iterable[_Located], columns: Mapping[str, str]) -> Iterato
     for where, record in records:
         for name, own in columns.items():
             if own not in record:
-                found = ", ".join(record) or "none"
+                found = ", ".join(map(str, record)) or "none"
                 raise DataError(f"{where} has no `{own}`, which `columns` names for `{name}`; its columns: {found}")
         rest = {key: value for key, value in record.items() if key not in columns.values()}
         yield where, {**rest, **{name: record[own] for name, own in columns.items()}}
@@ -278,7 +294,9 @@ def _keeps(wanted: FilterSettings, record: Record, record_format: RecordFormat, 
 
 def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
     if column not in record:
-        raise DataError(f"filter.within names {column!r}, which no column is called; there are {', '.join(record)}")
+        raise DataError(
+            f"filter.within names {column!r}, which no column is called; there are {', '.join(map(str, record))}"
+        )
     value = record[column]
     if value is not None and not isinstance(value, (int, float)):
         raise DataError(f"filter.within names {column!r}, which holds {value!r} and not numbers")

@@ -10,6 +10,7 @@ from qerl.evals.evaluate import SAMPLES, evaluate
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
+from qerl.rl.aqn import noise_norm
 from qerl.rl.failures import failed
 from qerl.rollout.make import make_sampler
 
@@ -43,4 +44,6 @@ def score_policy(
     """Score a policy, noise-free, on every task of `settings`; `out` gets samples.jsonl, then result.json."""
     sampler = make_sampler(policy, settings)
     tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info)
-    write_json(out / RESULT, {**row, "tasks": tasks, "sampler": sampler.served, "provenance": stamp(settings.seed)})
+    # That it was noise-free is told as it was, not as it should have been.
+    told = {"tasks": tasks, "sampler": sampler.served, "noise_norm": noise_norm(policy.lm)}
+    write_json(out / RESULT, {**row, **told, "provenance": stamp(settings.seed)})

@@ -23,7 +23,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from qerl.data.answers import after_thinking
-from qerl.data.prompts import plain_ids, prompt_text
+from qerl.data.prompts import chat_text, plain_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Stock, Verdict
 
 _SPLIT = "test"
@@ -62,11 +62,7 @@ class SamplerLM(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the chat as text; its encoding is `qerl.data.prompts.prompt_ids`."""
-        return str(
-            self.policy.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        return chat_text(self.policy.tokenizer, chat_history, add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:

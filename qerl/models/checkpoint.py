@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.config import GROUP_SIZE
+from qerl.config import GROUP_SIZE, UserError
 
 #: Values of `model_type` in config.json that are supported.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -21,11 +22,18 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
+#: No size of a model in config.json is larger: products of them fit into 64 bits.
+_LARGEST = 1 << 20
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+#: The longest header that the safetensors library reads.
+_LONGEST_HEADER = 100_000_000
+
 _COMPRESSED_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 _QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that can't be loaded; the message is one sentence for the user."""
 
 
@@ -42,7 +50,19 @@ class TensorInfo:
 def check_checkpoint(folder: Path) -> None:
     """Raise `CheckpointError` unless the configuration is supported and every file is there with its full length."""
     weights_format_of(folder)
-    read_headers(folder)
+    check_layers(folder, read_headers(folder))
+
+
+def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
+    """Raise `CheckpointError` if the files hold fewer blocks than config.json calls for: known before any is built."""
+    layers = read_config(folder)["num_hidden_layers"]
+    numbers = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in headers)
+    held = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
+    if held < layers:
+        raise CheckpointError(
+            f"{folder / CONFIG} has num_hidden_layers={layers}, but the files hold {held} blocks; "
+            "check that config.json belongs to these weights"
+        )
 
 
 def check_base(folder: Path) -> None:
@@ -53,23 +73,31 @@ def check_base(folder: Path) -> None:
     check_tokenizer(folder)
 
 
-def check_adapter(folder: Path) -> None:
-    """Raise `CheckpointError` unless the files of a trained adapter are whole."""
-    try:
-        _read_json(folder / ADAPTER_CONFIG)
-        _read_header(folder / ADAPTER)
-    except CheckpointError as error:
-        reason = str(error).rpartition(";")[0]
-        raise CheckpointError(f"{reason}; delete {folder} and train the run again") from None
-
-
 def check_tokenizer(folder: Path) -> None:
     """Raise `CheckpointError` unless there is a tokenizer with a chat template."""
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file() or not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json and tokenizer_config.json are needed")
-    if not (folder / "chat_template.jinja").is_file() and "chat_template" not in json.loads(tokenizer.read_text()):
+    if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
         raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise `CheckpointError` unless the adapter in PEFT's layout is LoRA and in safetensors, whole.
+
+    PEFT itself would take a pickle in the place of missing safetensors.
+    """
+    weights = folder / ADAPTER
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} has no {ADAPTER}; save the adapter in safetensors format")
+    try:
+        _read_header(weights)
+        kind = _read_json(folder / ADAPTER_CONFIG).get("peft_type")
+    except CheckpointError as error:
+        reason = str(error).rpartition(";")[0]
+        raise CheckpointError(f"{reason}; delete {folder} and train the run again") from None
+    if kind != "LORA":
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} has peft_type={kind!r}, only LORA is supported")
 
 
 def weights_format_of(folder: Path) -> str:
@@ -81,6 +109,8 @@ def weights_format_of(folder: Path) -> str:
     quantization = config.get("quantization_config")
     if quantization is None:
         return "bf16"
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{folder / CONFIG} has a quantization_config that is no mapping; {_QUANTIZE_AGAIN}")
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_format(folder, quantization)
@@ -99,23 +129,35 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG} has model_type={config.get('model_type')!r}, which isn't supported; "
             f"use a model of {', '.join(ARCHITECTURES)}"
         )
+    for key in (*_SIZES, *_OPTIONAL_SIZES):
+        size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
+        if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
+            raise CheckpointError(
+                f"{folder / CONFIG} has {key}={str(size)[:40]}, which must be a whole number from 1 to {_LARGEST}; "
+                "download the checkpoint again"
+            )
     return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} doesn't exist; download the checkpoint again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    # Broken JSON, bytes that are no text and numbers of thousands of digits are all ValueErrors.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the checkpoint again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds no JSON object; download the checkpoint again")
+    return values
 
 
 def _compressed_format(folder: Path, quantization: dict[str, Any]) -> str:
     """Weight-only NVFP4 or MXFP4 of compressed-tensors, all layers alike."""
     weights_format = _COMPRESSED_FORMATS.get(str(quantization.get("format")))
-    groups = list((quantization.get("config_groups") or {}).values())
-    if weights_format is None or len(groups) != 1:
+    config_groups = quantization.get("config_groups")
+    groups = list(config_groups.values()) if isinstance(config_groups, dict) else []
+    if weights_format is None or len(groups) != 1 or not isinstance(groups[0], dict):
         raise CheckpointError(
             f"{folder / CONFIG} has compressed-tensors format {quantization.get('format')!r} in {len(groups)} groups, "
             f"only one group of {' or '.join(_COMPRESSED_FORMATS)} is supported; {_QUANTIZE_AGAIN}"
@@ -130,8 +172,12 @@ def _compressed_format(folder: Path, quantization: dict[str, Any]) -> str:
     for key, value in unsupported.items():
         if value:
             raise CheckpointError(f"{folder / CONFIG} has {key}, only weights may be quantized; {_QUANTIZE_AGAIN}")
-    weights = groups[0].get("weights") or {}
-    _require(folder, weights, {"num_bits": 4, "type": "float", "group_size": GROUP_SIZE[weights_format]})
+    weights = groups[0].get("weights")
+    _require(
+        folder,
+        weights if isinstance(weights, dict) else {},
+        {"num_bits": 4, "type": "float", "group_size": GROUP_SIZE[weights_format]},
+    )
     return weights_format
 
 
@@ -160,10 +206,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    index = _read_json(folder / INDEX)
-    if not isinstance(index.get("weight_map"), dict):
+    shards = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict):
         raise CheckpointError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
-    return index["weight_map"]
+    for shard in shards.values():
+        # A path could lead out of the folder.
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard):
+            raise CheckpointError(
+                f"{folder / INDEX} names {str(shard)[:80]!r}, which is no safetensors file of this folder; "
+                "download the checkpoint again"
+            )
+    return shards
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -196,26 +249,44 @@ def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """The header of one safetensors file: 8 bytes of length (little endian), JSON, then the tensors' bytes."""
-    if not path.exists():
+    if not path.is_file():
         raise CheckpointError(f"{path} doesn't exist, though the index names it; download the checkpoint again")
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else math.inf
-        if 8 + length > size:
+        if 8 + length > size or length > _LONGEST_HEADER:
             raise CheckpointError(f"{path} is truncated within its header; download it again")
         text = file.read(int(length))
-    try:
-        header: dict[str, Any] = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CheckpointError(f"{path} is not a safetensors file; download it again") from None
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    header = _parse_header(text, path)
+    expected = 8 + length + max((end for _, _, (_, end) in header.values()), default=0)
     if size != expected:
         raise CheckpointError(f"{path} has {size} bytes, but its header promises {expected}; download it again")
+    return {name: TensorInfo(path, dtype, shape, end - start) for name, (dtype, shape, (start, end)) in header.items()}
+
+
+def _parse_header(text: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, int]]]:
+    """The dtype, shape and first and last byte of each tensor."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    entries = {k: v for k, v in header.items() if k != "__metadata__"} if isinstance(header, dict) else {"": None}
+    if not all(map(_is_entry, entries.values())):
+        raise CheckpointError(f"{path} is not a safetensors file; download it again")
     return {
-        name: TensorInfo(
-            path, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0]
-        )
-        for name, entry in header.items()
+        name: (entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
+        for name, entry in entries.items()
+        if entry
     }
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    offsets = entry.get("data_offsets", [])
+    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+
+
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)

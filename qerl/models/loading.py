@@ -9,12 +9,20 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from qerl.models.checkpoint import (
     CheckpointError,
     TensorInfo,
     by_shard,
+    check_layers,
     read_headers,
     weights_format_of,
 )
@@ -44,6 +52,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     folder = Path(folder)
     weights_format = weights_format_of(folder)
     headers = read_headers(folder)
+    check_layers(folder, headers)
     model = _skeleton(folder, dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)
@@ -56,6 +65,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint; `CheckpointError` where it needs code that comes with the checkpoint."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
 
 
 def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +103,7 @@ def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[s
 
 def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model without tensors (all on the meta device) and without the library's own quantization."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):

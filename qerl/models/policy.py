@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
 from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
-from qerl.models.loading import load_model
+from qerl.models.loading import load_model, load_tokenizer
 from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
@@ -108,7 +108,7 @@ def choose_device() -> torch.device:
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     lm = load_model(checkpoint, DTYPES[dtype], device or choose_device())
     make_noisy(lm)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     return lm.requires_grad_(False), tokenizer
 
 

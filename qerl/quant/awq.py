@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import CalibrationSettings
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.models.checkpoint import read_headers
+from qerl.models.loading import load_tokenizer
 from qerl.quant.packing import DENSE, SCHEMES, write_config, write_shards
 
 _HOST = torch.device("cpu")
@@ -54,8 +55,8 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
 
     The model is in host memory and, block by block, on the GPU, if there is one. Returns what it was calibrated on.
     """
-    texts = calibration_ids(AutoTokenizer.from_pretrained(source), calibration)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE)
+    texts = calibration_ids(load_tokenizer(source), calibration)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
     equalise(model, weights_format, texts)
     # One by one: to read a parameter may bring it onto the GPU.
     write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})

@@ -32,6 +32,7 @@ _E4M3_MAX = 448.0
 #: Stands in for an E4M3 scale that rounds to zero.
 _E4M3_ZERO = 0.125
 _E8M0_BIAS = 127
+_LARGEST = 2.0**126
 #: floor(log2(6)): exponent of the largest E2M1 value.
 _E2M1_EXPONENT = 2
 
@@ -78,14 +79,16 @@ def quantize(
     """Round a weight [out, in] (float32 or bfloat16) to the nearest codes, without calibration.
 
     `global_scale` (NVFP4): float32 [1], shared with the layers that are fused with this one (`nvfp4_global_scale`).
-    `double_quant` (NF4): store absmax in 8 bits. Raises `FormatError` if the format's group doesn't divide `in`.
+    `double_quant` (NF4): store absmax in 8 bits. Raises `FormatError` if the format's group doesn't divide `in`, or a
+    weight is none that a format can hold (`check_magnitudes`).
     """
     if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
         raise FormatError(
             f"can't quantize a {weight.dtype} tensor of {weight.dim()} dimensions: pass a float32 or bfloat16 matrix"
         )
     _check_group(weights_format, weight.shape[1])
-    weight = weight.detach()
+    weight = weight.detach().contiguous()
+    check_magnitudes(weight, "the weight")
     if weights_format == "nvfp4":
         tensors = _quantize_nvfp4(weight, nvfp4_global_scale(weight) if global_scale is None else global_scale)
     elif weights_format == "mxfp4":
@@ -93,6 +96,15 @@ def quantize(
     else:
         tensors = nf4.quantize(weight, double_quant)
     return Packed(weights_format, (weight.shape[0], weight.shape[1]), tensors)
+
+
+def check_magnitudes(weight: Tensor, name: str) -> None:
+    """Raise `FormatError`, which calls the weight `name`, for an empty one, NaN, infinity, or what would become such.
+
+    Over 2^126, a code of 6 or a scale rounded upwards overflows float32.
+    """
+    if not weight.numel() or not weight.abs().max() <= _LARGEST:
+        raise FormatError(f"can't quantize {name}: it is empty, or holds NaN or magnitudes over 2^126")
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:

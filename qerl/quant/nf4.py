@@ -19,6 +19,9 @@ from torch import Tensor
 from qerl.config import GROUP_SIZE
 from qerl.quant import FormatError
 
+#: Bytes of JSON; bitsandbytes writes about 200.
+_LONGEST_STATE = 4096
+
 #: Quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, arXiv 2305.14314, Appendix E).
 _NF4 = (
     -1.0,
@@ -163,13 +166,25 @@ def offset(state: Mapping[str, Any], device: torch.device) -> Tensor:
 
 def read_state(tensor: Tensor) -> dict[str, Any]:
     """The metadata of an NF4 weight: JSON in a uint8 tensor. Raises `FormatError` if this module can't decode it."""
-    state = json.loads(bytes(tensor.cpu().tolist()))
+    again = "quantize it again"
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or len(tensor) > _LONGEST_STATE:
+        raise FormatError(f"NF4 weight has metadata that is no text of at most {_LONGEST_STATE} bytes; {again}")
+    try:
+        state = json.loads(bytes(tensor.cpu().tolist()))
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict) or not _is_shape(state.get("shape")):
+        raise FormatError(f"NF4 weight has metadata that is no JSON object with a shape; {again}")
+    if not isinstance(state.get("nested_offset", 0.0), float | int):
+        raise FormatError(f"NF4 weight has a nested_offset that is no number; {again}")
     expected = {"quant_type": "nf4", "blocksize": GROUP_SIZE["nf4"]}
     if "nested_offset" in state:
         expected |= {"nested_blocksize": NESTED_GROUP_SIZE, "nested_dtype": "float32"}
     for key, value in expected.items():
         if state.get(key) != value:
-            raise FormatError(
-                f"NF4 weight has {key}={state.get(key)!r}, only {value!r} is supported; quantize it again"
-            )
+            raise FormatError(f"NF4 weight has {key}={state.get(key)!r}, only {value!r} is supported; {again}")
     return state
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)

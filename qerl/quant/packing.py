@@ -21,6 +21,7 @@ from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX, WEIGHTS, TensorInfo, by_shard, read_config, read_headers
 from qerl.models.loading import stream
 from qerl.progress import track
+from qerl.quant.formats import check_magnitudes
 
 #: Weight-only schemes of llmcompressor.
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
@@ -70,7 +71,11 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
             return {}
         group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
         dense = {member: tensor.to(DENSE, copy=True) for member, tensor in stream(group, device)}
-        return packer.pack(dense) if name in layers else dense
+        if name not in layers:
+            return dense
+        for member, weight in dense.items():
+            check_magnitudes(weight, member)
+        return packer.pack(dense)
 
     write_shards(headers, target, tensors_of)
     write_config(source, target, packer.describe())

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
-from qerl.models.loading import read_packed, stream
+from qerl.models.loading import load_tokenizer, read_packed, stream
 from qerl.provenance import put
 from qerl.quant import FormatError
 from qerl.quant.awq import Calibration, write_equalised
@@ -60,7 +59,7 @@ def quantize_checkpoint(
             dense = Path(scratch) / "equalised"
             awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
         write_packed(dense, partial, weights_format)
-        AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+        load_tokenizer(source).save_pretrained(partial)
         report = quantization_report(dense, partial, weights_format) | awq
         put(partial, target)
     return report

@@ -83,6 +83,21 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
     return Interval(ratio, float(low), float(high))
 
 
+def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Median of the ratios of two lists of times; a pair was taken in turns that followed one another.
+
+    What slows a machine down for a while slows both of a pair, and leaves their ratio; one round that was disturbed
+    leaves the median. Percentile bootstrap over the pairs.
+    """
+    if len(above) != len(below) or len(above) == 0:
+        raise ValueError(f"times must come in pairs, not {len(above)} and {len(below)}")
+    ratios = np.asarray(above) / np.asarray(below)
+    generator = np.random.default_rng(_SEED)
+    medians = np.median(ratios[generator.integers(len(ratios), size=(_DRAWS, len(ratios)))], axis=1)
+    low, high = np.quantile(medians, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(np.median(ratios)), float(low), float(high))
+
+
 def _interval(*sets: Scores) -> Interval:
     """Hierarchical bootstrap of the mean of [seeds, problems], or of the mean over several of these.
 

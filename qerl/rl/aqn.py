@@ -109,6 +109,12 @@ def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> t
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
 
 
+def noise_norm(model: nn.Module) -> float:
+    """Norm of all z that `model` holds now; 0 without noise."""
+    noises = (module.noise for module in model.modules() if isinstance(module, NoisyRMSNorm))
+    return math.sqrt(sum(float(noise.double().square().sum()) for noise in noises))
+
+
 @dataclass(frozen=True)
 class NoiseReport:
     """What was added at a step: sigma, and the norm of all z together."""

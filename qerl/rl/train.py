@@ -36,6 +36,11 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
         policy = trained_in_full(checkpoint)
     else:
         policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
+    return prepared(policy, settings)
+
+
+def prepared(policy: Policy, settings: RunSettings) -> Policy:
+    """The policy with what the settings' updates need beside its weights."""
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
     if settings.gradient_checkpointing is True:  # it takes effect in training mode, that is in updates

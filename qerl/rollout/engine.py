@@ -47,6 +47,11 @@ class EngineSampler:
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
         return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache that is held now."""
+        return self._pool.cache.nbytes if self._pool else 0
+
     def sync(self) -> None:
         """Take over the adapter; norms and noise are read in place."""
         self._decoder.sync()

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 from snakemake.exceptions import WorkflowError
 
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.gates.measured import workload_key
 from qerl.lock import check_pinned
 from qerl.plan import Plan, plan_from
 from qerl.provenance import check_clock, code_version, times_of
@@ -365,6 +366,11 @@ def figures() -> list[str]:
     return [f"{RESULTS}/figures/{name}.png" for name in PLAN.figures]
 
 
+def outcome() -> list[str]:
+    """What a configuration is run for: tables and figures, or the verdict of its gates."""
+    return [f"{RESULTS}/gates/passed"] if PLAN.config.gates else [*tables(), *figures()]
+
+
 def printed_files() -> list[str]:
     """What the paper prints."""
     return sorted(map(str, printed.FOLDER.glob("*.csv")))
@@ -381,3 +387,32 @@ def table_category(wildcards) -> str:
 
 def figure_category(wildcards) -> str:
     return printed.CATEGORY if wildcards.figure in printed.NAMES else "Figures"
+
+
+# --- gates
+
+
+def gate_runs() -> list:
+    """The runs that are compared with the baseline's."""
+    return [e.run for e in PLAN.evaluations_of(PLAN.config.gates.experiment)]
+
+
+def gate_results(pattern: str) -> list[str]:
+    """A file of results of each of them."""
+    return [f"{RESULTS}/" + pattern.format(run.id) for run in gate_runs()]
+
+
+def spread_results() -> list[str]:
+    """The evaluations that tell how far runs differ."""
+    evaluations = PLAN.evaluations_of(PLAN.config.gates.spread)
+    return [f"{RESULTS}/evaluate/{e.id}/result.json" for e in evaluations]
+
+
+def gate_checkpoint() -> str:
+    """The base whose sampling and updating is timed."""
+    return checkpoint_folder(gate_runs()[0].checkpoint)
+
+
+def baseline_files() -> list[str]:
+    """Baselines of all machines; the jobs pick theirs."""
+    return sorted(map(str, PLAN.config.gates.baselines.glob("*.json")))

@@ -1,0 +1,180 @@
+"""A whole GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
+
+    python -m qerl.bench.grpo_step OUT.json --shape 7b --weights nvfp4
+
+`qerl.bench.grpo_step_trl` gives TRL the same work and `qerl.bench.versus` compares. Nothing is downloaded and no
+weights touch the disk. The steps are those of `qerl.rl.trainer`; completions end at their limit alone, because the
+sampler knows no stop token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import typer
+from transformers import AutoTokenizer
+
+from qerl.bench.decode import random_policy
+from qerl.bench.grpo_step_work import (
+    PARTS,
+    TEXTS,
+    WARMUP,
+    Work,
+    memory_of,
+    nbytes,
+    optimizer_bytes,
+    questions,
+    shape_name,
+    write_result,
+)
+from qerl.bench.qwen_files import write_tokenizer
+from qerl.config import RunSettings, parse
+from qerl.data.records import Problem
+from qerl.measure import peak_memory_bytes, reset_peak_memory
+from qerl.models.policy import Policy, choose_device, weight_bytes
+from qerl.progress import configure_logging, log
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.collect import Collector, Task
+from qerl.rl.train import METRICS, prepared
+from qerl.rl.trainer import Trainer
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.make import make_sampler
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+
+
+@dataclass
+class _Watched:
+    """The policy's sampler without stop tokens; notes the peak of each sync and rollout, and starts that of the
+    update."""
+
+    sampler: Sampler
+    peaks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sampler.stops = self.stops = frozenset[int]()
+
+    @property
+    def served(self) -> str:
+        """Of the sampler under measurement."""
+        return self.sampler.served
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of its KV cache, as far as it keeps one between rollouts."""
+        return self.sampler.cache_bytes if isinstance(self.sampler, EngineSampler) else 0
+
+    def sync(self) -> None:
+        reset_peak_memory(collect=False)
+        self.sampler.sync()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        groups = self.sampler.generate(prompts, params)
+        self.peaks.append(peak_memory_bytes())
+        reset_peak_memory(collect=False)
+        return groups
+
+
+def _settings(work: Work, recompute: str, micro_batch_tokens: int, kv_cache_gib: float | None) -> RunSettings:
+    run = {
+        "model": work.size,
+        "dataset": "random",
+        "weights": work.weights,
+        "adapter": {"rank": work.rank, "alpha": work.rank, "train_norms": False},
+        "rollout": {
+            "prompts": work.prompts,
+            "group_size": work.group,
+            "sampling": {"max_tokens": work.completion_tokens},
+            "native": {"kv_cache_gib": kv_cache_gib},
+        },
+        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step_work:reward"},
+        "steps": work.steps,
+        "micro_batch_tokens": micro_batch_tokens,
+        "gradient_checkpointing": recompute,
+    }
+    return parse(RunSettings, run, "grpo_step")
+
+
+def _policy(work: Work, settings: RunSettings, folder: Path) -> Policy:
+    write_tokenizer(folder, TEXTS)
+    policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
+    return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
+
+
+def _problems(policy: Policy, work: Work) -> list[Problem]:
+    drawn = questions(policy.tokenizer, work.steps * work.prompts, work.prompt_tokens)
+    return [Problem(str(number), question, None, "0") for number, question in enumerate(drawn)]
+
+
+def _step(trainer: Trainer, work: Work, number: int) -> dict[str, float]:
+    row = trainer.step(number, (number - 1) * work.prompts)
+    work.check(int(row["completion_tokens"]))
+    if not row["grad_norm"]:
+        raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
+    log.info("step %d: %s", number, {name: row[f"seconds/{name}"] for name in ("step", *PARTS)})
+    return {
+        **{name: row[f"seconds/{name}"] for name in ("step", *PARTS)},
+        "update_peak_bytes": row["memory_bytes"],
+        **{name: row[name] for name in ("grad_norm", "mismatch/kl")},
+    }
+
+
+def _memory(trainer: Trainer, peak: float, cache: int) -> dict[str, Any]:
+    trained = [parameter for _, parameter in trainer.policy.trainable()]
+    parts = {
+        "weights": weight_bytes(trainer.policy) - nbytes(trained),
+        "adapter": nbytes(trained),
+        "gradients": nbytes([p.grad for p in trained if p.grad is not None]),
+        "optimizer": optimizer_bytes(trainer.updater.optimizer),
+    }
+    return memory_of(peak, cache, parts)
+
+
+def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[dict[str, float]], dict[str, Any]]:
+    """The sampler in words, the timed steps and the memory of their highest peak."""
+    policy = _policy(work, settings, folder)
+    watched = _Watched(make_sampler(policy, settings.rollout))
+    collector = Collector(settings, policy, watched, Task(_problems(policy, work), "gsm8k", ""))
+    trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
+    steps = [_step(trainer, work, number) for number in range(1, 1 + work.steps)]
+    for row, rollout_peak in zip(steps, watched.peaks, strict=True):
+        row["rollout_peak_bytes"] = rollout_peak
+    timed = steps[WARMUP:]
+    peak = max(row[f"{part}_peak_bytes"] for row in timed for part in ("rollout", "update"))
+    return watched.served, timed, _memory(trainer, peak, watched.cache_bytes)
+
+
+def main(
+    out: Path,
+    shape: str = "7b",
+    weights: str = "nvfp4",
+    prompts: int = 16,
+    group: int = 8,
+    prompt_tokens: int = 128,
+    completion_tokens: int = 1024,
+    rank: int = 16,
+    repeats: int = 3,
+    recompute: str = "auto",
+    micro_batch_tokens: int = 16384,
+    kv_cache_gib: float | None = None,
+) -> None:
+    """Time REPEATS steps after one that warms up, and write OUT; `recompute` is `gradient_checkpointing`."""
+    size = shape_name(shape)
+    work = Work(size, weights, prompts, group, prompt_tokens, completion_tokens, rank, repeats)
+    settings = _settings(work, recompute, micro_batch_tokens, kv_cache_gib)
+    own: dict[str, Any] = {
+        "recompute": recompute,
+        "micro_batch_tokens": micro_batch_tokens,
+        "kv_cache_gib": kv_cache_gib,
+    }
+    with TemporaryDirectory() as folder:
+        sampler, steps, memory = _measure(work, settings, Path(folder))
+    write_result(out, f"qerl {weights.upper()} LoRA", sampler, work, own, steps, memory)
+
+
+if __name__ == "__main__":
+    configure_logging()
+    typer.run(main)

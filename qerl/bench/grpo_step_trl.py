@@ -1,0 +1,278 @@
+"""The GRPO step of `qerl.bench.grpo_step` by TRL's GRPOTrainer: BF16 LoRA, or QLoRA with bitsandbytes NF4.
+
+    python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights bf16 --checkpoint FOLDER
+    python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights nf4 --checkpoint FOLDER
+
+FOLDER gets a random BF16 checkpoint, once. Completions come from vLLM in TRL's colocate mode, which holds a copy of
+the weights and no adapter: before each rollout TRL merges the adapter into the base and hands every weight over. With
+an NF4 base TRL has vLLM quantize the checkpoint with bitsandbytes (vLLM up to 0.27 has it built in, later ones need a
+plugin). The merged weights then arrive in 4 bits, but their new scales don't, so that this sampler drifts from what is
+trained. It is timed all the same: it is what `use_vllm=True` does. Beside it TRL has transformers' generation, eager
+(`--sampler transformers`), and its continuous batching, which is not timed here.
+
+TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by kernels of its own, with `--liger` or
+without: that changes the layers only.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import trl
+import typer
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.bench.grpo_step_work import (
+    PARTS,
+    TEXTS,
+    WARMUP,
+    Work,
+    memory_of,
+    nbytes,
+    optimizer_bytes,
+    questions,
+    shape_name,
+    text_reward,
+    write_result,
+)
+from qerl.bench.shapes import SHAPES, write_shape
+from qerl.config import AdapterSettings, ConfigError
+from qerl.measure import Seconds, peak_memory_bytes, reset_peak_memory, seconds
+from qerl.progress import configure_logging, log
+
+#: Whose inner names `TimedTrainer` relies on.
+TRL = "1.16."
+
+
+class TimedTrainer(GRPOTrainer):
+    """TRL's trainer with a clock around sampling, and around vLLM's taking over of weights within it."""
+
+    def __init__(self, *arguments: Any, work: Work, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.work = work
+        self.sampling: list[float] = []
+        self.syncs: list[float] = []
+        if self.use_vllm:
+            self._untimed_sync = self.vllm_generation.sync_weights
+            self.vllm_generation.sync_weights = self._timed_sync  # type: ignore[method-assign]
+
+    def _timed_sync(self) -> None:
+        with seconds() as taken:
+            self._untimed_sync()
+        self.syncs.append(taken.value)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any) -> Any:
+        if any(len(prompt) != self.work.prompt_tokens for prompt in prompt_ids):
+            raise RuntimeError(f"a prompt hasn't {self.work.prompt_tokens} tokens: TRL's template differs from ours")
+        with seconds() as taken:
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments)
+        self.work.check(sum(map(len, completion_ids)))
+        self.sampling.append(taken.value)
+        return completion_ids, logprobs
+
+
+class StepClock(TrainerCallback):
+    """Seconds and peak memory of each step, from its first micro-batch to the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        self._running = ExitStack()
+        self._elapsed = Seconds()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        reset_peak_memory()
+        self._elapsed = self._running.enter_context(seconds())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop it."""
+        self._running.close()
+        self.seconds.append(self._elapsed.value)
+        self.peaks.append(peak_memory_bytes())
+
+
+def _rewards(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    return [text_reward(completion[0]["content"]) for completion in completions]
+
+
+def _config(work: Work, own: dict[str, Any], folder: Path) -> GRPOConfig:
+    vllm = own["sampler"] == "vllm"
+    limits = {"min_tokens": work.completion_tokens, "ignore_eos": True, "detokenize": False}
+    return GRPOConfig(
+        output_dir=str(folder),
+        max_steps=work.steps,
+        per_device_train_batch_size=own["micro_batch"],
+        gradient_accumulation_steps=work.completions // own["micro_batch"],
+        num_generations=work.group,
+        max_completion_length=work.completion_tokens,
+        loss_type="grpo",
+        learning_rate=1e-5,
+        optim=own["optimizer"],
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
+        gradient_checkpointing=own["recompute"],
+        use_liger_kernel=own["liger"],
+        use_vllm=vllm,
+        vllm_gpu_memory_utilization=own["vllm_memory"],
+        vllm_max_model_length=work.prompt_tokens + work.completion_tokens,
+        vllm_enable_sleep_mode=own["sleep"],
+        vllm_importance_sampling_correction=own["correction"],
+        generation_kwargs=limits if vllm else {"min_new_tokens": work.completion_tokens},
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def _trainer(work: Work, own: dict[str, Any], checkpoint: Path, folder: Path) -> TimedTrainer:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    drawn = questions(tokenizer, work.steps * work.prompts, work.prompt_tokens)
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    adapter = LoraConfig(
+        r=work.rank, lora_alpha=work.rank, target_modules=AdapterSettings().targets, task_type="CAUSAL_LM"
+    )
+    return TimedTrainer(
+        str(checkpoint),
+        reward_funcs=_rewards,
+        args=_config(work, own, folder),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in drawn]),
+        processing_class=tokenizer,
+        quantization_config=nf4 if work.weights == "nf4" else None,
+        peft_config=adapter,
+        work=work,
+    )
+
+
+def _steps(trainer: TimedTrainer, clock: StepClock) -> list[dict[str, float]]:
+    """Seconds by part; TRL's pass for the correction of vLLM's log-probabilities, and rewards, count as update."""
+    syncs = trainer.syncs or [0.0] * len(clock.seconds)
+    rows = []
+    for step, sync, sampling, peak in zip(clock.seconds, syncs, trainer.sampling, clock.peaks, strict=True):
+        parts = dict(zip(PARTS, (sync, sampling - sync, step - sampling), strict=True))
+        rows.append({"step": step, **parts, "peak_bytes": peak})
+    told = [row for row in trainer.state.log_history if "step_time" in row]
+    for row, logged in zip(rows, told, strict=True):
+        row |= {"trl_step_time": logged["step_time"], "grad_norm": logged["grad_norm"]}
+    return rows
+
+
+def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
+    """Of vLLM's cache, in bfloat16; that of transformers' generation isn't told."""
+    if not trainer.use_vllm:
+        return 0
+    hidden, layers, heads, kv_heads, _, _, _ = SHAPES[size]
+    cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
+
+
+def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
+    assert trainer.model is not None
+    assert trainer.optimizer is not None
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    parts = {
+        "weights": nbytes([*trainer.model.parameters()]) - nbytes(trained),
+        "adapter": nbytes(trained),
+        "optimizer": optimizer_bytes(trainer.optimizer),
+    }
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        parts["sampler_weights"] = nbytes([*engine.parameters()])
+    return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
+
+
+def _sampler(trainer: TimedTrainer, weights: str) -> str:
+    if not trainer.use_vllm:
+        return f"transformers' generate on {weights}"
+    import vllm
+
+    return f"vLLM {vllm.__version__}, colocated, on merged {'bitsandbytes NF4' if weights == 'nf4' else weights}"
+
+
+def _check(work: Work, own: dict[str, Any]) -> None:
+    if not trl.__version__.startswith(TRL):
+        raise ConfigError(f"TRL is {trl.__version__}, and its parts are timed for {TRL}x only; install trl==1.16.0")
+    if work.completions % own["micro_batch"]:
+        raise ConfigError(f"micro_batch={own['micro_batch']} doesn't divide the {work.completions} completions")
+
+
+def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
+    if not checkpoint.exists():
+        write_shape(checkpoint, work.size, "bf16", TEXTS)
+    clock = StepClock()
+    with TemporaryDirectory() as folder:
+        trainer = _trainer(work, own, checkpoint, Path(folder))
+        trainer.add_callback(clock)
+        trainer.train()
+    timed = _steps(trainer, clock)[WARMUP:]
+    log.info("%s", timed)
+    if not any(row["grad_norm"] for row in timed):
+        raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
+    system = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
+    if own["sampler"] == "vllm" and not own["correction"]:
+        system += " without correction"
+    memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
+    write_result(out, system, _sampler(trainer, work.weights), work, own, timed, memory)
+
+
+def main(
+    out: Path,
+    shape: str = "7b",
+    weights: str = "bf16",
+    prompts: int = 16,
+    group: int = 8,
+    prompt_tokens: int = 128,
+    completion_tokens: int = 1024,
+    rank: int = 16,
+    repeats: int = 3,
+    checkpoint: Path | None = None,
+    sampler: str = "vllm",
+    micro_batch: int = 16,
+    recompute: bool = True,
+    correction: bool = True,
+    liger: bool = False,
+    sleep: bool = False,
+    vllm_memory: float = 0.25,
+    optimizer: str = "adamw_torch_fused",
+) -> None:
+    """Time REPEATS steps after one that warms up, and write OUT.
+
+    `weights`: bf16 or nf4; `sampler`: vllm or transformers; `micro_batch`: completions of a forward pass; `recompute`:
+    gradient checkpointing; `correction`: TRL's importance weights between vLLM and the trainer, its default, which cost
+    another forward pass; `vllm_memory`: share of the GPU for vLLM; without `checkpoint` it is written for this run.
+    """
+    if weights not in ("bf16", "nf4") or sampler not in ("vllm", "transformers"):
+        raise typer.BadParameter("weights are bf16 or nf4, the sampler is vllm or transformers")
+    work = Work(shape_name(shape), weights, prompts, group, prompt_tokens, completion_tokens, rank, repeats)
+    own = {
+        "sampler": sampler,
+        "micro_batch": micro_batch,
+        "recompute": recompute,
+        "correction": correction,
+        "liger": liger,
+        "sleep": sleep,
+        "vllm_memory": vllm_memory,
+        "optimizer": optimizer,
+    }
+    _check(work, own)
+    with TemporaryDirectory() as folder:
+        _run(work, own, checkpoint or Path(folder) / "model", out)
+
+
+if __name__ == "__main__":
+    configure_logging()
+    typer.run(main)

@@ -1,0 +1,157 @@
+"""The work of a GRPO step that this project and TRL are timed on, and the shape of the results.
+
+Weights are random, so that only the amount of work counts: prompts of exactly so many tokens, completions that no stop
+token ends, a LoRA adapter on all seven projections and nothing else trained, one update a rollout, rewards that differ
+within a group.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import PreTrainedTokenizerBase
+
+from qerl.bench.shapes import SHAPES
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import Problem
+from qerl.provenance import stamp, write_json
+from qerl.rl.rewards import Answer
+
+#: What the tokenizer of a random checkpoint learns from.
+TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
+#: Steps before the timed ones: kernels are compiled, engines set up.
+WARMUP = 1
+#: The parts of a step that are timed, in its order; the step has all of them and little else.
+PARTS = ("sync", "rollout", "update")
+_REWARDS = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each system has to do."""
+
+    size: str
+    weights: str
+    prompts: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    rank: int
+    repeats: int
+
+    @property
+    def completions(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+    @property
+    def steps(self) -> int:
+        """Steps, those that warm up included."""
+        return WARMUP + self.repeats
+
+    def check(self, completion_tokens: int) -> None:
+        """RuntimeError unless a step drew all that it had to."""
+        wanted = self.completions * self.completion_tokens
+        if completion_tokens != wanted:
+            raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
+
+
+def shape_name(name: str) -> str:
+    """The key of SHAPES, whatever the case of `name`."""
+    for size in SHAPES:
+        if size.lower() == name.lower():
+            return size
+    raise typer.BadParameter(f"there is no shape {name}; use one of {', '.join(SHAPES)}")
+
+
+def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> list[str]:
+    """`count` questions of random digits, each a prompt of exactly `tokens` in the chat template."""
+    digits = tokens - len(prompt_ids(tokenizer, "", ""))
+    if digits < 1:
+        raise ValueError(f"the chat template alone has {tokens - digits} tokens; use longer prompts than {tokens}")
+    numbers = random.Random(0)
+    drawn = ["".join(numbers.choices("0123456789", k=digits)) for _ in range(count)]
+    if any(len(prompt_ids(tokenizer, question, "")) != tokens for question in drawn):
+        raise RuntimeError("a digit isn't a token of this tokenizer; use one that splits numbers into digits")
+    return drawn
+
+
+def text_reward(text: str) -> float:
+    """0 to 1 in eighths, by a hash of the completion: it differs within a group, and costs nothing."""
+    return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
+
+
+def reward(answer: Answer, problem: Problem) -> float:
+    """`text_reward` as a reward function of a run."""
+    return text_reward(answer.text)
+
+
+def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> dict[str, Any]:
+    """Bytes of the GPU's memory as its allocator hands it out, or of the process on a CPU, where no cache is told.
+
+    `parts` are disjoint; what they leave of the peak without the cache is activations, logits and buffers.
+    `device_bytes` is all that is in use on the GPU now, whoever asked for it.
+    """
+    without = int(peak) - kv_cache
+    return {
+        "peak_bytes": int(peak),
+        "kv_cache_bytes": kv_cache,
+        "without_kv_cache_bytes": without,
+        "parts": {**parts, "rest": without - sum(parts.values())},
+        "device_bytes": device_bytes(),
+    }
+
+
+def device_bytes() -> int | None:
+    """Bytes in use on the GPU: allocators' reserves, contexts and graphs included; none on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return nbytes([value for value in states if isinstance(value, torch.Tensor)])
+
+
+def write_result(
+    out: Path,
+    system: str,
+    sampler: str,
+    work: Work,
+    settings: dict[str, Any],
+    steps: list[dict[str, float]],
+    memory: dict[str, Any],
+) -> None:
+    """Write a result: seconds of the timed steps by part, `memory_of` their highest peak, and what ran.
+
+    `system` is a short name for tables, `sampler` who draws completions on what; `settings` are the system's own.
+    """
+    if len(steps) != work.repeats:
+        raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
+    result = {
+        "bench": "grpo_step",
+        "system": system,
+        "sampler": sampler,
+        "work": asdict(work),
+        "settings": settings,
+        "warmup_steps": WARMUP,
+        "steps": steps,
+        "memory": memory,
+        "provenance": stamp(),
+    }
+    write_json(out, result)

@@ -1,0 +1,67 @@
+"""Baselines: one file for each class of machines, with what was measured there and how far repeated runs differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qerl.config import ConfigError
+from qerl.gates.measured import Measured
+from qerl.provenance import write_json
+
+
+class Baseline(BaseModel):
+    """What later runs on machines of this class are compared with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    measured: Measured
+    spread: dict[str, list[float]]
+    """Accuracies of runs that differ in their seed alone, by metric."""
+
+    @property
+    def commit(self) -> str:
+        """The code that was measured."""
+        return self.measured.provenance["commit"]
+
+
+def machine_class(machine: Mapping[str, Any]) -> str:
+    """A name for machines that should measure alike: the GPUs, or else the CPU and its cores."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["label"].lower()).strip("-")
+
+
+def baseline_file(folder: Path, machine: Mapping[str, Any]) -> Path:
+    """Where the baseline of a machine's class lies."""
+    return folder / f"{machine_class(machine)}.json"
+
+
+def read_baseline(file: Path) -> Baseline:
+    """A `ConfigError` of one sentence says what is wrong with a file that is no baseline."""
+    try:
+        return Baseline.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"{file} is no baseline ({error.errors()[0]['msg']}); restore it from git") from None
+
+
+def own_baseline(folder: Path, machine: Mapping[str, Any], key: str) -> Baseline | None:
+    """The baseline of this machine's class and this workload, if there is one."""
+    file = baseline_file(folder, machine)
+    found = read_baseline(file) if file.is_file() else None
+    return found if found and found.measured.key == key else None
+
+
+def any_baseline(folder: Path, key: str) -> Baseline | None:
+    """The first baseline of this workload, of whatever machine: numbers that only rounding tells apart."""
+    of_key = (found for file in sorted(folder.glob("*.json")) if (found := read_baseline(file)).measured.key == key)
+    return next(of_key, None)
+
+
+def write_baseline(folder: Path, measured: Measured, spread: dict[str, list[float]]) -> Path:
+    """Write the baseline of the measuring machine's class; its file."""
+    file = baseline_file(folder, measured.provenance["machine"])
+    write_json(file, Baseline(measured=measured, spread=spread).model_dump(mode="json"))
+    return file

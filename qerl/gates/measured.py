@@ -1,0 +1,127 @@
+"""What the gates look at, collected from stored results of one configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from qerl.config import Config
+
+#: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
+GOLDEN = ("loss", "reward", "grad_norm")
+
+
+class Measured(BaseModel):
+    """The metrics of one run of the workload, by name, and where they come from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    """Of the workload (`workload_key`)."""
+    values: dict[str, float]
+    series: dict[str, list[float]]
+    """One number a step."""
+    answers: dict[str, dict[str, int]]
+    """Accuracy: for each completion asked for, 1 if it was right."""
+    ratios: dict[str, tuple[list[float], list[float]]]
+    """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
+    compared_with: str | None
+    """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
+    provenance: dict[str, Any]
+
+
+def workload_key(config: Config) -> str:
+    """A hash of what is run: another one makes results that can't be compared.
+
+    The base policy's files count; reruns, timings and the places of files don't.
+    """
+    assert config.gates is not None
+    told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
+    told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for model in config.models.values():
+        folder = getattr(model, "path", None)
+        for file in sorted(folder.iterdir()) if folder else ():
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# --- from stored results ---------------------------------------------------------------------------------------------
+
+
+def collect(key: str, files: Sequence[Path]) -> Measured:
+    """The metrics in results, told apart by the names and folders that the workflow gives them."""
+    runs = [file for file in files if file.name == "run.json"]
+    evaluations = [file for file in files if file.name == "result.json"]
+    [bench] = [file for file in files if file.parent.name == "profile"]
+    [numerics], [speed] = ([file for file in files if file.name == f"{name}.json"] for name in ("numerics", "speed"))
+    of_speed = _read(speed)
+    values = _read(numerics)["values"]
+    series: dict[str, list[float]] = {}
+    for file in runs:
+        run, steps = _read(file), _lines(file.with_name("metrics.jsonl"))
+        values |= _of_run(_name(run), run, steps)
+        series |= {f"{column}/{_name(run)}": [step[column] for step in steps] for column in GOLDEN}
+    named = {_name(result): (file, result) for file, result in ((file, _read(file)) for file in evaluations)}
+    return Measured(
+        key=key,
+        values=values | {f"evaluation-noise/{name}": result["noise_norm"] for name, (_, result) in named.items()},
+        series=series,
+        answers={f"accuracy/{name}": answers_of(file) for name, (file, _) in named.items()},
+        ratios={**_of_formats(_read(bench)), **_of_commits(of_speed)},
+        compared_with=of_speed["baseline"],
+        provenance=of_speed["provenance"],
+    )
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    """The arm, with what the grid varies: "nvfp4-lora", "nvfp4-lora/seed=1"."""
+    varied = [f"{key}={value}" for key, value in result["varied"].items()]
+    return "/".join([result["arm"], *(varied if varied != ["seed=0"] else [])])
+
+
+def _of_run(name: str, run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Peak memory in MB, and the KL between sampler and trainer: the largest without noise, the smallest with it."""
+    quiet = [step["mismatch/kl"] for step in steps if not step["noise/sigma"]]
+    noisy = [step["mismatch/kl"] for step in steps if step["noise/sigma"]]
+    yield f"memory/{name}", run["summary"]["peak_memory_bytes"] / 1e6
+    if quiet:
+        yield f"mismatch/{name}", max(quiet)
+    if noisy:
+        yield f"noise/{name}", min(noisy)
+
+
+def answers_of(file: Path) -> dict[str, int]:
+    """Of each completion beside a result.json: whether it was right."""
+    rows = _lines(file.with_name("samples.jsonl"))
+    return {f"{row['dataset']} {row['problem']} {row['repeat']}": int(row["correct"]) for row in rows}
+
+
+def _of_formats(bench: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds a token of each 4-bit format beside those of bf16, measured in turn in one process."""
+    points = {(point["weights"], point["rank"]): [1 / rate for rate in point["samples"]] for point in bench["points"]}
+    return {
+        f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])
+        for (weights, rank), seconds in points.items()
+        if weights != "bf16"
+    }
+
+
+def _of_commits(speed: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        f"{workload}-to-baseline": (seconds["now"], seconds["baseline"])
+        for workload, seconds in speed["samples"].items()
+    }
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

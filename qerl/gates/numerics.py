@@ -1,0 +1,78 @@
+"""Codecs, kernels' layouts and graders against stored vectors: numbers that no machine may change.
+
+The vectors (config/gates/vectors.safetensors, answers.jsonl) don't come from this code: packed weights are those of
+compressed-tensors and bitsandbytes, products those of float64 (`python -m tests.vectors`), verdicts a person's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qerl.data.answers import is_correct, well_formed
+from qerl.kernels import tiles
+from qerl.provenance import stamp, write_json
+from qerl.quant.formats import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
+from qerl.quant.linear import PackedLinear
+
+VECTORS = "vectors.safetensors"
+ANSWERS = "answers.jsonl"
+
+
+def measure_numerics(folder: Path, out: Path) -> None:
+    """Compare with the vectors in `folder`; `out` gets `{values: {name: number}}` with a stamp."""
+    vectors = load_file(folder / VECTORS)
+    values = {**dict(_formats(vectors)), "graders": wrong_verdicts(folder / ANSWERS)}
+    write_json(out, {"values": values, "provenance": stamp()})
+
+
+def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """Bytes that differ, and the error of a layer's product, for each format.
+
+    vectors: weight [out, in] bfloat16, x [rows, in] float32, and for each format its tensors as in a checkpoint, the
+    bfloat16 weight that they mean (`dense`) and x times it in float64 (`product`).
+    """
+    for name in PACKED_FORMATS:
+        stored = {key.rpartition("/")[2]: tensor for key, tensor in vectors.items() if key.startswith(f"{name}/")}
+        dense, product = stored.pop("dense"), stored.pop("product")
+        packed = from_checkpoint(name, stored)
+        yield f"codec/{name}", _differing(quantize(vectors["weight"], name), packed)
+        yield f"dequantize/{name}", differing(dequantize(packed, torch.bfloat16), dense)
+        yield f"product/{name}", _product_error(packed, vectors["x"], product)
+        if tiles.fits(name, [packed.shape]):
+            yield f"tiles/{name}", _differing(tiles.unpack(tiles.pack([packed]), 0), packed)
+
+
+def _differing(made: Packed, stored: Packed) -> float:
+    return sum(differing(made.tensors[key], tensor) for key, tensor in stored.tensors.items())
+
+
+def differing(a: Tensor, b: Tensor) -> float:
+    """Bytes that differ; all of them if the shapes or dtypes do."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float(b.numel() * b.element_size())
+    return float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+
+
+def _product_error(packed: Packed, x: Tensor, product: Tensor) -> float:
+    """Largest error of the layer's float32 product, relative to the largest element of float64's."""
+    with torch.no_grad():
+        made = PackedLinear.from_packed(packed)(x).double()
+    return float((made - product).abs().max() / product.abs().max())
+
+
+def wrong_verdicts(file: Path) -> float:
+    """How many answers are graded otherwise than they should be."""
+    rows = (json.loads(line) for line in file.read_text().splitlines())
+    return float(sum(_graded(row) != (row["correct"], row["well_formed"]) for row in rows))
+
+
+def _graded(row: dict[str, Any]) -> tuple[bool, bool]:
+    text, record_format, form = row["text"], row["format"], row["form"]
+    return is_correct(text, row["answer"], record_format, form), well_formed(text, record_format, form)

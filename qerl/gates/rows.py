@@ -1,0 +1,47 @@
+"""The gates as data: a row each of a file of tab-separated values."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from qerl.config import ConfigError, Settings, parse
+
+#: What a gate compares (docs/gates.md): a number with a bound, a ratio's interval with a bound, a number with the
+#: baseline's, answers with the baseline's, a series of numbers with the baseline's.
+Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "drop", "golden"]
+COLUMNS = ("gate", "metric", "check", "limit", "why")
+
+
+class Gate(Settings):
+    """One gate; the meaning and unit of `limit` depend on `check` (`qerl.gates.judge`)."""
+
+    gate: Annotated[str, Field(min_length=1)]
+    metric: Annotated[str, Field(min_length=1)]
+    check: Check
+    limit: float
+    why: Annotated[str, Field(min_length=1)]
+
+
+def read_gates(file: Path) -> list[Gate]:
+    """The rows of a file of gates; a `ConfigError` names the line that is none."""
+    if not file.is_file():
+        raise ConfigError(f"file of gates {file} doesn't exist")
+    with file.open(newline="") as lines:
+        rows = csv.DictReader(lines, delimiter="\t", strict=True)
+        if tuple(rows.fieldnames or ()) != COLUMNS:
+            raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
+        gates = [_gate(row, f"{file}, line {rows.line_num}") for row in rows]
+    names = [gate.gate for gate in gates]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{file} has two gates called {twice[0]!r}; rename one")
+    return gates
+
+
+def _gate(row: dict[str, str], where: str) -> Gate:
+    if None in row or None in row.values():
+        raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
+    return parse(Gate, row, where)

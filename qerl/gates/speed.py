@@ -1,0 +1,165 @@
+"""This code's speed in turn with that of a baseline's commit.
+
+Two versions of one package don't fit into one interpreter without tampering with its modules. So each has a process of
+its own, and they take turns: while one works, the other waits for its next request. Whatever slows the machine down for
+longer than a turn slows both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from qerl.config import ConfigError
+from qerl.models.checkpoint import weights_format_of
+from qerl.progress import log
+from qerl.provenance import PACKAGE
+
+WORKER = Path(__file__).with_name("worker.py")
+WORKLOADS = ("rollout", "update")
+_ERROR_LINES = 5
+
+
+def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:
+    """Seconds a token of this code and of the code of `commit`: one pair a round.
+
+    {baseline: commit, samples: {workload: {now: [...], baseline: [...]}}}
+    """
+    folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}
+    commits = {"now": os.environ.get("QERL_COMMIT"), "baseline": commit}
+    samples: dict[str, dict[str, list[float]]] = {name: {"now": [], "baseline": []} for name in WORKLOADS}
+    with tempfile.TemporaryDirectory(prefix="qerl-speed-") as folder, ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(started(code, commits[name], checkpoint, Path(folder) / name))
+            for name, code in folders.items()
+        }
+        for turn in range(rounds + 1):
+            for workload in WORKLOADS:
+                # Who goes first changes, so that neither always finds the machine as the other left it.
+                for name in sorted(workers, reverse=bool(turn % 2)):
+                    seconds = workers[name].ask(workload)
+                    if turn:  # the first is a warm-up
+                        # Repeats of a turn share what disturbs it, so they are one sample: the least disturbed.
+                        samples[workload][name].append(min(seconds))
+            log.info("round %d of %d", turn, rounds)
+    return {"baseline": commit, "samples": samples}
+
+
+# --- the baseline's code ---------------------------------------------------------------------------------------------
+
+
+def unpacked_wheel(commit: str, folder: Path) -> Path:
+    """A folder to import the package from as it was at `commit`: its wheel, built once and unpacked."""
+    target = folder / commit
+    if target.is_dir():
+        return target.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        source, unpacked = Path(name) / "source", Path(name) / "unpacked"
+        source.mkdir()
+        _unpack_commit(commit, source)
+        build = [
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--wheel-dir",
+            name,
+            str(source),
+        ]
+        _run([sys.executable, "-m", "pip", *build])
+        [wheel] = Path(name).glob("*.whl")
+        zipfile.ZipFile(wheel).extractall(unpacked)
+        unpacked.rename(target)
+    return target.resolve()
+
+
+def _unpack_commit(commit: str, target: Path) -> None:
+    repository = ["git", "-C", str(PACKAGE.parent)]
+    if subprocess.run(
+        [*repository, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False
+    ).returncode:
+        raise ConfigError(
+            f"commit {commit[:12]}, which the baseline is of, isn't in this clone; fetch it (git fetch --unshallow), "
+            "or make a new baseline (qerl gate accept)"
+        )
+    archive = target.with_suffix(".tar")
+    _run([*repository, "archive", "--output", str(archive), commit])
+    shutil.unpack_archive(archive, target, filter="data")
+
+
+def _run(command: list[str]) -> None:
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise ConfigError(f"`{' '.join(command[:4])} ...` failed: {_last_lines(answer.stderr)}")
+
+
+def _last_lines(text: str) -> str:
+    return " | ".join(text.strip().splitlines()[-_ERROR_LINES:])
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """A process that samples and trains on request."""
+
+    process: subprocess.Popen[str]
+    errors: Path
+
+    def tell(self, request: Any) -> None:
+        """Send a request."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def ask(self, request: Any) -> list[float]:
+        """Send a request and wait for its answer."""
+        assert self.process.stdout is not None
+        self.tell(request)
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._ended()
+        return cast(list[float], json.loads(line))
+
+    def _ended(self) -> ConfigError:
+        code = self.process.wait()
+        return ConfigError(f"the process to be timed ended (exit code {code}): {_last_lines(self.errors.read_text())}")
+
+
+@contextmanager
+def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> Iterator[Worker]:
+    """A worker that imports the package from folder `code`; it trains in `folder`."""
+    folder.mkdir(parents=True)
+    errors = folder / "errors.txt"
+    # One thread on a CPU: where several wait for each other, another program on the machine costs times over.
+    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    if commit:
+        environment["QERL_COMMIT"] = commit  # unpacked code lies in no clone that it could ask
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen([sys.executable, str(WORKER)], env=environment, cwd=folder, stderr=stderr, **pipes) as process,  # type: ignore[call-overload]
+    ):
+        worker = Worker(process, errors)
+        try:
+            told = {"checkpoint": str(checkpoint.resolve()), "weights": weights_format_of(checkpoint)}
+            worker.tell({"code": str(code), "folder": str(folder), **told})
+            yield worker
+        finally:
+            process.kill()

@@ -1,0 +1,80 @@
+"""Samples and trains on request, and tells the time: one of two versions of the package that `speed.py` compares.
+
+It runs as a file, with one version first on the import path, and asks nothing of it but `load`, `sample`, `train` and
+the columns of metrics.jsonl, so that versions to come can be compared with those of today. Requests come as JSON lines:
+first what to load, then the name of a workload; an answer has the seconds a token of each repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: One GRPO step is 16 completions; the first step of a run is a warm-up.
+TRAINING = {
+    "dataset": {
+        "format": "gsm8k",
+        "instruction": "Answer after ####.",
+        "origin": {"source": "generated", "train": 64, "validation": 4, "test": 4},
+    },
+    "dtype": "float32",
+    "steps": 3,
+    "checkpoint_every": 3,
+    "micro_batch_tokens": 2048,
+    "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}},
+    "adapter": {"rank": 16, "alpha": 32},
+}
+PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
+#: Rollouts a request; the first is a warm-up.
+ROLLOUTS = 3
+
+
+class Workloads:
+    """What the version that was imported is timed at."""
+
+    def __init__(self, qerl: Any, checkpoint: str, weights: str, folder: str) -> None:
+        self.qerl = qerl
+        self.checkpoint = checkpoint
+        self.weights = weights
+        self.folder = Path(folder)
+        self.policy = qerl.load(checkpoint, "float32")
+        self.trained = 0
+
+    def rollout(self) -> list[float]:
+        """Seconds a token of completions of 32 prompts."""
+        return [self._rollout(seed) for seed in range(ROLLOUTS)][1:]
+
+    def _rollout(self, seed: int) -> float:
+        start = time.perf_counter()
+        drawn = self.qerl.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
+        return (time.perf_counter() - start) / sum(one.tokens for completions in drawn for one in completions)
+
+    def update(self) -> list[float]:
+        """Seconds a token of the updates of a short run."""
+        self.trained += 1
+        settings = {**TRAINING, "model": self.checkpoint, "weights": self.weights}
+        run = self.qerl.train(settings, out=self.folder / str(self.trained))
+        return [1 / rate for rate in run.metrics["tokens_per_second/update"]][1:]
+
+
+def main() -> None:
+    """Answer requests until there are none."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    asked = json.loads(sys.stdin.readline())
+    import qerl
+
+    imported = Path(qerl.__file__).resolve().parents[1]
+    if imported != Path(asked.pop("code")).resolve():
+        sys.exit(f"the version that was imported lies in {imported}, and that is not the one to be timed")
+    workloads = Workloads(qerl, **asked)
+    known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
+    for line in sys.stdin:
+        print(json.dumps(known[json.loads(line)]()), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""How much the property-based tests try: the same examples on every run, more of them where the profile asks for it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
+
+#: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
+PROFILE = "QERL_TEST_PROFILE"
+
+# What hypothesis looks up in the sources is kept out of the working tree.
+set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
+# Times on a busy machine say nothing of an example; the whole test has pytest's limit.
+settings.register_profile(
+    "default",
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile(
+    "nightly", settings.get_profile("default"), max_examples=500, derandomize=False, print_blob=True
+)
+settings.load_profile(os.environ.get(PROFILE, "default"))

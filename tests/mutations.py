@@ -1,0 +1,173 @@
+"""Defects put into the code one at a time, each with the gates that must see it; and reruns of the code as it is.
+
+`python -m tests.mutations FOLDER [NAME ...]` runs the gates on a copy of the committed code with each defect;
+`python -m tests.mutations FOLDER --reruns 20` on the code without one. FOLDER gets a file a run, which a later call
+keeps, and the table of all in table.md. The machine's baseline must be committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from qerl.provenance import stamp, write_json
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which occurs once in `file`, becomes `new`; the gates of `seen` must fail."""
+
+    file: str
+    old: str
+    new: str
+    seen: tuple[str, ...]
+
+
+MUTATIONS = {
+    "the sign of the loss flipped": Mutation(
+        "qerl/rl/losses.py",
+        "loss_NT = -torch.minimum(",
+        "loss_NT = torch.minimum(",
+        ("golden loss, nvfp4-lora", "accuracy, nvfp4-lora"),
+    ),
+    "noise left on in evaluation": Mutation(
+        "qerl/evals/job.py",
+        "    tasks = evaluate(sampler,",
+        "    from qerl.config import NoiseSettings\n"
+        "    from qerl.rl.aqn import Noise\n\n"
+        '    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), 0).set(1, 1)\n'
+        "    tasks = evaluate(sampler,",
+        ("evaluation without noise, nvfp4-lora", "evaluation without noise, nvfp4-lora-aqn"),
+    ),
+    "noise that never fires": Mutation(
+        "qerl/rl/aqn.py",
+        "norm.noise.copy_(z)",
+        "norm.noise.zero_()",
+        ("noise reaches the sampler", "golden loss, nvfp4-lora-aqn"),
+    ),
+    "a slower rollout: probabilities computed forty times": Mutation(
+        "qerl/rollout/native.py",
+        "    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
+        "    for _ in range(40):\n"
+        "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
+        ("rollout against baseline",),
+    ),
+    "a slower update: each weight unpacked three times": Mutation(
+        "qerl/quant/linear.py",
+        "        return dequantize(self.packed, dtype)\n\n    def forward",
+        "        return [dequantize(self.packed, dtype) for _ in range(3)][0]\n\n    def forward",
+        ("update against baseline",),
+    ),
+    "a scale off by one unit in the last place, in E4M3": Mutation(
+        "qerl/quant/formats.py",
+        'scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]',
+        'scale = tensors["weight_scale"].view(torch.uint8).add(1).view(torch.float8_e4m3fn).float() / '
+        'tensors["weight_global_scale"]',
+        ("NVFP4 unpacking", "NVFP4 product", "golden loss, nvfp4-lora"),
+    ),
+    "a scale off by one unit in the last place, in float32": Mutation(
+        "qerl/quant/formats.py",
+        'scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]',
+        'scale = torch.nextafter(tensors["weight_scale"].float() / tensors["weight_global_scale"], torch.tensor(1e9))',
+        ("golden loss, nvfp4-lora", "golden gradient, nvfp4-lora"),
+    ),
+    "an adapter that isn't synced": Mutation(
+        "qerl/rl/trainer.py",
+        "                rollout = self.collector.collect(step, position)\n",
+        "                with self.policy.reference():\n"
+        "                    rollout = self.collector.collect(step, position)\n",
+        ("sampler against trainer", "golden loss, nvfp4-lora"),
+    ),
+    "a grader that compares one character": Mutation(
+        "qerl/data/answers.py",
+        "        return number == expected\n",
+        "        return str(number)[0] == str(expected)[0]\n",
+        ("graders", "golden reward, nvfp4-lora"),
+    ),
+    "a leak of 50 MB a step": Mutation(
+        "qerl/rl/trainer.py",
+        '        completed = rollout.metrics["completion_tokens"]\n',
+        '        self.__dict__.setdefault("kept", []).append(torch.ones(12_500_000))\n'
+        '        completed = rollout.metrics["completion_tokens"]\n',
+        ("memory, nvfp4-lora", "memory, nvfp4-lora-aqn"),
+    ),
+}
+
+
+def mutated(text: str, mutation: Mutation) -> str:
+    """The file with its defect."""
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.file} has {text.count(mutation.old)} times what is to be replaced, not once")
+    return text.replace(mutation.old, mutation.new)
+
+
+def judge(mutation: Mutation | None, verdict: Path) -> None:
+    """Run the gates on a clone of the committed code, with a defect or without; keep the verdict."""
+    with tempfile.TemporaryDirectory(prefix="qerl-mutation-") as name:
+        clone = Path(name) / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        if mutation:
+            file = clone / mutation.file
+            file.write_text(mutated(file.read_text(), mutation))
+        environment = {**os.environ, "PYTHONPATH": str(clone)}
+        command = ["snakemake", "--cores", "all", "--quiet", "--configfile", "config/ci.yaml"]
+        log = verdict.with_suffix(".log")
+        with log.open("w") as out:
+            subprocess.run(command, cwd=clone, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
+        made = clone / "results/ci/gates/verdict.json"
+        if not made.is_file():
+            sys.exit(f"the gates came to no verdict; see {log}")
+        write_json(verdict, json.loads(made.read_text()))
+        log.unlink()
+
+
+def table(folder: Path) -> pd.DataFrame:
+    """A row a run: what was changed, the gates that had to fail and the other ones that did."""
+    rows = []
+    for file in sorted(folder.glob("*.json")):
+        told = json.loads(file.read_text())
+        failed = [gate["gate"] for gate in told["gates"] if gate["outcome"] == "fail"]
+        mutation = MUTATIONS.get(file.stem)
+        due = mutation.seen if mutation else ()
+        missed = [gate for gate in due if gate not in failed]
+        caught = (
+            ("no: " + ", ".join(missed) if missed else "yes") if mutation else ("no alarm" if not failed else "ALARM")
+        )
+        others = ", ".join(gate for gate in failed if gate not in due)
+        rows.append({"defect": file.stem, "must fail": ", ".join(due), "seen": caught, "also failed": others})
+    return pd.DataFrame(rows)
+
+
+def main(
+    folder: Path,
+    names: Annotated[list[str] | None, typer.Argument(help="Defects; all, if none is named.")] = None,
+    reruns: Annotated[int, typer.Option(help="Run the code as it is so often instead.")] = 0,
+) -> None:
+    """Run the gates on broken code, or on unbroken code again and again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked: dict[str, Mutation | None]
+    if reruns:
+        asked = {f"none, rerun {number:02d}": None for number in range(1, reruns + 1)}
+    else:
+        asked = {name: MUTATIONS[name] for name in names or MUTATIONS}
+    for name, mutation in asked.items():
+        if not (folder / f"{name}.json").is_file():
+            judge(mutation, folder / f"{name}.json")
+            print(table(folder).iloc[-1].to_dict(), flush=True)
+    commit = stamp()["commit"]
+    (folder / "table.md").write_text(f"{table(folder).to_markdown(index=False)}\n\nAt commit {commit[:12]}.\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,248 @@
+"""Codecs: any finite weight comes back as the nearest value of its group's grid, as the libraries have it."""
+
+import itertools
+import re
+
+import bitsandbytes.functional as bnb
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.torch import load_file, save_file
+
+from qerl.config import GROUP_SIZE
+from qerl.quant import FormatError
+from qerl.quant.formats import (
+    PACKED_FORMATS,
+    Packed,
+    bits_per_weight,
+    dequantize,
+    from_checkpoint,
+    quantize,
+    tensor_specs,
+    to_checkpoint,
+)
+from qerl.quant.nf4 import STATE_NAME, read_state
+from qerl.quant.quantize import quantize_checkpoint
+from tests.parity.test_quant_parity import LIBRARY, assert_bits_equal, library_fp4
+from tests.properties.values import refused_in_one_sentence
+from tests.tiny import tiny_qwen2
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+LARGEST = 2.0**126
+
+
+@st.composite
+def weights(draw, smallest=0.0, largest=LARGEST, spread=60, dtypes=(torch.float32, torch.bfloat16)):
+    """A weight [out, in] of any magnitude: few distinct numbers, each row at a scale of its own."""
+    rows, groups = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["any", "scaled"]))
+    if kind == "any":
+        elements = st.floats(-largest, largest, width=32)
+        values = draw(hnp.arrays(np.float32, (rows, 64 * groups), elements=elements, fill=elements))
+    else:
+        seed = draw(st.integers(0, 2**32 - 1))
+        values = np.random.default_rng(seed).standard_normal((rows, 64 * groups)).astype(np.float32)
+        exponents = draw(st.lists(st.integers(-spread, spread), min_size=rows, max_size=rows))
+        values = np.ldexp(values, np.array(exponents)[:, None]).astype(np.float32)
+        values[draw(st.integers(0, rows - 1)), ::3] = draw(st.sampled_from([0.0, -0.0, 1.0, values.flat[0]]))
+    weight = torch.from_numpy(values).to(draw(st.sampled_from(dtypes)))
+    nonzero = weight[weight != 0].abs()
+    assume(weight.abs().max() <= largest and (not len(nonzero) or nonzero.min() >= smallest))
+    return weight
+
+
+def grid(packed):
+    """The values that each weight of a group may take, float64 [out, groups, 1, codes]: worked out from the scales."""
+    tensors = packed.tensors
+    if packed.weights_format == "nf4":
+        scale = tensors["weight_absmax"].double().view(packed.shape[0], -1)
+        codes = tensors["weight_quant_map"].double()
+    else:
+        codes = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64)
+        if packed.weights_format == "nvfp4":
+            scale = tensors["weight_scale"].double() / tensors["weight_global_scale"].double()
+        else:
+            scale = torch.exp2(tensors["weight_scale"].double() - 127)
+    return scale[..., None, None] * codes
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(weight=weights())
+@example(weight=torch.zeros(1, 64))
+@example(weight=torch.full((2, 64), 2.0**126))
+@example(weight=torch.full((1, 64), 1e-45))
+@example(weight=torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 8]))
+def test_every_weight_comes_back_as_the_nearest_value_of_its_groups_grid(weights_format, weight):
+    packed = quantize(weight, weights_format, double_quant=False)
+    dense = dequantize(packed, torch.float32)
+    assert dense.isfinite().all()
+    size = GROUP_SIZE[weights_format]
+    groups, back = (t.double().view(weight.shape[0], -1, size, 1) for t in (weight, dense))
+    values = grid(packed)
+    nearest = (groups - values).abs().amin(-1)
+    error = (groups - back).abs()[..., 0]
+    # Float32 rounds a value and a tie's middle; bitsandbytes' smallest absmax is 1e-38, below which all may be zero.
+    slack = 1e-6 * values.abs().amax(-1) + (1e-38 if weights_format == "nf4" else 2e-45)
+    assert (error <= nearest + slack).all()
+    assert ((back == 0) | (back.sign() == groups.sign())).all()
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(weight=weights(smallest=2.0**-100, largest=2.0**100, spread=3))
+def test_the_grid_reaches_the_largest_weight_of_its_group(weights_format, weight):
+    packed = quantize(weight, weights_format, double_quant=False)
+    largest = weight.double().view(weight.shape[0], -1, GROUP_SIZE[weights_format]).abs().amax(-1)
+    reach = grid(packed).abs().amax((-1, -2))
+    # NVFP4: E4M3 rounds by a sixteenth, and of scales under 2^-6 by half their last place, 2^-10.
+    # MXFP4: a power of two below 1.75 times it is cut at 1.5. NF4: the absmax itself.
+    low = {"nvfp4": 15 / 16, "mxfp4": 1.5 / 1.75, "nf4": 1.0}[weights_format]
+    absolute = 6 * 2**-10 / packed.tensors["weight_global_scale"].double() if weights_format == "nvfp4" else 0.0
+    assert (reach >= low * largest * (1 - 1e-6) - absolute).all()
+    if weights_format == "mxfp4":
+        assert (reach <= 12 / 7 * largest * (1 + 1e-6) + (largest == 0)).all()
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(weight=weights(smallest=2.0**-100, largest=2.0**100, spread=2, dtypes=(torch.float32,)))
+def test_what_came_back_stays_as_it_is(weights_format, weight):
+    once = quantize(weight, weights_format, double_quant=False)
+    if weights_format == "nvfp4":
+        # A scale that E4M3 rounds to a subnormal may lose the code of its largest weight, and with it itself.
+        exact = weight.float().view(weight.shape[0], -1, 16).abs().amax(-1) / 6 * once.tensors["weight_global_scale"]
+        assume(((exact >= 2**-6) | (exact == 0)).all())
+    dense = dequantize(once, torch.float32)
+    shared = once.tensors.get("weight_global_scale")
+    twice = dequantize(quantize(dense, weights_format, global_scale=shared, double_quant=False), torch.float32)
+    torch.testing.assert_close(twice, dense, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(weight=weights(), nested=st.booleans())
+def test_a_packed_weight_written_and_read_again_is_the_same(weights_format, weight, nested):
+    packed = quantize(weight, weights_format, double_quant=nested)
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in packed.tensors.items()}
+    assert found == tensor_specs(weights_format, tuple(weight.shape), nested)
+    again = from_checkpoint(weights_format, to_checkpoint(packed))
+    assert again.shape == packed.shape == tuple(weight.shape)
+    assert again.tensors.keys() == packed.tensors.keys()
+    for name, tensor in packed.tensors.items():
+        assert_bits_equal(again.tensors[name], tensor)
+    assert bits_per_weight(packed) >= 4
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4))
+def test_any_codes_are_unpacked_by_the_definition(weights_format, seed, rows):
+    """Byte by byte, in exact arithmetic; also codes and scales that no quantization writes."""
+    generator = np.random.default_rng(seed)
+    shape = (rows, 64)
+    tensors = {}
+    for name, (of, dtype) in tensor_specs(weights_format, shape, nested=False).items():
+        drawn = torch.from_numpy(generator.standard_normal(of).astype(np.float32)).abs() + 0.01
+        integers = torch.from_numpy(generator.integers(60, 190, of, dtype=np.uint8))
+        tensors[name] = integers if dtype == torch.uint8 else drawn.to(dtype)
+    dense = dequantize(Packed(weights_format, shape, tensors), torch.float32).view(-1)
+    values = (
+        grid(Packed(weights_format, shape, tensors)).expand(rows, -1, GROUP_SIZE[weights_format], 16).reshape(-1, 16)
+    )
+    high_first = weights_format == "nf4"
+    for index, byte in enumerate(tensors["weight_packed"].view(-1).tolist()):
+        nibbles = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
+        for offset, nibble in enumerate(nibbles):
+            assert dense[2 * index + offset].item() == pytest.approx(
+                values[2 * index + offset, nibble].item(), rel=3e-7
+            )
+
+
+#: Magnitudes at which the libraries' own arithmetic stays within float32.
+ORDINARY = {"smallest": 2.0**-100, "largest": 2.0**100, "spread": 20}
+
+
+@pytest.mark.parametrize("weights_format", LIBRARY)
+@given(weight=weights(**ORDINARY))
+@settings(max_examples=25)
+def test_fp4_is_compressed_tensors_bit_by_bit(weights_format, weight):
+    expected, dense = library_fp4(weight, weights_format)
+    packed = quantize(weight, weights_format)
+    for name, tensor in expected.items():
+        assert_bits_equal(packed.tensors[name], tensor)
+    assert_bits_equal(dequantize(packed, torch.bfloat16), dense)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@given(weight=weights(**ORDINARY))
+@settings(max_examples=25)
+def test_nf4_is_bitsandbytes_bit_by_bit(nested, weight):
+    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=nested)
+    packed = quantize(weight, "nf4", double_quant=nested)
+    assert_bits_equal(packed.tensors["weight_packed"], codes)
+    assert_bits_equal(packed.tensors["weight_absmax"], state.absmax)
+    state.dtype = torch.float32
+    assert_bits_equal(dequantize(packed, torch.float32), bnb.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+@given(at=st.tuples(st.integers(0, 1), st.integers(0, 63)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=5)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2.0**127])
+def test_what_is_no_number_of_the_formats_is_refused(weights_format, number, at, dtype):
+    weight = torch.ones(2, 64, dtype=dtype)
+    weight[at] = number
+    with pytest.raises(FormatError, match="NaN or magnitudes"):
+        quantize(weight, weights_format)
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+def test_a_checkpoint_with_a_number_that_is_none_is_refused_by_the_tensors_name(tmp_path, weights_format):
+    source = tiny_qwen2(tmp_path / "dense")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=rf"{re.escape(name)}: it .*NaN"):
+        quantize_checkpoint(source, tmp_path / "packed", weights_format)
+    assert not (tmp_path / "packed").exists()
+
+
+@given(
+    weights_format=st.sampled_from([*PACKED_FORMATS, "int4", ""]),
+    shape=st.lists(st.integers(0, 130), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int8]),
+)
+@example(weights_format="nvfp4", shape=[0, 64], dtype=torch.float32)
+@example(weights_format="nf4", shape=[3, 0], dtype=torch.float32)
+@settings(max_examples=200)
+def test_any_shape_is_quantized_or_refused_in_one_sentence(weights_format, shape, dtype):
+    fits = weights_format in GROUP_SIZE and len(shape) == 2 and dtype in (torch.float32, torch.bfloat16)
+    fits = fits and shape[0] > 0 and shape[1] > 0 and shape[1] % GROUP_SIZE[weights_format] == 0
+    with refused_in_one_sentence():
+        packed = quantize(torch.ones(shape, dtype=dtype), weights_format)
+        assert fits
+        assert dequantize(packed, torch.float32).shape == torch.Size(shape)
+        return
+    assert not fits
+
+
+@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+def test_a_weight_with_other_strides_is_the_same_weight(weights_format):
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    views = {"transposed": weight.t().contiguous().t(), "columns": weight.repeat(1, 2)[:, :128]}
+    expected = quantize(weight, weights_format)
+    for (_, view), name in itertools.product(views.items(), expected.tensors):
+        assert_bits_equal(quantize(view, weights_format).tensors[name], expected.tensors[name])
+
+
+@given(content=st.binary(max_size=60) | st.sampled_from([b"[]", b"{}", b"null", b'{"shape": [-1, 64]}', b"[" * 4000]))
+@example(content=b"\xff")
+@example(content=b'{"shape": [1, 64], "nested_offset": "x"}')
+@example(content=b'{"quant_type": "nf4", "blocksize": 64, "shape": [1, true]}')
+@example(content=b"9" * 4096)
+@example(content=b" " * 10_000)
+def test_any_metadata_of_nf4_is_read_or_one_sentence(content):
+    with refused_in_one_sentence():
+        state = read_state(torch.tensor(list(content), dtype=torch.uint8))
+        assert state["blocksize"] == 64
+    assert read_state(to_checkpoint(quantize(torch.ones(1, 64), "nf4"))[STATE_NAME])["shape"] == [1, 64]

@@ -1,0 +1,279 @@
+"""Configurations: whatever YAML holds is taken or refused in one sentence, and what is taken can be planned."""
+
+import copy
+import re
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from qerl.config import (
+    Config,
+    ConfigError,
+    DatasetSettings,
+    Experiment,
+    RunFile,
+    RunSettings,
+    Settings,
+    TaskSettings,
+    merged,
+    parse,
+    parse_yaml,
+    read_yaml,
+)
+from qerl.lock import read_lock
+from qerl.plan import nested, plan, plan_from
+from tests.properties.values import keys, refused_in_one_sentence, texts, values
+
+MINI = Path(__file__).parents[2] / "config/mini.yaml"
+WHOLE = read_yaml(MINI)
+RUN = {"model": "miniature", "dataset": "arithmetic"}
+
+
+def places(tree, above=()):
+    """Every path to a value of nested mappings and lists."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+def changed(tree, place, value):
+    """A copy of `tree` with another value at `place`."""
+    copied = copy.deepcopy(tree)
+    branch = copied
+    for key in place[:-1]:
+        branch = branch[key]
+    branch[place[-1]] = value
+    return copied
+
+
+@given(values=st.dictionaries(keys, values, max_size=5))
+@example({"protocol": "upstream-scripts"})
+@example({"protocol": "upstream-scripts", "name": "x", "protocols": {"upstream-scripts": None}})
+@example({"protocol": [], "name": "x", "protocols": {"a": {}}})
+@example({"protocol": "paper\n", "name": "x", "protocols": {1: {}}})
+@pytest.mark.parametrize("settings", [Config, RunSettings, RunFile, Experiment, DatasetSettings, TaskSettings])
+def test_any_mapping_is_settings_or_one_sentence(settings, values):
+    with refused_in_one_sentence("some place"):
+        parse(settings, values, "some place")
+
+
+def test_a_number_too_long_to_be_written_is_one_sentence(tmp_path):
+    path = tmp_path / "long.yaml"
+    path.write_text(
+        yaml.safe_dump(changed(WHOLE, ("experiments", "main", "grid"), {"seed": ["N"]})).replace("N", f"0x{'f' * 4000}")
+    )
+    with pytest.raises(ConfigError, match="seed"):
+        plan_from({}, path)
+
+
+def test_an_alias_that_contains_itself_is_one_sentence():
+    values = changed(WHOLE, ("experiments", "main", "base"), parse_yaml("&a {x: *a}", "here"))
+    with pytest.raises(ConfigError, match="contains itself"):
+        plan_from(values, MINI)
+
+
+@given(place=st.sampled_from(list(places(WHOLE))), value=values)
+@example(("name",), "x" * 300)
+@example(("name",), "é" * 200)
+@example(("models",), {"../../x": WHOLE["models"]["miniature"], **WHOLE["models"]})
+@example(("experiments", "main", "arms"), {"../../x": {}})
+@example(("experiments", "main", "grid"), {"seed": [10**400]})
+@example(("experiments", "main", "grid"), {"seed": [0, -0, False]})
+@example(("experiments", "main", "grid"), {"adapter.targets": [["x" * 300]]})
+@example(("experiments", "main", "base"), {"": {"": 1}})
+@example(("experiments", "main", "base", "model"), {0: None})
+@example(("experiments", "main", "base"), {**RUN, "unknown\nkey": 1})
+@example(("lock",), "x" * 300)
+@example(("model",), "\0")
+@example(("problems",), "x" * 5000)
+@example(("evaluation", "tasks", 0, "name"), "two\nlines")
+def test_one_wrong_value_of_a_configuration_is_planned_or_one_sentence(place, value):
+    with refused_in_one_sentence():
+        made = plan_from(changed(WHOLE, place, value), MINI)
+        for name in (*made.runs, *made.timed, *made.checkpoints, *made.evaluations):
+            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*", name)
+            assert len(name) <= 250
+
+
+@given(st.dictionaries(st.sampled_from([*Config.model_fields, "nmae", ""]), values, max_size=2))
+@example({"model": "\0"})
+@example({"model": "x" * 300})
+@example({"problems": "no/such/file.jsonl"})
+@example({"protocol": "upstream-scripts"})
+def test_keys_of_the_command_line_are_planned_or_one_sentence(given_keys):
+    assume("name" not in given_keys)
+    with refused_in_one_sentence():
+        plan_from(given_keys, MINI)
+
+
+@given(
+    place=st.sampled_from(list(places(RunSettings(**RUN).model_dump(mode="json")))),
+    value=values,
+)
+@example(("adapter", "rank"), "8")
+@example(("rollout", "vllm", "adapters"), "\0")
+@example(("reward", "preset"), [])
+@example(("reward", "function"), "os:system\n")
+def test_one_wrong_value_of_a_run_is_taken_or_named(place, value):
+    with refused_in_one_sentence("run.yaml: "):
+        parse(RunSettings, changed(RunSettings(**RUN).model_dump(mode="json"), place, value), "run.yaml")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_an_empty_folder(tmp_path_factory):
+    """Relative paths of the values lead nowhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        yield
+
+
+def is_folder_above(value):
+    return isinstance(value, str) and set(value) <= set("/.~")
+
+
+@given(model=texts, dataset=(texts | values).filter(lambda value: not is_folder_above(value)), out=texts)
+@example(model="x" * 300, dataset="x" * 300, out="x" * 300)
+@example(model="\0", dataset="\0", out="\0")
+@example(model="m", dataset="\ud800", out="o")
+def test_a_run_by_hand_with_odd_paths_is_taken_or_one_sentence(model, dataset, out):
+    with refused_in_one_sentence():
+        parse(RunFile, {"model": model, "dataset": dataset, "out": out}, "run.yaml")
+
+
+@given(content=st.binary(max_size=60) | texts.map(lambda text: text.encode(errors="replace")))
+@example(content=b"a: 2020-99-99")
+@example(content=b"a: " + b"9" * 5000)
+@example(content=b"[" * 5000)
+@example(content=b"a: &a [*a]")
+@example(content=b"? [1]\n: 2")
+@example(content=b"\xff\xfe\xff")
+@example(content=b"a: !!python/object/apply:os.getcwd []")
+def test_any_bytes_of_a_yaml_file_are_a_mapping_or_one_sentence(content, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "bytes.yaml"
+    path.write_bytes(content)
+    with refused_in_one_sentence(str(path)):
+        assert isinstance(read_yaml(path), dict)
+    with refused_in_one_sentence(str(path)):
+        read_lock(path)
+    with refused_in_one_sentence():
+        plan_from({}, path)
+
+
+@pytest.mark.parametrize("name", ["folder", "missing.yaml"])
+def test_what_is_no_file_of_yaml_is_one_sentence(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=name):
+        read_yaml(tmp_path / name)
+
+
+#: Keys of a run with values that are valid together, whatever the others are.
+OVERRIDES = {
+    "seed": st.integers(-(2**40), 2**40),
+    "adapter.rank": st.integers(1, 512),
+    "adapter.alpha": st.integers(1, 512),
+    "noise.schedule": st.sampled_from(["off", "linear", "cosine"]),
+    "noise.sigma_start": st.floats(1e-2, 10),
+    "optimizer.learning_rate": st.floats(1e-12, 10),
+    "weights": st.sampled_from(["bf16", "nf4", "mxfp4", "nvfp4"]),
+    "loss.name": st.sampled_from(["grpo", "dapo", "dr_grpo", "gspo"]),
+    "rollout.group_size": st.integers(2, 64),
+    "rollout.sampling.temperature": st.floats(0.1, 2),
+    "gradient_checkpointing": st.sampled_from([True, False, "auto"]),
+    "adapter.targets": st.lists(st.sampled_from(["q_proj", "k_proj", "o_proj"]), min_size=1, max_size=3),
+}
+grids = st.lists(st.sampled_from(list(OVERRIDES)), unique=True, max_size=3).flatmap(
+    lambda keys: st.fixed_dictionaries(
+        {key: st.lists(OVERRIDES[key], min_size=1, max_size=3, unique_by=str) for key in keys}
+    )
+)
+names = st.text(string.ascii_letters + string.digits + "._+-", min_size=1, max_size=8).filter(
+    lambda name: name[0] not in ".+-"
+)
+
+
+@given(
+    name=names,
+    arms=st.dictionaries(names, st.fixed_dictionaries({}, optional=OVERRIDES), min_size=1, max_size=3),
+    grid=grids,
+)
+def test_valid_overrides_expand_to_runs_that_differ_in_name_and_hold_them(name, arms, grid):
+    experiments = {name: {"base": RUN, "arms": arms, "grid": grid}}
+    values = {**WHOLE, "experiments": experiments, "benches": {}}
+    made = plan(parse(Config, values, "made"))
+    points = 1
+    for of_key in grid.values():
+        points *= len(of_key)
+    assert len(made.runs) == points * len(arms)
+    for id, run in made.runs.items():
+        assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*", id)
+        wanted = merged(merged(nested(RUN), nested(arms[run.arm])), nested(run.varied))
+        assert merged(run.settings.model_dump(mode="json"), wanted) == run.settings.model_dump(mode="json")
+
+
+trees = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3), max_leaves=12
+)
+mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=3)
+
+
+def leaves(tree, above=()):
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+@given(mappings)
+def test_nothing_over_a_mapping_and_a_mapping_over_nothing_are_the_mapping(tree):
+    assert merged(tree, {}) == merged({}, tree) == merged(tree, tree) == tree
+
+
+@given(mappings, mappings)
+def test_what_is_written_over_stands_and_the_rest_stays(base, over):
+    before = copy.deepcopy((base, over))
+    found = dict(leaves(merged(base, over)))
+    assert (base, over) == before
+    for place, value in leaves(over):
+        # An empty mapping changes nothing of a mapping.
+        assert value == {} or found[place] == value
+    heads = {place[:length] for place, _ in leaves(over) for length in range(1, len(place) + 1)}
+    untouched = {
+        place: value
+        for place, value in leaves(base)
+        if not any(place[:length] in heads for length in range(1, len(place) + 1))
+    }
+    for place, value in untouched.items():
+        assert found[place] == value
+
+
+@given(mappings)
+def test_dotted_keys_say_the_same_as_nested_ones(tree):
+    kept = dict(leaves(tree))
+    dotted = {".".join(place): value for place, value in kept.items()}
+    assert nested(dotted) == nested(tree) == tree
+
+
+@pytest.mark.parametrize("file", sorted(MINI.parent.glob("*.yaml")), ids=lambda file: file.name)
+def test_a_configuration_written_and_read_again_is_the_same(file):
+    values = yaml.safe_load(file.read_text())
+    if "experiments" not in values:
+        pytest.skip("a lock file")
+    config = parse(Config, values, file.name)
+    again = parse(Config, parse_yaml(yaml.safe_dump(config.model_dump(mode="json")), "again"), "again")
+    assert again == config
+
+
+@given(st.fixed_dictionaries({}, optional=OVERRIDES))
+def test_settings_of_a_run_written_and_read_again_are_the_same(overrides):
+    settings = parse(RunSettings, merged(RUN, nested(overrides)), "run")
+    dumped = settings.model_dump(mode="json")
+    again = parse(RunSettings, parse_yaml(yaml.safe_dump(dumped), "run.yaml"), "run.yaml")
+    assert again == settings
+    assert isinstance(again, Settings)
+    assert again.model_dump(mode="json") == dumped

@@ -1,0 +1,203 @@
+"""Data sets: whatever a file holds is taken or refused in one sentence, and what is taken is split and graded right."""
+
+import json
+import random
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from qerl.config import DatasetSettings, Generated, LocalData
+from qerl.data.answers import is_correct, well_formed
+from qerl.data.arithmetic import generate
+from qerl.data.records import DataError, detect_format, parse_record, question_id
+from qerl.data.sources import SPLITS, check_problem_file, prepare, read_split
+from tests.properties.values import refused_in_one_sentence, texts, values
+
+FORMATS = ["gsm8k", "math", "aime"]
+KEYS = ["question", "answer", "problem", "Problem", "solution", "level", "Answer"]
+stated = st.sampled_from(["#### 5", "so 5\n#### 5", "\\boxed{5}", "5", "5.0", "Level 3", "Level ?", "9" * 5000])
+records = st.dictionaries(st.sampled_from(KEYS) | texts, values | stated, max_size=6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+@given(record=records | values)
+@example(record={"question": float("nan"), "answer": "#### 5"})
+@example(record={"question": "\ud800", "answer": "#### 5"})
+@example(record={"problem": "p", "solution": "\\boxed{5}", "level": "9" * 5000})
+@example(record={"problem": "p", "solution": "\\boxed{5}", "level": float("nan")})
+@example(record={"\x1e0": "#### 5"})
+@pytest.mark.parametrize("record_format", FORMATS)
+def test_any_record_states_a_problem_or_is_one_sentence(record_format, record):
+    with refused_in_one_sentence("some place"):
+        problem = parse_record(record, record_format, "some place")
+        assert problem.question.strip()
+        assert problem.answer.strip()
+        assert problem.question != "nan" or "nan" in record.values()
+    if isinstance(record, dict):
+        with refused_in_one_sentence("some place"):
+            assert detect_format(record, "some place") in FORMATS
+
+
+def checked(path):
+    with refused_in_one_sentence(str(path)):
+        assert check_problem_file(path) in FORMATS
+
+
+GOOD = b'{"question": "q", "answer": "#### 5"}'
+
+
+@given(content=st.binary(max_size=80) | texts.map(lambda text: text.encode(errors="replace")))
+@example(content=b"\xff\xfe")
+@example(content=b"\xef\xbb\xbf" + GOOD)
+@example(content=b"[" * 100_000)
+@example(content=b'{"question": ' + b"9" * 5000 + b', "answer": "#### 5"}')
+@example(content=b'{"question": "q", "answer": "#### 5", "other": "\\ud800"}')
+@example(content=b'{"question": NaN, "answer": "#### 5"}')
+@example(content=GOOD + b"\n" + b"\0")
+@example(content=b"[" + GOOD + b", null]")
+@example(content=b"PAR1" + b"\0" * 20 + b"PAR1")
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+def test_any_bytes_are_problems_or_one_sentence_with_the_files_name(folder, suffix, content):
+    path = folder / f"bytes{suffix}"
+    path.write_bytes(content)
+    checked(path)
+
+
+@given(
+    rows=st.lists(st.fixed_dictionaries({"question": texts}, optional={"answer": texts | stated}), max_size=4),
+    bad=records,
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_any_json_records_are_problems_or_one_sentence_with_the_files_name(folder, suffix, rows, bad):
+    path = folder / f"rows{suffix}"
+    rows = [*rows, json.loads(json.dumps(bad, default=str, skipkeys=True))]
+    lines = (json.dumps(row) + "\n" for row in rows)
+    path.write_text("".join(lines) if suffix == ".jsonl" else json.dumps(rows))
+    checked(path)
+
+
+#: Columns of one type each, as parquet has them.
+columns = st.sampled_from(
+    [texts.filter(str.isprintable), stated, st.integers(-5, 5), st.floats(), st.booleans(), st.dates()]
+)
+cells = columns.flatmap(lambda cell: st.lists(cell | st.none(), min_size=3, max_size=3)) | st.lists(
+    st.lists(st.integers(0, 9), max_size=2), min_size=3, max_size=3
+)
+
+
+@given(table=st.dictionaries(st.sampled_from(KEYS), cells, max_size=5))
+@example(table={"question": ["q", None, "r"], "answer": ["#### 5"] * 3})
+@example(table={"problem": ["q", "s", "r"], "answer": [[1], [2], [1, 2]]})
+@example(table={"problem": ["q", "s", "r"], "answer": [1, None, 3]})
+@example(table={"problem": ["q", "s", "r"], "answer": ["1"] * 3, "solution": [[], [], []]})
+def test_any_parquet_table_is_problems_or_one_sentence_with_the_files_name(folder, table):
+    path = folder / "table.parquet"
+    pd.DataFrame(table).to_parquet(path)
+    checked(path)
+
+
+def test_a_missing_question_of_a_table_is_named(folder):
+    path = folder / "missing.parquet"
+    pd.DataFrame({"question": ["q", None], "answer": ["#### 5"] * 2}).to_parquet(path)
+    with pytest.raises(DataError, match=r"missing\.parquet, record 2 has no `question`"):
+        check_problem_file(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@given(line=st.integers(1, 20))
+@settings(max_examples=5)
+def test_the_bad_record_is_named(folder, suffix, line):
+    rows = [json.loads(GOOD) for _ in range(20)]
+    rows[line - 1] = {"question": "q", "answer": "nothing stated"}
+    path = folder / f"bad{suffix}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows))
+    with pytest.raises(DataError, match=f"{'line' if suffix == '.jsonl' else 'record'} {line} states no answer"):
+        check_problem_file(path)
+
+
+questions = st.lists(
+    st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=30, unique_by=question_id
+)
+#: Shares of validation and test.
+shares = st.tuples(st.floats(0, 0.5), st.floats(0, 0.5))
+
+
+def splits_of(folder, questions, fractions):
+    path = folder / "split.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": "#### 5"}) + "\n" for q in questions))
+    origin = LocalData(source="local", path=path, validation_fraction=fractions[0], test_fraction=fractions[1])
+    prepare(DatasetSettings(format="gsm8k", origin=origin), folder / "prepared")
+    return {split: [p.question for p in read_split(folder / "prepared", split)] for split in SPLITS}
+
+
+@given(questions=questions, fractions=shares, seed=st.integers(0, 99))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_the_split_is_a_partition_that_depends_on_each_question_alone(folder, questions, fractions, seed):
+    made = splits_of(folder, questions, fractions)
+    assert sorted(q for of_split in made.values() for q in of_split) == sorted(questions)
+    of_question = {q: split for split, of_split in made.items() for q in of_split}
+    some = random.Random(seed).sample(questions, (len(questions) + 1) // 2)
+    for split, of_split in splits_of(folder, some, fractions).items():
+        assert all(of_question[q] == split for q in of_split)
+
+
+@given(questions=questions, smaller=shares, larger=shares)
+def test_a_larger_share_of_test_takes_from_the_others_and_gives_back_nothing(folder, questions, smaller, larger):
+    low, high = sorted((smaller[1], larger[1]))
+    before, after = (splits_of(folder, questions, (smaller[0], share))["test"] for share in (low, high))
+    assert set(before) <= set(after)
+
+
+def value_of(question):
+    """The number that a generated question asks for, worked out from its words alone."""
+    if question.startswith(("Let ", "Suppose ")):
+        definitions = question.split(" ", 1)[1].split(". ")[0].split(", ")
+        known = {}
+        for name, expression in (definition.split("=") for definition in definitions):
+            known[name] = number_of(expression, known)
+        return known[question.rstrip(".").split()[-1]]
+    first, *steps = question.replace("?", ".").split(". ")[:-1]
+    value = next(int(word) for word in first.split() if word.isdigit())
+    for step in steps:
+        value = changed_by(step.split(), value)
+    return value
+
+
+def number_of(expression, known):
+    for sign, apply in (("+", int.__add__), ("-", int.__sub__), ("*", int.__mul__)):
+        if sign in expression:
+            name, _, number = expression.partition(sign)
+            return apply(known[name], int(number))
+    return int(expression)
+
+
+def changed_by(words, value):
+    if "doubles" in words or "triples" in words:
+        return value * (2 if "doubles" in words else 3)
+    amounts = [int(word) for word in words if word.isdigit()]
+    if not amounts:
+        return value
+    if {"multiply", "times"} & set(words):
+        return value * amounts[-1]
+    lost = {"loses", "sells", "gives", "uses", "drops", "breaks", "subtract", "minus"} & set(words)
+    return value - amounts[-1] if lost else value + amounts[-1]
+
+
+@given(seed=st.integers(0, 2**32), terse=st.floats(0, 1))
+@settings(max_examples=20)
+@pytest.mark.parametrize("record_format", FORMATS)
+def test_generated_answers_are_those_of_their_questions_and_grade_as_right(record_format, seed, terse):
+    made = generate(record_format, Generated(seed=seed, train=6, validation=2, test=2, terse=terse))
+    for record in (record for of_split in made.values() for record in of_split):
+        problem = parse_record(record, record_format, "generated")
+        assert int(problem.answer) == value_of(problem.question)
+        assert detect_format(record) == record_format
+        assert is_correct(problem.solution, problem.answer, record_format)
+        assert well_formed(problem.solution, record_format)
+        assert not is_correct(problem.solution, str(int(problem.answer) + 1), record_format)

@@ -1,0 +1,197 @@
+"""Graders: no text crashes or stalls them, and of numbers they judge as exact arithmetic does."""
+
+import re
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from qerl.config import RewardSettings
+from qerl.data import expressions
+from qerl.data.answers import extract, is_correct, well_formed
+from qerl.data.records import Problem
+from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
+
+FORMATS = ["gsm8k", "math", "aime"]
+FORMS = ["native", "tags"]
+
+fragments = st.sampled_from(
+    [
+        *("#### ", "\\boxed{", "{", "}", "\\frac", "^{", "9^{9^{9}}", "\\sqrt", "!", "_", "\\", "$", "\\(", "\\)"),
+        *("<think>", "</think>", "<answer>", "</answer>", "٣", "３", "²", "½", "\0", "\ud800", "\u202e", "\u2212"),
+        *("-", "+", ",", ".", "1", "18", "0", "9" * 400, " ", "\n", "x", "%", "\\text{", "\\infty", "e", "i", "nan"),
+        *("\\begin{pmatrix}", "\\end{pmatrix}", "\\int_0^", "[", ")", "=", "<", "\\pm", "°", "\\%", "__import__"),
+    ]
+)
+soup = st.lists(fragments, max_size=12).map("".join) | st.text(max_size=40)
+placed = st.tuples(
+    st.sampled_from(["{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>${}$</answer>"]),
+    soup,
+).map(lambda parts: parts[0].replace("{{", "{").replace("}}", "}").replace("{}", parts[1], 1))
+
+
+def verdicts(text, expected):
+    return [is_correct(text, expected, f, form) for f in FORMATS for form in FORMS]
+
+
+@given(text=placed)
+@example(text="\\boxed{\0}")
+@example(text="\\boxed{\ud800}")
+@example(text="\\boxed{" + "9" * 400 + "!}")
+@example(text="\\boxed{9^{9^{9}}}")
+@example(text="#### " + "9" * 5000)
+@example(text="\\boxed{" + "(" * 250 + ")" * 250 + "}")
+def test_any_text_has_a_verdict_within_the_limits(text):
+    expressions.equal("1", "1")  # the helper's start is no part of a verdict
+    start = time.process_time()
+    assert all(verdict in (True, False) for verdict in verdicts(text, "123456789"))
+    assert time.process_time() - start < 1  # of this process: the helper has its own limit
+    for record_format in FORMATS:
+        for form in FORMS:
+            assert not well_formed(text, record_format, form) or extract(text, record_format, form) is not None
+
+
+@given(expected=soup, answer=soup)
+@settings(max_examples=30)
+def test_any_two_expressions_are_equal_or_not(expected, answer):
+    assert expressions.equal(expected, answer) in (True, False)
+
+
+whole = st.integers(-(10**9), 10**9)
+
+
+@given(number=whole, as_written=st.sampled_from(["{}", "{:,}", "{}.0", "{}.", "{}.000"]))
+@example(number=1800, as_written="{:,}")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_number_is_right_however_it_is_written(form, number, as_written):
+    text = as_written.format(number)
+    for record_format, native in (("gsm8k", f"#### {text}"), ("math", f"so \\boxed{{{text}}}.")):
+        shown = native if form == "native" else f"<think>so</think><answer>{text}</answer>"
+        assert is_correct(shown, str(number), record_format, form)
+        assert not is_correct(shown, str(number + 1), record_format, form)
+        assert not is_correct(shown, str(-number or 1), record_format, form)
+
+
+@given(
+    number=whole,
+    around=st.sampled_from(["{}", " {} ", "${}$", "\\({}\\)", "\\boxed{{{}}}", "{}%", "{} apples", "{} km/h."]),
+)
+def test_a_number_in_tags_is_right_with_what_may_stand_around_it(number, around):
+    text = f"<answer>{around.format(number)}</answer>"
+    assert is_correct(text, str(number), "gsm8k", "tags")
+    assert not is_correct(text, str(number + 10), "gsm8k", "tags")
+
+
+digits = st.text("0123456789", min_size=1, max_size=12)
+
+
+@st.composite
+def near(draw):
+    """Two numbers that share their first or last characters: a digit is put in, left out or replaced."""
+    number = draw(digits)
+    at = draw(st.integers(0, len(number)))
+    put = draw(st.sampled_from(["", *"0123456789", ".", "-"]))
+    gone = draw(st.integers(0, 1))
+    other = number[:at] + put + number[at + gone :]
+    return number, other
+
+
+@given(pair=near())
+@example(pair=("18", "180"))
+@example(pair=("18", "118"))
+@example(pair=("18", "1.8"))
+@example(pair=("18", "018"))
+@example(pair=("18", "-18"))
+@example(pair=("5", ""))
+def test_a_native_number_is_right_exactly_if_it_is_equal(pair):
+    expected, other = pair
+    is_number = re.fullmatch(r"-?[0-9]*(\.[0-9]+)?\.?", other) and re.search("[0-9]", other)
+    equal = bool(is_number) and Decimal(other.rstrip(".")) == Decimal(expected)
+    if is_number or not other:
+        assert is_correct(f"\\boxed{{{other}}}", expected, "math") is equal
+        assert is_correct(f"<answer>{other}</answer>", expected, "gsm8k", "tags") is equal
+    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", other):
+        assert is_correct(f"#### {other}", expected, "gsm8k") is equal
+
+
+@given(expected=st.integers(0, 999), other=st.integers(0, 999), zeros=st.integers(0, 2))
+@example(expected=33, other=33, zeros=1)
+@example(expected=33, other=330, zeros=0)
+def test_an_aime_answer_is_right_exactly_if_it_is_equal(expected, other, zeros):
+    written = str(other).zfill(min(3, len(str(other)) + zeros))
+    assert is_correct(f"\\boxed{{{written}}}", str(expected), "aime") is (expected == other)
+    assert is_correct(f"\\boxed{{{expected:03d}}}", str(expected), "aime")
+
+
+fractions = st.builds(Fraction, st.integers(-60, 60), st.integers(1, 40))
+
+
+def spellings(value: Fraction, factor: int):
+    top, bottom = value.numerator, value.denominator
+    sign = "-" if top < 0 else ""
+    return [
+        f"\\frac{{{top}}}{{{bottom}}}",
+        f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}",
+        f"{top}/{bottom}",
+        f"\\frac{{{top * factor}}}{{{bottom * factor}}}",
+        f"\\dfrac{{{top}}}{{{bottom}}}",
+    ]
+
+
+@given(value=fractions, other=fractions, factor=st.integers(2, 9), which=st.integers(0, 4))
+@example(value=Fraction(1, 2), other=Fraction(1, 3), factor=2, which=0)
+@example(value=Fraction(-7, 3), other=Fraction(7, 3), factor=2, which=1)
+@settings(max_examples=30)
+def test_fractions_are_equal_as_in_exact_arithmetic(value, other, factor, which):
+    expected = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert is_correct(f"\\boxed{{{spellings(value, factor)[which]}}}", expected, "math")
+    assert is_correct(f"\\boxed{{{spellings(other, factor)[which]}}}", expected, "math") is (value == other)
+
+
+@given(value=fractions.filter(lambda value: 10**6 % value.denominator == 0), off=st.integers(-3, 3))
+@settings(max_examples=20)
+def test_a_decimal_equals_the_fraction_that_it_is(value, off):
+    stated = Decimal((value + Fraction(off, 1000)).numerator) / Decimal((value + Fraction(off, 1000)).denominator)
+    answer = f"\\boxed{{{stated:f}}}"
+    assert is_correct(answer, f"\\frac{{{value.numerator}}}{{{value.denominator}}}", "math") is (off == 0)
+
+
+@given(
+    stated=whole, shown=whole | st.none(), shape=st.sampled_from(["{}", "${:,}", "{} apples", "\\boxed{{{}}}", "{}%"])
+)
+@settings(max_examples=100)
+def test_lm_eval_reads_the_number_of_the_tags_that_the_reward_reads(stated, shown, shape):
+    from qerl.evals.lm_eval import _IN_TAGS
+
+    text = f"<answer>{shown}</answer> " * (shown is not None) + f"<answer>{shape.format(stated)}</answer>"
+    [theirs] = re.findall(_IN_TAGS, text)
+    assert Fraction(theirs.replace(",", "")) == stated
+    assert is_correct(text, str(stated), "gsm8k", "tags")
+
+
+@given(
+    text=placed,
+    tokens=st.integers(0, 4096),
+    limit=st.integers(1, 4096),
+    buffer=st.integers(0, 4095),
+    weights=st.tuples(*[st.floats(-10, 10)] * 3),
+)
+def test_the_reward_is_the_weighted_sum_of_parts_within_their_bounds(text, tokens, limit, buffer, weights):
+    chosen = RewardSettings(correct=weights[0], format=weights[1], overlong=abs(weights[2]), overlong_buffer=buffer)
+    problem = Problem("0" * 16, "q", None, "123456789")
+    parts = reward_parts(Answer(text, min(tokens, limit), limit), problem, "gsm8k", chosen)
+    assert parts["correct"] in (0.0, 1.0)
+    assert parts["format"] in (0.0, 1.0)
+    assert -1 <= parts["overlong"] <= 0
+    expected = weights[0] * parts["correct"] + weights[1] * parts["format"] + abs(weights[2]) * parts["overlong"]
+    assert total(parts, chosen) == pytest.approx(expected, abs=1e-9)
+
+
+@given(limit=st.integers(1, 4096), buffer=st.integers(0, 4096), fewer=st.integers(0, 4096), more=st.integers(0, 4096))
+def test_a_longer_completion_is_never_penalised_less(limit, buffer, fewer, more):
+    fewer, more = sorted((min(fewer, limit), min(more, limit)))
+    assert overlong_penalty(more, limit, buffer) <= overlong_penalty(fewer, limit, buffer) <= 0
+    assert overlong_penalty(limit, limit, buffer) == (-1 if buffer else 0)

@@ -1,0 +1,444 @@
+"""Files from strangers: checkpoints, adapters, data sets and configurations run no code, whatever they hold."""
+
+import ast
+import json
+import pickle
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from qerl.config import AdapterSettings, Config, ConfigError, HubData, RunFile, parse, parse_yaml, read_yaml
+from qerl.data.hub import hub_files
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import DataError
+from qerl.data.sources import check_problem_file
+from qerl.lock import read_lock
+from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
+from qerl.models.export import export
+from qerl.models.loading import load_model, load_tokenizer
+from qerl.models.policy import load_policy, with_adapter
+from qerl.plan import plan_from
+from qerl.rl.checkpoint import Checkpoints
+from tests.properties.values import refused_in_one_sentence, values
+from tests.tiny import edit_config, tiny_qwen2
+
+ROOT = Path(__file__).parents[2]
+MINI = ROOT / "config/mini.yaml"
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """The path of a file that any code of the attacks would write; it must not be there after the test."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "the file of a stranger ran code"
+    assert "evil" not in sys.modules
+
+
+class Attack:
+    """Unpickled, it writes the canary."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return (Path.write_text, (self.canary, "pickle"))
+
+
+def code(canary: Path) -> str:
+    return f"import pathlib\npathlib.Path({str(canary)!r}).write_text('code')\nclass Evil:\n    pass\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good checkpoint with a chat template."""
+    made = tiny_qwen2(tmp_path / "model")
+    (made / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    check_base(made)
+    return made
+
+
+def test_the_canary_sings(tmp_path):
+    """The attacks work where nothing guards against them, so that a silent canary tells something."""
+    pickle.loads(pickle.dumps(Attack(tmp_path / "canary")))
+    assert (tmp_path / "canary").read_text() == "pickle"
+    (tmp_path / "canary").unlink()
+    exec(code(tmp_path / "canary"), {})
+    assert (tmp_path / "canary").read_text() == "code"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def load_whole(folder):
+    check_base(folder)
+    return load_policy(folder, None, "float32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_no_weights(folder, canary, name):
+    (folder / name).write_bytes(pickle.dumps(Attack(canary)))
+    assert load_whole(folder).lm is not None  # beside safetensors it's ignored
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors format"):
+        load_whole(folder)
+    with pytest.raises(CheckpointError, match="safetensors format"):
+        load_model(folder, torch.float32)
+
+
+def test_a_pickle_in_the_name_of_safetensors_is_none(folder, canary):
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Attack(canary)))
+    with pytest.raises(CheckpointError, match="download it again"):
+        load_whole(folder)
+
+
+AUTO = {name: f"evil.{kind}" for name, kind in (("AutoConfig", "Evil"), ("AutoModelForCausalLM", "Evil"))}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "evil"])
+def test_code_beside_a_model_is_not_run(folder, canary, model_type):
+    (folder / "evil.py").write_text(code(canary))
+    edit_config(folder, auto_map=AUTO, model_type=model_type, custom_pipelines={"evil": {"impl": "evil.Evil"}})
+    if model_type == "qwen2":
+        assert load_whole(folder).lm is not None
+    else:
+        with pytest.raises(CheckpointError, match="model_type='evil'"):
+            load_whole(folder)
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Evil", None])
+def test_code_beside_a_tokenizer_is_not_run(folder, canary, tokenizer_class, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (folder / "evil.py").write_text(code(canary))
+    path = folder / "tokenizer_config.json"
+    told = json.loads(path.read_text())
+    told |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": tokenizer_class}
+    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    with refused_in_one_sentence(str(folder)):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [
+        ("hidden_size", 10**18),
+        ("hidden_size", -64),
+        ("hidden_size", "64"),
+        ("intermediate_size", 10**12),
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 2.5),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 10**30),
+        ("vocab_size", 2**40),
+        ("head_dim", True),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_built(folder, key, size):
+    edit_config(folder, **{key: size})
+    with pytest.raises(CheckpointError, match=key):
+        load_model(folder, torch.float32)
+    with pytest.raises(CheckpointError, match=key):
+        check_checkpoint(folder)
+
+
+def header_file(path: Path, header: bytes, length: int | None = None, data: bytes = b"") -> None:
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+
+def entry(**changes):
+    return {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes}
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12, 100_000_001])
+def test_a_header_of_huge_length_is_refused_unread(folder, length):
+    header_file(folder / "model.safetensors", b"{}", length)
+    with pytest.raises(CheckpointError, match="truncated within its header"):
+        check_checkpoint(folder)
+
+
+@given(header=values, data=st.binary(max_size=8))
+@example(header=[], data=b"")
+@example(header={"w": None}, data=b"")
+@example(header=entry(data_offsets=[0]), data=b"1234")
+@example(header=entry(data_offsets=[0, -4]), data=b"")
+@example(header=entry(data_offsets=[4, 0]), data=b"")
+@example(header=entry(data_offsets=[0, "4"]), data=b"1234")
+@example(header=entry(shape=None), data=b"1234")
+@example(header=entry(shape=[2**62, 2**62]), data=b"1234")
+def test_any_header_is_read_or_one_sentence(tmp_path_factory, header, data):
+    path = tmp_path_factory.getbasetemp() / "header"
+    path.mkdir(exist_ok=True)
+    text = json.dumps(header, default=str, skipkeys=True).encode()
+    header_file(path / "model.safetensors", text, data=data)
+    with refused_in_one_sentence(str(path)):
+        assert all(info.size_bytes >= 0 for info in read_headers(path).values())
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b'{"a":' * 50_000])
+def test_broken_headers_and_json_are_one_sentence(folder, text):
+    header_file(folder / "model.safetensors", text)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        check_checkpoint(folder)
+    for name in ("config.json", "tokenizer_config.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(text)
+        with refused_in_one_sentence(name):
+            check_base(folder)
+            pytest.fail("it was taken")
+        (folder / name).write_bytes(kept)
+        tiny_qwen2(folder)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", None, 7, "x.bin", "\0.safetensors"],
+)
+def test_an_index_cannot_lead_out_of_its_folder(folder, shard):
+    (folder.parent.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="no safetensors file of this folder"):
+        check_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="no safetensors file of this folder"):
+        load_model(folder, torch.float32)
+
+
+@given(config=st.dictionaries(st.sampled_from(["quantization_config", "model_type", "hidden_size"]), values))
+@example(config={"quantization_config": []})
+@example(config={"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}})
+@example(config={"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": None}}})
+def test_any_configuration_of_a_model_is_read_or_one_sentence(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "config"
+    path.mkdir(exist_ok=True)
+    good = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 9}
+    good |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    (path / "config.json").write_text(json.dumps(good | config, default=str, skipkeys=True))
+    with refused_in_one_sentence(str(path)):
+        assert weights_format_of(path) in ("bf16", "nf4", "nvfp4", "mxfp4")
+
+
+# --- adapters and the states of runs ---------------------------------------------------------------------------------
+
+
+def test_a_pickled_adapter_is_refused(folder, tmp_path, canary):
+    trained = tmp_path / "trained"
+    with_adapter(folder, AdapterSettings(rank=2), "float32", 0).save(trained)
+    (trained / "adapter_model.bin").write_bytes(pickle.dumps(Attack(canary)))
+    assert load_policy(folder, trained, "float32").peft is not None  # beside safetensors it's ignored
+    (trained / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        load_policy(folder, trained, "float32")
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        export(folder, trained, tmp_path / "exported")
+
+
+def test_an_adapter_cannot_name_modules_to_import(folder, tmp_path, canary, monkeypatch):
+    trained = tmp_path / "trained"
+    with_adapter(folder, AdapterSettings(rank=2), "float32", 0).save(trained)
+    (tmp_path / "evil.py").write_text(code(canary))
+    monkeypatch.syspath_prepend(tmp_path)
+    path = trained / "adapter_config.json"
+    told = json.loads(path.read_text())
+    auto = {"base_model_class": "Evil", "parent_library": "evil"}
+    for changes in ({"auto_mapping": auto}, {"megatron_config": {"a": 1}, "megatron_core": "evil"}):
+        path.write_text(json.dumps(told | changes))
+        assert load_policy(folder, trained, "float32").peft is not None
+    path.write_text(json.dumps(told | {"peft_type": "XLORA"}))
+    with pytest.raises(CheckpointError, match="only LORA"):
+        load_policy(folder, trained, "float32")
+
+
+def test_the_state_of_a_run_is_no_code(tmp_path, canary):
+    states = Checkpoints(tmp_path / "states", "fingerprint")
+    states.save(1, {"tensor": torch.ones(2)})
+    assert states.load(torch.device("cpu"))["step"] == 1
+    torch.save({"fingerprint": "fingerprint", "attack": Attack(canary)}, tmp_path / "states/step-000002.pt")
+    with pytest.raises((pickle.UnpicklingError, ValueError)):
+        states.load(torch.device("cpu"))
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
+    "{{ self.__init__.__globals__['__builtins__']['open']('CANARY', 'w').write('x') }}",
+    "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
+    "{{ raise_exception.__globals__['os'].system('touch CANARY') }}",
+    "{{ strftime_now.__globals__['os'].system('touch CANARY') }}",
+    "{{ ('{0.__class__.__init__.__globals__}').format(raise_exception) }}",
+    "{{ messages | map(attribute='__class__') | list }}{{ messages[0].__class__.__mro__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{{ 'a' + 1 }}",
+    "{% broken",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_chat_template_reaches_nothing_but_text(folder, canary, template):
+    (folder / "chat_template.jinja").write_text(template.replace("CANARY", str(canary)))
+    tokenizer = load_tokenizer(folder)
+    with refused_in_one_sentence("chat template"):
+        ids = prompt_ids(tokenizer, "hello", "")
+        assert "__globals__" not in (text := tokenizer.decode(ids))
+        assert "root:" not in text
+
+
+# --- configurations and data -----------------------------------------------------------------------------------------
+
+TAGS = [
+    "!!python/object/apply:os.system ['touch CANARY']",
+    "!!python/object/apply:pathlib.Path.write_text [!!python/object/apply:pathlib.Path ['CANARY'], 'x']",
+    "!!python/object/new:os.system ['touch CANARY']",
+    "!!python/name:os.system",
+    "!!python/module:os",
+]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_tags_of_yaml_make_no_objects(tmp_path, canary, tag):
+    path = tmp_path / "tagged.yaml"
+    for text in (tag, f"name: {tag}", f"- {tag}"):
+        path.write_text(text.replace("CANARY", str(canary)))
+        for read in (
+            read_yaml,
+            read_lock,
+            lambda path: plan_from({}, path),
+            lambda path: parse_yaml(path.read_text(), "x"),
+        ):
+            with pytest.raises(ConfigError, match="not valid YAML"):
+                read(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["evil", "evil.py:f", "evil:f()", "__import__('evil'):f", "../evil:f", "evil:f;g", ":f", "evil:"]
+)
+def test_code_of_a_user_is_named_by_an_import_path_alone(tmp_path, canary, monkeypatch, path):
+    (tmp_path / "evil.py").write_text(code(canary))
+    monkeypatch.chdir(tmp_path)
+    values = read_yaml(MINI)
+    values["datasets"]["arithmetic"]["origin"] = {"source": "python", "function": path}
+    with pytest.raises(ConfigError, match=r"`module:function`"):
+        plan_from(values, MINI)
+
+
+def test_parsing_a_configuration_imports_no_code_of_the_user(tmp_path, canary, monkeypatch):
+    """Functions are imported by who plans or trains; to read a run's settings is no reason to."""
+    (tmp_path / "evil.py").write_text(code(canary))
+    monkeypatch.chdir(tmp_path)
+    values = read_yaml(MINI)
+    values["datasets"]["arithmetic"]["origin"] = {"source": "python", "function": "evil:f"}
+    parse(Config, values, "x")
+    origin = {"source": "python", "function": "evil:f"}
+    run = {"model": "m", "out": "o", "dataset": {"format": "gsm8k", "origin": origin}, "reward": {"function": "evil:f"}}
+    parse(RunFile, run, "x")
+
+
+def test_code_in_a_repository_of_data_is_not_run(tmp_path, canary):
+    repository = tmp_path / "evil_data"
+    repository.mkdir()
+    for name in ("evil_data.py", "__init__.py", "dataset_infos.py"):
+        (repository / name).write_text(code(canary))
+    origin = HubData(source="hub", repo="a/evil_data", folder=repository)
+    with pytest.raises(DataError, match=r"evil_data\.py"):
+        hub_files(origin)
+    (repository / "evil_data.py").unlink()
+    card = {"configs": [{"config_name": "c", "data_files": [{"split": "train", "path": "train.jsonl"}]}]}
+    (repository / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+    (repository / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 5"}) + "\n")
+    found = hub_files(HubData(source="hub", repo="a/evil_data", folder=repository, splits={"train": "train"}))
+    assert found.splits["train"] == [repository / "train.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".pkl", ".pt", ".npy", ".csv", ".py"])
+def test_a_pickle_is_no_file_of_problems(tmp_path, canary, suffix):
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(pickle.dumps(Attack(canary)))
+    with pytest.raises(DataError, match=f"data{suffix}"):
+        check_problem_file(path)
+
+
+# --- the sources -----------------------------------------------------------------------------------------------------
+
+MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+#: Where code of the user is imported, and where this package imports itself.
+IMPORTERS = {"qerl/userfunction.py", "qerl/__init__.py"}
+
+
+def dotted(node: ast.expr) -> str:
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def dangers(source: str, file: str = "x.py"):
+    """The calls and imports of a module by which data could run as code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name for name in names if name.split(".")[0] in MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        name, keywords = dotted(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+        last = name.rpartition(".")[2]
+        if name in CALLS or (last == "import_module" and file not in IMPORTERS):
+            yield name
+        if name.startswith("yaml.") and last not in ("safe_load", "safe_dump"):
+            yield name
+        if name == "torch.load" and keywords.get("weights_only") != "True":
+            yield name
+        if last in ("read_pickle", "unsafe_load") or name == "os.system" or keywords.get("shell") == "True":
+            yield name
+        if keywords.get("trust_remote_code", "False") != "False" or keywords.get("allow_pickle", "False") != "False":
+            yield name
+        if name.startswith("Auto") and last == "from_pretrained" and "trust_remote_code" not in keywords:
+            yield name
+
+
+def test_no_source_runs_data_as_code():
+    files = sorted((ROOT / "qerl").rglob("*.py"))
+    assert len(files) > 50
+    found = [
+        (file.relative_to(ROOT).as_posix(), danger)
+        for file in files
+        for danger in dangers(file.read_text(), file.relative_to(ROOT).as_posix())
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "exec(text)",
+        "import pickle",
+        "from pickle import loads",
+        "import importlib\nimportlib.import_module(name)",
+        "yaml.load(text, yaml.Loader)",
+        "yaml.unsafe_load(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "pandas.read_pickle(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "os.system(command)",
+        "subprocess.run(command, shell=True)",
+        "AutoTokenizer.from_pretrained(folder)",
+        "AutoModel.from_pretrained(folder, trust_remote_code=trusted)",
+    ],
+)
+def test_each_danger_is_seen(source):
+    assert list(dangers(source))
+
+
+def test_what_is_safe_is_no_danger():
+    safe = "model.eval(); yaml.safe_load(text); torch.load(path, weights_only=True); re.compile('x')"
+    assert not list(dangers(safe))

@@ -1,0 +1,43 @@
+"""What a parser of YAML or JSON may hand over, and what is asked of every refusal."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from hypothesis import strategies as st
+
+from qerl.config import ConfigError
+from qerl.data.records import DataError
+from qerl.models.checkpoint import CheckpointError
+from qerl.quant import FormatError
+
+#: The errors whose message is one sentence for the user.
+SENTENCES = (ConfigError, DataError, CheckpointError, FormatError)
+
+texts = st.text(max_size=20) | st.sampled_from(
+    ["", " ", "\0", "\n", "../../x", "x" * 300, "nan", "1e999", "٣", "\ud800", "null", "~", "${HOME}", "{run}"]
+)
+numbers = (
+    st.integers()
+    | st.floats()
+    | st.sampled_from([0, -1, 2**31, 2**63, 10**400, float("nan"), float("inf"), -0.0, 1e-320])
+)
+scalars = st.none() | st.booleans() | numbers | texts | st.dates() | st.binary(max_size=8)
+keys = texts | st.integers() | st.none() | st.booleans()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4), max_leaves=10
+)
+
+
+@contextmanager
+def refused_in_one_sentence(*naming: str):
+    """What the block does succeeds, or is refused in one line, which holds every text of `naming`."""
+    try:
+        yield
+    except SENTENCES as error:
+        sentence = str(error)
+        assert sentence.strip()
+        assert len(sentence.splitlines()) == 1, sentence
+        assert len(sentence) < 4000
+        for name in naming:
+            assert name in sentence

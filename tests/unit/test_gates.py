@@ -1,0 +1,407 @@
+"""Gates: each check passes and fails where it should, and nothing passes without a baseline."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy import stats
+from typer.testing import CliRunner
+
+from qerl import cli
+from qerl.config import Config, ConfigError, parse, read_yaml
+from qerl.gates.baselines import Baseline, any_baseline, machine_class, own_baseline, read_baseline, write_baseline
+from qerl.gates.job import accept, verdict_table, write_verdict
+from qerl.gates.judge import Baselines, judge, largest_chance_drop, overall
+from qerl.gates.measured import Measured, collect, workload_key
+from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
+from qerl.gates.rows import COLUMNS, Gate, read_gates
+from qerl.plan import plan
+from qerl.report.intervals import paired_ratio_interval
+from tests.mutations import MUTATIONS, mutated
+from tests.vectors import vectors
+
+GATES = Path("config/gates")
+MACHINE = {"label": "Some CPU @ 2.0 GHz, 2 cores"}
+VERSIONS = {"torch": "2.13.0"}
+ANSWERED = {f"arithmetic p{problem} {repeat}": int(problem % 5 != 0) for problem in range(100) for repeat in range(2)}
+RERUNS = [0.80, 0.79, 0.81, 0.80, 0.78, 0.82]
+
+
+def measured(**changes):
+    values = {
+        "key": "k",
+        "values": {"memory": 800.0, "kl": 1e-12},
+        "series": {"loss": [0.5, 0.25, 0.125]},
+        "answers": {"accuracy": ANSWERED},
+        "ratios": {"rollout-to-baseline": ([1.0, 1.1, 0.9] * 4, [1.0, 1.0, 1.0] * 4)},
+        "compared_with": "c" * 40,
+        "provenance": {"commit": "c" * 40, "dirty": False, "machine": MACHINE, "versions": VERSIONS},
+    }
+    return Measured.model_validate(values | changes)
+
+
+def gate(metric, check, limit):
+    return Gate(gate="g", metric=metric, check=check, limit=limit, why="because")
+
+
+BASELINE = Baseline(measured=measured(), spread={"accuracy": RERUNS})
+OWN = Baselines(BASELINE, BASELINE)
+ELSEWHERE = Baselines(None, BASELINE)
+NOWHERE = Baselines(None, None)
+
+
+def times(now):
+    return {"ratios": {"rollout-to-baseline": (now, [1.0] * len(now))}}
+
+
+def answered(wrong):
+    """The baseline's answers with the first `wrong` of the right ones lost."""
+    lost = [name for name, right in ANSWERED.items() if right][:wrong]
+    return {name: 0 if name in lost else right for name, right in ANSWERED.items()}
+
+
+@pytest.mark.parametrize(
+    ("metric", "check", "limit", "changes", "outcome"),
+    [
+        ("kl", "at-most", 1e-9, {}, "pass"),
+        ("kl", "at-most", 1e-9, {"values": {"kl": 2e-9}}, "fail"),
+        ("kl", "at-most", 1e-9, {"values": {"kl": math.nan}}, "fail"),
+        ("kl", "at-least", 1e-13, {}, "pass"),
+        ("kl", "at-least", 1e-11, {}, "fail"),
+        ("memory", "growth", 100, {"values": {"memory": 899.0}}, "pass"),
+        ("memory", "growth", 100, {"values": {"memory": 901.0}}, "fail"),
+        ("memory", "growth", 100, {"values": {"memory": 10.0}}, "pass"),
+        ("accuracy", "drop", 0.99, {}, "pass"),
+        ("accuracy", "drop", 0.99, {"answers": {"accuracy": answered(10)}}, "pass"),
+        ("accuracy", "drop", 0.99, {"answers": {"accuracy": answered(20)}}, "fail"),
+        ("accuracy", "drop", 0.99, {"answers": {"accuracy": dict.fromkeys(ANSWERED, 1)}}, "pass"),
+        ("accuracy", "drop", 0.99, {"answers": {"accuracy": {"other 1 0": 1}}}, "fail"),
+        ("loss", "golden", 1e-3, {}, "pass"),
+        ("loss", "golden", 1e-3, {"series": {"loss": [0.5, 0.25, np.nextafter(0.125, 1)]}}, "fail"),
+        ("loss", "golden", 1e-3, {"series": {"loss": [0.5, 0.25]}}, "fail"),
+        ("rollout-to-baseline", "ratio-at-most", 1.15, {}, "pass"),
+        ("rollout-to-baseline", "ratio-at-most", 1.15, times([1.3] * 12), "fail"),
+        # Slow in one round and quick in the next: the interval reaches below the limit.
+        ("rollout-to-baseline", "ratio-at-most", 1.15, times([0.9, 1.5] * 6), "pass"),
+        # A row without anything measured must not look like a pass.
+        ("nothing", "at-most", 1e9, {}, "fail"),
+        ("nothing", "growth", 1e9, {}, "fail"),
+        ("nothing", "golden", 1e9, {}, "fail"),
+    ],
+)
+def test_a_check_passes_and_fails(metric, check, limit, changes, outcome):
+    assert judge(gate(metric, check, limit), measured(**changes), OWN).outcome == outcome
+
+
+@pytest.mark.parametrize(("metric", "check"), [("memory", "growth"), ("accuracy", "drop")])
+def test_without_a_baseline_of_its_own_machine_nothing_passes(metric, check):
+    for baselines in (ELSEWHERE, NOWHERE):
+        found = judge(gate(metric, check, 0.99), measured(), baselines)
+        assert found.outcome == "no baseline"
+        assert "qerl gate accept" in found.detail
+        assert overall([found]) == "no baseline"
+
+
+def test_a_ratio_to_a_baseline_that_there_is_not_is_no_pass():
+    found = judge(gate("rollout-to-baseline", "ratio-at-most", 9), measured(ratios={}, compared_with=None), NOWHERE)
+    assert found.outcome == "no baseline"
+
+
+def test_too_few_reruns_are_no_baseline():
+    few = Baseline(measured=measured(), spread={"accuracy": RERUNS[:4]})
+    found = judge(gate("accuracy", "drop", 0.99), measured(), Baselines(few, few))
+    assert found.outcome == "no baseline"
+    assert "5 reruns" in found.detail
+
+
+@pytest.mark.parametrize("versions", [VERSIONS, {"torch": "2.11.0"}])
+def test_a_golden_series_of_another_machine_or_version_is_compared_in_its_first_steps(versions):
+    place = OWN if versions != VERSIONS else ELSEWHERE
+    told = {"provenance": measured().provenance | {"versions": versions}}
+    near = measured(series={"loss": [0.5001, 0.2501, 7.0]}, **told)
+    far = measured(series={"loss": [0.5, 0.26, 0.125]}, **told)
+    assert judge(gate("loss", "golden", 1e-3), near, place).outcome == "pass"
+    assert judge(gate("loss", "golden", 1e-3), far, place).outcome == "fail"
+    assert judge(gate("loss", "golden", 1e-3), near, NOWHERE).outcome == "no baseline"
+
+
+def test_what_flipped_is_listed():
+    found = judge(gate("accuracy", "drop", 0.99), measured(answers={"accuracy": answered(2)}), OWN)
+    assert found.detail == "2 completions lost, 0 won; lost: arithmetic p1 0, arithmetic p1 1"
+    assert found.low <= found.now <= found.high
+
+
+def test_the_limit_of_a_drop_holds_for_runs_that_differ_by_chance():
+    """Of runs drawn from one normal distribution, one in a hundred is called a drop."""
+    generator = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(4000):
+        *reruns, before, now = generator.normal(0.8, 0.02, size=10)
+        alarms += now < before - largest_chance_drop(reruns, 0.99)
+    assert stats.binomtest(alarms, 4000, 0.01).pvalue > 1e-3
+
+
+def test_paired_times_of_a_machine_that_slows_down_have_their_ratio():
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(300):
+        load = generator.lognormal(0, 0.5, size=15)
+        now, before = (load * factor * generator.lognormal(0, 0.05, size=15) for factor in (1.2, 1.0))
+        interval = paired_ratio_interval(now, before)
+        held += interval.low <= 1.2 <= interval.high
+    assert 0.88 < held / 300 < 0.995
+    with pytest.raises(ValueError, match="in pairs, not 2 and 1"):
+        paired_ratio_interval([1.0, 2.0], [1.0])
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_projects_gates_are_read_and_look_at_what_is_measured():
+    gates = read_gates(GATES / "gates.tsv")
+    assert {g.check for g in gates} == {"at-most", "at-least", "ratio-at-most", "growth", "drop", "golden"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["gate\tmetric"], "must begin with the columns"),
+        (["\t".join(COLUMNS), "a\tb\tat-most\tmuch\twhy"], "line 2: `limit`"),
+        (["\t".join(COLUMNS), "a\tb\tat-most\t1"], "line 2: a row has 5 columns"),
+        (["\t".join(COLUMNS), "a\tb\tat-most\t1\t"], "line 2: `why`"),
+        (["\t".join(COLUMNS), "a\tb\tabout\t1\twhy"], "line 2: `check`"),
+        (["\t".join(COLUMNS), *["a\tb\tat-most\t1\twhy"] * 2], "two gates called 'a'"),
+    ],
+)
+def test_a_row_that_is_none_is_named(tmp_path, lines, sentence):
+    file = tmp_path / "gates.tsv"
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=sentence):
+        read_gates(file)
+
+
+def test_baselines_are_found_by_machine_and_workload(tmp_path):
+    written = write_baseline(tmp_path, measured(), {"accuracy": RERUNS})
+    assert written.name == "some-cpu-2-0-ghz-2-cores.json"
+    assert own_baseline(tmp_path, MACHINE, "k") == read_baseline(written)
+    assert own_baseline(tmp_path, MACHINE, "other key") is None
+    assert own_baseline(tmp_path, {"label": "Some CPU @ 2.0 GHz, 4 cores"}, "k") is None
+    assert any_baseline(tmp_path, "k") is not None
+    assert any_baseline(tmp_path, "other key") is None
+    written.write_text("{")
+    with pytest.raises(ConfigError, match=r"2-cores.json is no baseline .*restore it"):
+        read_baseline(written)
+
+
+def test_a_gpu_is_a_class_of_its_own():
+    assert machine_class({"label": "1x NVIDIA H200"}) == "1x-nvidia-h200"
+
+
+def test_the_workload_is_all_that_is_run(tmp_path):
+    values = read_yaml(Path("config/ci.yaml"))
+    key = workload_key(parse(Config, values, "test"))
+    assert workload_key(parse(Config, {**values, "name": "other"}, "test")) == key
+    assert workload_key(parse(Config, {**values, "gates": {**values["gates"], "rounds": 3}}, "test")) == key
+    values["benches"]["rollout"]["repeats"] += 1
+    values["experiments"]["reruns"]["grid"]["seed"].append(99)
+    assert workload_key(parse(Config, values, "test")) == key
+    values["experiments"]["main"]["base"]["steps"] = 11
+    assert workload_key(parse(Config, values, "test")) != key
+
+
+# --- numerics --------------------------------------------------------------------------------------------------------
+
+
+def test_the_vectors_are_those_of_the_libraries():
+    stored, made = load_file(GATES / VECTORS), vectors()
+    assert stored.keys() == made.keys()
+    for name, tensor in made.items():
+        assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_numerics_find_nothing_here_and_a_scale_that_is_one_step_off(tmp_path):
+    measure_numerics(GATES, tmp_path / "out.json")
+    values = json.loads((tmp_path / "out.json").read_text())["values"]
+    assert {name: value for name, value in values.items() if value and not name.startswith("product/")} == {}
+    assert max(values.values()) < 1e-6
+    changed = load_file(GATES / VECTORS)
+    changed["nvfp4/weight_scale"].view(torch.uint8)[5, 3] += 1
+    (tmp_path / ANSWERS).write_text((GATES / ANSWERS).read_text())
+    save_file(changed, tmp_path / VECTORS)
+    measure_numerics(tmp_path, tmp_path / "out.json")
+    values = json.loads((tmp_path / "out.json").read_text())["values"]
+    assert values["codec/nvfp4"] == 1
+    assert values["dequantize/nvfp4"] > 0
+    assert values["product/nvfp4"] > 1e-6
+    assert values["codec/mxfp4"] == 0
+
+
+def test_a_grader_that_compares_one_character_is_found(monkeypatch):
+    """The released code's GSM8K scorer compared the first character of the two answers."""
+    from qerl.data import answers
+    from qerl.gates import numerics
+
+    def first_character(text, answer, record_format, form):
+        stated = answers.extract(text, record_format, form)
+        return stated is not None and stated[0] == answer[0]
+
+    monkeypatch.setattr(numerics, "is_correct", first_character)
+    assert wrong_verdicts(GATES / ANSWERS) >= 10
+
+
+# --- from results to a verdict ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Files as the workflow writes them, of one run."""
+
+    def write(name, value):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = value if isinstance(value, list) else [value]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return file
+
+    step = {"loss": 0.1, "reward": 0.5, "grad_norm": 1.0}
+    steps = [
+        step | {"mismatch/kl": 1e-12, "noise/sigma": 0.0},
+        step | {"mismatch/kl": 2e-5, "noise/sigma": 0.01},
+        step | {"mismatch/kl": 1e-5, "noise/sigma": 0.005},
+    ]
+    write("train/r/metrics.jsonl", steps)
+    samples = [{"dataset": "d", "problem": f"p{i}", "repeat": 0, "correct": i % 2} for i in range(4)]
+    write("evaluate/r/samples.jsonl", samples)
+    point = {"rank": 16, "samples": [100.0, 50.0]}
+    return [
+        write("train/r/run.json", {"arm": "a", "varied": {"seed": 0}, "summary": {"peak_memory_bytes": 8e8}}),
+        write("evaluate/r/result.json", {"arm": "a", "varied": {"seed": 0}, "noise_norm": 0.0}),
+        write("profile/rollout.json", {"points": [point | {"weights": "bf16"}, point | {"weights": "nvfp4"}]}),
+        write("gates/numerics.json", {"values": {"graders": 0.0}}),
+        write(
+            "gates/speed.json",
+            {
+                "baseline": "c" * 40,
+                "samples": {"rollout": {"now": [2.0, 2.2], "baseline": [1.0, 1.1]}},
+                "provenance": measured().provenance,
+            },
+        ),
+    ]
+
+
+def test_metrics_are_collected_from_results(results):
+    found = collect("k", results)
+    assert found.values == {
+        "graders": 0.0,
+        "memory/a": 800.0,
+        "mismatch/a": 1e-12,
+        "noise/a": 1e-5,
+        "evaluation-noise/a": 0.0,
+    }
+    assert found.series["loss/a"] == [0.1] * 3
+    assert found.answers == {"accuracy/a": {"d p0 0": 0, "d p1 0": 1, "d p2 0": 0, "d p3 0": 1}}
+    assert found.ratios["nvfp4-to-bf16/rank=16"] == ([0.01, 0.02], [0.01, 0.02])
+    assert found.ratios["rollout-to-baseline"] == ([2.0, 2.2], [1.0, 1.1])
+
+
+def test_the_exit_code_follows_the_verdict(results, tmp_path):
+    (tmp_path / "gates.tsv").write_text(
+        "\t".join(COLUMNS) + "\nmemory\tmemory/a\tgrowth\t100\tw\ngraders\tgraders\tat-most\t0\tw\n"
+    )
+    told = {"file": tmp_path / "gates.tsv", "baselines": tmp_path / "baselines", "vectors": GATES}
+    settings = parse(Config, read_yaml(Path("config/ci.yaml")), "test").gates.model_copy(update=told)
+    found = collect("k", results)
+
+    def shown():
+        write_verdict(settings, found, tmp_path / "out")
+        result = CliRunner().invoke(cli.app, ["gate", "show", str(tmp_path / "out" / "verdict.json")])
+        return json.loads((tmp_path / "out" / "verdict.json").read_text())["outcome"], result.exit_code
+
+    assert shown() == ("no baseline", 1)
+    write_baseline(settings.baselines, found, {})
+    assert shown() == ("pass", 0)
+    write_baseline(settings.baselines, found.model_copy(update={"values": found.values | {"memory/a": 1.0}}), {})
+    assert shown() == ("fail", 1)
+    assert "| memory" in (tmp_path / "out" / "verdict.md").read_text()
+
+
+def test_what_fails_stands_first():
+    verdicts = [
+        judge(gate("kl", "at-most", limit), measured(), OWN).model_copy(update={"gate": name})
+        for name, limit in (("good", 1.0), ("bad", 0.0))
+    ]
+    assert list(verdict_table(verdicts)["gate"]) == ["bad", "good"]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_defect_can_still_be_put_in_and_names_gates_that_there_are(name):
+    mutation = MUTATIONS[name]
+    compile(mutated(Path(mutation.file).read_text(), mutation), mutation.file, "exec")
+    assert set(mutation.seen) <= {gate.gate for gate in read_gates(GATES / "gates.tsv")}
+
+
+# --- accept ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accepting(tmp_path, monkeypatch):
+    """A repository with finished results of config/ci.yaml; a function that stores what was measured."""
+    values = read_yaml(Path("config/ci.yaml"))
+    values["models"]["miniature"]["path"] = str(Path("config/gates/policy").resolve())
+    made = plan(parse(Config, values, "test"))
+    monkeypatch.chdir(tmp_path)
+    for variable in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{variable}_NAME", "t")
+        monkeypatch.setenv(f"GIT_{variable}_EMAIL", "t@example.org")
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    for number, evaluation in enumerate(made.evaluations_of("reruns")):
+        folder = Path(made.folder) / "evaluate" / evaluation.id
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+        rows = [{"dataset": "d", "problem": i, "repeat": 0, "correct": int(i > number)} for i in range(32)]
+        (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def store(dirty=False):
+        file = Path(made.folder) / "gates" / "measured.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(measured(provenance=measured().provenance | {"dirty": dirty}).model_dump_json())
+        return made
+
+    return store
+
+
+def test_a_baseline_moves_in_a_commit_of_its_own(accepting):
+    made = accepting()
+    Path("other").write_text("unrelated")
+    written = accept(made)
+    changed = subprocess.run(["git", "show", "--name-only", "--format=%s"], capture_output=True, text=True, check=True)
+    assert changed.stdout.splitlines() == [f"Baseline {written.stem}: {'c' * 12}", "", str(written)]
+    spread = read_baseline(written).spread
+    assert {name: len(values) for name, values in spread.items()} == {
+        "accuracy/nvfp4-lora": 8,
+        "accuracy/nvfp4-lora-aqn": 8,
+    }
+    assert spread["accuracy/nvfp4-lora"][0] == 31 / 32
+
+
+def test_a_baseline_must_be_of_committed_code_and_come_alone(accepting):
+    with pytest.raises(ConfigError, match="commit first"):
+        accept(accepting(dirty=True))
+    made = accepting()
+    Path("other").write_text("unrelated")
+    subprocess.run(["git", "add", "other"], check=True)
+    with pytest.raises(ConfigError, match="commit of its own"):
+        accept(made)
+
+
+def test_a_baseline_needs_the_reruns(accepting):
+    made = accepting()
+    (Path(made.folder) / "evaluate" / made.evaluations_of("reruns")[3].id / "result.json").unlink()
+    with pytest.raises(ConfigError, match="make gate-spread"):
+        accept(made)

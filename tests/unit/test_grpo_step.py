@@ -1,0 +1,130 @@
+"""The measurement of a whole GRPO step on a tiny shape, and the table beside TRL's."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from qerl.bench import grpo_step
+from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, shape_name, text_reward
+from qerl.bench.qwen_files import write_tokenizer
+from qerl.bench.versus import versus
+from qerl.config import ConfigError
+from qerl.rl.collect import Collector
+from qerl.rollout.engine import EngineSampler
+
+WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The result of a measurement, and the rollouts of its steps."""
+    out, rollouts = tmp_path_factory.mktemp("step") / "out.json", []
+
+    class Kept(Collector):
+        def collect(self, step, position):
+            rollouts.append(super().collect(step, position))
+            return rollouts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        patch.setattr(grpo_step, "Collector", Kept)
+        grpo_step.main(out, "TINY", "nvfp4", **WORK, recompute="true", micro_batch_tokens=120)
+    return json.loads(out.read_text()), rollouts
+
+
+def test_every_step_has_the_work_that_was_asked_for(measured):
+    result, rollouts = measured
+    assert result["work"] == {"size": "tiny", "weights": "nvfp4", **WORK}
+    assert len(rollouts) == 3
+    for rollout in rollouts:
+        assert [len(sample.prompt) for sample in rollout.samples] == [80] * 8
+        assert [len(sample.completion.token_ids) for sample in rollout.samples] == [5] * 8
+        assert len({tuple(sample.prompt) for sample in rollout.samples}) == 2
+        assert any(sample.advantage for sample in rollout.samples)
+
+
+def test_the_warm_up_is_left_out_and_parts_make_up_the_step(measured):
+    result, _ = measured
+    assert len(result["steps"]) == 2
+    for step in result["steps"]:
+        assert step["step"] == pytest.approx(sum(step[part] for part in PARTS), rel=0.1)
+        assert step["grad_norm"] > 0
+
+
+def test_parts_of_memory_make_up_the_peak(measured):
+    memory = measured[0]["memory"]
+    # Rank 4 on both blocks: (inputs + outputs) of q, k, v, o, gate, up and down.
+    adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
+    assert memory["parts"]["adapter"] == memory["parts"]["gradients"] == 4 * adapter
+    # Two moments of as many values, in float32 where a tensor is small.
+    assert memory["parts"]["optimizer"] == 8 * adapter
+    assert memory["kv_cache_bytes"] == 0
+    assert sum(memory["parts"].values()) == memory["without_kv_cache_bytes"] == memory["peak_bytes"]
+
+
+def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+    out = tmp_path / "out.json"
+    grpo_step.main(out, "tiny", "nvfp4", **WORK | {"repeats": 1})
+    result = json.loads(out.read_text())
+    assert result["sampler"].startswith("native engine")
+    # A page holds keys and values of 64 tokens, of one head of 32 in bfloat16, in two layers.
+    page = 2 * 2 * 64 * 32 * 2
+    # Prompts have two pages, of which each completion writes into its own copy of the second.
+    assert result["memory"]["kv_cache_bytes"] >= (2 + 8) * page
+    assert result["memory"]["kv_cache_bytes"] % page == 0
+    assert result["steps"][0]["grad_norm"] > 0
+
+
+def test_questions_have_the_length_that_was_asked_for(tmp_path):
+    write_tokenizer(tmp_path, TEXTS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    drawn = questions(tokenizer, 5, 128)
+    chats = [[{"role": "user", "content": question}] for question in drawn]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    assert [len(prompt) for prompt in ids] == [128] * 5
+    assert len(set(drawn)) == 5
+    with pytest.raises(ValueError, match="use longer prompts than 8"):
+        questions(tokenizer, 1, 8)
+
+
+def test_rewards_differ_between_texts_and_stay():
+    rewards = [text_reward(f"{number}") for number in range(64)]
+    assert len(set(rewards)) == 8
+    assert min(rewards) == 0
+    assert max(rewards) < 1
+    assert rewards == [text_reward(f"{number}") for number in range(64)]
+
+
+def test_a_shape_is_found_in_any_case():
+    assert [shape_name(name) for name in ("7b", "7B", "1.5b")] == ["7B", "7B", "1.5B"]
+
+
+def told(system, seconds, **work):
+    return {
+        "system": system,
+        "sampler": "a sampler",
+        "work": {"size": "7B", "weights": "bf16", "repeats": 3, "prompts": 16} | work,
+        "settings": {"recompute": "auto"},
+        "steps": [{"step": one, "sync": 0.5, "rollout": one / 2, "update": one / 4} for one in seconds],
+        "memory": {"without_kv_cache_bytes": 11.04e9, "kv_cache_bytes": 8.46e9},
+    }
+
+
+def test_others_are_compared_with_the_first():
+    ours, theirs = versus([told("ours", [10.0, 10.0, 10.0], weights="nvfp4"), told("theirs", [20.0, 25.0, 30.0])])
+    assert ours["times the first"] == "1"
+    assert theirs["times the first"] == "2.50 (2.00 to 3.00)"
+    assert (theirs["step, s"], theirs["rollout, s"], theirs["update, s"]) == ("25.00", "12.50", "6.25")
+    assert (theirs["peak without KV cache, GB"], theirs["KV cache, GB"]) == ("11.0", "8.5")
+
+
+def test_one_repeat_has_no_interval():
+    assert versus([told("ours", [10.0]), told("theirs", [25.0])])[1]["times the first"] == "2.50"
+
+
+def test_other_work_is_not_compared():
+    with pytest.raises(ConfigError, match="prompts=8"):
+        versus([told("ours", [10.0]), told("theirs", [20.0], prompts=8)])

