@@ -399,7 +399,7 @@ def gate_runs() -> list:
 
 def gate_results(pattern: str) -> list[str]:
     """A file of results of each of them."""
-    return [f"{RESULTS}/" + pattern.format(run.id) for run in gate_runs()]
+    return [f"{RESULTS}/{pattern.format(run.id)}" for run in gate_runs()]
 
 
 def spread_results() -> list[str]:
