@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import torch
@@ -64,7 +65,12 @@ class Checkpoints:
             raise CheckpointError(
                 f"{newest} {damage}; delete it to go on from the one before (without one: from the start)"
             )
-        state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
+        except UnpicklingError:
+            raise CheckpointError(
+                f"{newest} holds more than tensors and numbers, and isn't loaded; delete it"
+            ) from None
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
