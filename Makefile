@@ -20,9 +20,9 @@ reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
 	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
 
-# A process a core, each with one thread.
+# A process a core, each with one thread; files with slow tests first (tests/conftest.py).
 test: $(VENV)/vllm
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Every experiment of config/paper.yaml on tiny policies: 170 jobs of about 7 seconds of CPU time.
 paper-small: $(VENV)/installed

@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
@@ -25,3 +26,9 @@ settings.register_profile(
     "nightly", settings.get_profile("default"), max_examples=500, derandomize=False, print_blob=True
 )
 settings.load_profile(os.environ.get(PROFILE, "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: of two processes, neither then ends with a long file alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

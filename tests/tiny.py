@@ -42,10 +42,6 @@ def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype, shard_size: str) -> Path:
-    # Initialised biases and norms are constants, which would hide a tensor that is loaded into the wrong place.
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     tiny_tokenizer(folder)
     return folder
@@ -54,7 +50,12 @@ def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype, shard_size: 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model_class(config)
+        model = model_class(config)
+        # Initialised biases and norms are constants, which would hide a tensor that is loaded into the wrong place.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+        return model
 
 
 def _settings(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -171,5 +172,7 @@ def test_a_set_without_training_problems_is_an_error(folders, tmp_path):
     empty = tmp_path / "empty"
     prepare(DatasetSettings(format="math", origin=Generated(train=2, validation=2, test=2)), empty)
     (empty / "train.jsonl").write_text("")
+    told = json.loads((empty / "dataset.json").read_text())
+    (empty / "dataset.json").write_text(json.dumps({**told, "rows": {**told["rows"], "train": 0}}))
     with pytest.raises(PretrainError, match="has no train problems"):
         train({**folders, "math": empty}, tmp_path / "m")

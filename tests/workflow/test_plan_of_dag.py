@@ -123,6 +123,7 @@ def test_profiles_name_rules_and_resources_that_exist(tree):
 def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"hidden_size": 72, "intermediate_size": 128}))
+    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
     said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
     assert "72" in said
