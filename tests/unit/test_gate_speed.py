@@ -58,8 +58,8 @@ def test_a_slower_version_is_seen(tmp_path, monkeypatch):
     assert text.count(call) == 1
     file.write_text(text.replace(call, f"    __import__('time').sleep(1.0)\n{call}"))
     monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: copy)
-    found = speed.compare("c" * 40, POLICY, 4, tmp_path)
+    found = speed.compare("c" * 40, POLICY, 2, tmp_path)
     assert found["baseline"] == "c" * 40
     rollout, update = (found["samples"][name] for name in speed.WORKLOADS)
-    assert [len(times) for workload in (rollout, update) for times in workload.values()] == [4] * 4
+    assert [len(times) for workload in (rollout, update) for times in workload.values()] == [2] * 4
     assert paired_ratio_interval(rollout["now"], rollout["baseline"]).high < 0.8

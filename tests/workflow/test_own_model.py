@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from tests.tiny import tiny_llama, tiny_qwen2
 
@@ -26,8 +27,12 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, make, target):
     tree = copy_tree(tmp_path / "tree")
     name = "results/micro-Own-Model-0_1B-pears"
     wanted = [] if target == "all" else [f"{name}/{target}/result.json"]
+    # Every kind of rule but the measurements, which test_dag.py has.
+    values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
+    values["experiments"]["main"]["arms"] = {"nvfp4-lora": {"weights": "nvfp4"}}
+    (tree.folder / "own.yaml").write_text(yaml.safe_dump(values | {"benches": {}}))
     keys = ("--config", f"model={model}", f"problems={problems}")
-    tree.snakemake(*wanted, "--configfile", "tests/config/micro.yaml", *keys)
+    tree.snakemake(*wanted, "--configfile", "own.yaml", *keys)
     results = tree.folder / name
     assert not (results / "models").exists()
     run = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
