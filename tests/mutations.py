@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -112,10 +113,10 @@ def mutated(text: str, mutation: Mutation) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def judge(mutation: Mutation | None, verdict: Path) -> None:
+def judge(name: str, mutation: Mutation | None, verdict: Path) -> None:
     """Run the gates on a clone of the committed code, with a defect or without; keep the verdict."""
-    with tempfile.TemporaryDirectory(prefix="qerl-mutation-") as name:
-        clone = Path(name) / "clone"
+    with tempfile.TemporaryDirectory(prefix="qerl-mutation-") as folder:
+        clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         if mutation:
             file = clone / mutation.file
@@ -128,7 +129,7 @@ def judge(mutation: Mutation | None, verdict: Path) -> None:
         made = clone / "results/ci/gates/verdict.json"
         if not made.is_file():
             sys.exit(f"the gates came to no verdict; see {log}")
-        write_json(verdict, json.loads(made.read_text()))
+        write_json(verdict, {"defect": name, **json.loads(made.read_text())})
         log.unlink()
 
 
@@ -137,15 +138,16 @@ def table(folder: Path) -> pd.DataFrame:
     rows = []
     for file in sorted(folder.glob("*.json")):
         told = json.loads(file.read_text())
+        name = told["defect"]
         failed = [gate["gate"] for gate in told["gates"] if gate["outcome"] == "fail"]
-        mutation = MUTATIONS.get(file.stem)
+        mutation = MUTATIONS.get(name)
         due = mutation.seen if mutation else ()
         missed = [gate for gate in due if gate not in failed]
         caught = (
             ("no: " + ", ".join(missed) if missed else "yes") if mutation else ("no alarm" if not failed else "ALARM")
         )
         others = ", ".join(gate for gate in failed if gate not in due)
-        rows.append({"defect": file.stem, "must fail": ", ".join(due), "seen": caught, "also failed": others})
+        rows.append({"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others})
     return pd.DataFrame(rows)
 
 
@@ -162,9 +164,10 @@ def main(
     else:
         asked = {name: MUTATIONS[name] for name in names or MUTATIONS}
     for name, mutation in asked.items():
-        if not (folder / f"{name}.json").is_file():
-            judge(mutation, folder / f"{name}.json")
-            print(table(folder).iloc[-1].to_dict(), flush=True)
+        verdict = folder / (re.sub(r"[^a-z0-9]+", "-", name.lower()) + ".json")
+        if not verdict.is_file():
+            judge(name, mutation, verdict)
+            print(table(folder).set_index("defect").loc[name].to_dict(), flush=True)
     commit = stamp()["commit"]
     (folder / "table.md").write_text(f"{table(folder).to_markdown(index=False)}\n\nAt commit {commit[:12]}.\n")
 
