@@ -68,9 +68,7 @@ class Checkpoints:
         try:
             state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
         except UnpicklingError:
-            raise CheckpointError(
-                f"{newest} holds more than tensors and numbers; delete it"
-            ) from None
+            raise CheckpointError(f"{newest} holds more than tensors and numbers; delete it") from None
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
