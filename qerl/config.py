@@ -762,7 +762,7 @@ class GateSettings(Settings):
     """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
     bench: str
     """A measurement of kind `rollout` with bf16 and one more format."""
-    rounds: PositiveInt = 8
+    rounds: PositiveInt = 10
     """How often this code and the baseline's take turns, at rollouts and at updates."""
 
 

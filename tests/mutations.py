@@ -57,10 +57,10 @@ MUTATIONS = {
         "norm.noise.zero_()",
         ("noise reaches the sampler", "golden loss, nvfp4-lora-aqn"),
     ),
-    "a slower rollout: probabilities computed forty times": Mutation(
+    "a slower rollout: probabilities computed a hundred times": Mutation(
         "qerl/rollout/native.py",
         "    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
-        "    for _ in range(40):\n"
+        "    for _ in range(100):\n"
         "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
         ("rollout against baseline",),
     ),

@@ -30,7 +30,7 @@ TRAINING = {
 }
 PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
 #: Rollouts a request; the first is a warm-up.
-ROLLOUTS = 3
+ROLLOUTS = 9
 
 
 class Workloads:
