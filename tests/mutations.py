@@ -64,10 +64,10 @@ MUTATIONS = {
         "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
         ("rollout against baseline",),
     ),
-    "a slower update: each weight unpacked three times": Mutation(
+    "a slower update: each weight unpacked ten times": Mutation(
         "qerl/quant/linear.py",
         "        return dequantize(self.packed, dtype)\n\n    def forward",
-        "        return [dequantize(self.packed, dtype) for _ in range(3)][0]\n\n    def forward",
+        "        return [dequantize(self.packed, dtype) for _ in range(10)][0]\n\n    def forward",
         ("update against baseline",),
     ),
     "a scale off by one unit in the last place, in E4M3": Mutation(
