@@ -132,5 +132,4 @@ def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     assert rollout.metrics["reward/equal_groups"] == 0.5
     assert rollout.metrics["truncated"] == 0.25
     if not mask_truncated:  # with the mask TRL's entropy leaves the truncated completions out, ours has all
-        # Some 4.6, of which float32 has steps of 5e-7.
-        assert updated["entropy"] == pytest.approx(logged["entropy"], rel=1e-6)
+        assert updated["entropy"] == pytest.approx(logged["entropy"], abs=1e-6)
