@@ -165,6 +165,10 @@ def test_paired_times_of_a_machine_that_slows_down_have_their_ratio():
 def test_the_projects_gates_are_read_and_look_at_what_is_measured():
     gates = read_gates(GATES / "gates.tsv")
     assert {g.check for g in gates} == {"at-most", "at-least", "ratio-at-most", "growth", "drop", "golden"}
+    [file, *_] = sorted((GATES / "baselines").glob("*.json"))
+    found = read_baseline(file).measured
+    named = {*found.values, *found.series, *found.answers, *found.ratios}
+    assert {g.metric for g in gates} - named <= {"rollout-to-baseline", "update-to-baseline"}
 
 
 @pytest.mark.parametrize(
