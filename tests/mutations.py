@@ -73,7 +73,9 @@ MUTATIONS = {
     "a scale off by one unit in the last place, in E4M3": Mutation(
         "qerl/quant/formats.py",
         'scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]',
-        'scale = tensors["weight_scale"].view(torch.uint8).add(1).view(torch.float8_e4m3fn).float() / '
+        # Not the largest, 448: the code above it is NaN.
+        'codes = tensors["weight_scale"].view(torch.uint8)\n'
+        "        scale = codes.add(1).clamp(max=126).view(torch.float8_e4m3fn).float() / "
         'tensors["weight_global_scale"]',
         ("NVFP4 unpacking", "NVFP4 product", "golden loss, nvfp4-lora"),
     ),

@@ -48,6 +48,8 @@ def with_lora(layers, rank):
     from qerl.quant.lora import register_lora
 
     names = [name for name, _ in layers.named_children()]
+    # PEFT reads the device from a model's first parameter; packed layers have buffers alone.
+    layers.register_parameter("anchor", nn.Parameter(torch.zeros(1, device=DEVICE)))
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
     register_lora(config)
     inject_adapter_in_model(config, layers, adapter_name=POLICY_ADAPTER)
