@@ -23,10 +23,16 @@ _POINTER = ctypes.c_void_p
 
 @dataclass(frozen=True)
 class _Variant:
-    """How the kernel is compiled for up to 8 * nt rows; `stages` of the ring bound what is in flight."""
+    """How the kernel is compiled for up to 8 * nt rows.
+
+    `stages` of the ring bound what is in flight; `registers` of a thread, where two thread blocks share a
+    multiprocessor; `alone`: not two of the same launch, for which memory is asked that isn't needed.
+    """
 
     nt: int
     stages: int
+    registers: int = 0
+    alone: bool = False
 
     @property
     def columns(self) -> int:
@@ -35,9 +41,10 @@ class _Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the ring, and 1,024 for the alignment of its first stage."""
+        """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-        return self.stages * stage + 1024
+        exchanged = 4096 * min(self.nt, 2) if self.nt <= 4 else 0
+        return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
 
     @property
     def threads(self) -> int:
@@ -45,27 +52,27 @@ class _Variant:
         return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
 
 
-#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor, but one does beside a small
-#: layer's. A guess that fits measurements (docs/kernels.md), its own effect not measured: otherwise, where a norm's
-#: block takes the place of one, two end up on another multiprocessor, and all wait for it.
-_ALONE_BYTES = 118 * 1024
+#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's block
+#: takes the place of one, two end up on another multiprocessor, and all wait for it: 28 % of a step at one sequence.
+_ALONE_BYTES = 116000
 #: Stages of a thread block from which on a layer is large.
 _LARGE = 6
-#: By rows; the last serves any number, in row blocks of its own height. Up to 32 rows two thread blocks share a
-#: multiprocessor's memory.
+#: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 32 rows a
+#: thread block of each kind fit onto a multiprocessor together, so that the next layer's weights are on their way
+#: while this one ends, but not two of a kind: memory keeps small layers' apart, registers large ones'.
 _VARIANTS = (
-    _Variant(nt=1, stages=4),
-    _Variant(nt=2, stages=4),
-    _Variant(nt=4, stages=3),
-    _Variant(nt=8, stages=4),
-    _Variant(nt=16, stages=5),
-    _Variant(nt=32, stages=3),
+    (_Variant(nt=1, stages=4, registers=96, alone=True), _Variant(nt=1, stages=4, registers=104)),
+    (_Variant(nt=2, stages=4, registers=96, alone=True), _Variant(nt=2, stages=3, registers=104)),
+    (_Variant(nt=4, stages=3, registers=96, alone=True), _Variant(nt=4, stages=3, registers=104)),
+    (_Variant(nt=8, stages=4), _Variant(nt=8, stages=4)),
+    (_Variant(nt=16, stages=5), _Variant(nt=16, stages=5)),
+    (_Variant(nt=32, stages=3), _Variant(nt=32, stages=3)),
 )
 #: What memory for sums holds until they are there, in the kernel's source too.
 _EMPTY = -1
 #: Into how many spans of columns A x is divided, by how many rows A has.
 _SPANS = (8, 40)
-_MOST_ROWS = 8 * _VARIANTS[-1].nt
+_MOST_ROWS = 8 * _VARIANTS[-1][0].nt
 
 _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
@@ -169,16 +176,15 @@ class W4Linear:
         for tensor in (x, out):
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
-        variant = next((v for v in _VARIANTS if m <= 8 * v.nt), _VARIANTS[-1])
+        small, large = next((pair for pair in _VARIANTS if m <= 8 * pair[0].nt), _VARIANTS[-1])
+        blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
+        variant = large if blocks >= _LARGE * self._workspace.processors else small
         row_blocks = -(-m // (8 * variant.nt))
         params = self._params(x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks)
-        blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // variant.columns)
         workers = min(self._workspace.processors // row_blocks, blocks)
-        options = defines(NT=variant.nt, STAGES=variant.stages)
-        large = blocks >= _LARGE * self._workspace.processors
-        shared = max(variant.shared_bytes, _ALONE_BYTES) if large else variant.shared_bytes
-        function = load("w4a16.cu", "w4a16", options, shared, x.get_device())
-        launch(function, workers * row_blocks, variant.threads, shared, params)
+        options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
+        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
+        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
 
     def _params(self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get

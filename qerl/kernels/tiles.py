@@ -4,8 +4,9 @@ A weight [rows, columns] is cut into blocks of 128 rows and 128 columns, stored 
 rows, a tile 1,024 bytes of codes and then 128 of scales:
 
 * codes: [half of the columns][lane][4] words of 32 bits; a word holds eight codes, those that a lane of a warp needs as
-  its part of a 16 x 16 operand of the tensor cores, placed so that each reaches its place in a pair of bfloat16 by one
-  shift and one mask;
+  its part of a 16 x 16 operand of the tensor cores, placed so that three in four reach their place in a pair of
+  bfloat16 by at most one rotation and one mask, the fourth by two. (There is no placement with one each: 4 rotations of
+  the places 15, 8, 7 and 6 don't cover 16 bits.)
 * scales: [8 rows][row r, row r + 8][8 groups of 16 columns] bytes. A byte b stands for the bfloat16 with the bits
   b * multiplier + offset.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -36,8 +38,9 @@ NVFP4_DECODE = (1 << 4, (236 << 7) * 0x10001)
 MXFP4_DECODE = (1 << 7, 0)
 _LEFT = 8
 _MX_TOP = 245
-#: Places of sign, and of the magnitude's bits from high to low, of the four codes that share a half word.
-_PLACES = ((15, (8, 7, 6)), (12, (5, 4, 3)), (9, (2, 1, 0)), (14, (11, 10, 13)))
+#: Places of sign, and of the magnitude's bits from high to low, of four codes in a word; those of the other four are 16
+#: further, modulo 32.
+_PLACES = ((15, 8, 7, 6), (21, 14, 13, 12), (11, 4, 3, 2), (9, 10, 1, 0))
 #: Rows that are packed at a time, which bounds the memory it takes.
 _ROWS_AT_A_TIME = 4096
 
@@ -160,17 +163,22 @@ def _interleave(two: list[Tensor]) -> Tensor:
     return torch.stack([t.view(-1, 8, t.shape[1]) for t in two], dim=1).view(-1, two[0].shape[1])
 
 
+def _bits(place: int, upper: int) -> list[int]:
+    """Of a word, those of a code's bits 3 (the sign) to 0."""
+    return [(bit + 16 * upper) % 32 for bit in _PLACES[place]]
+
+
 @cache
 def _placed(device: torch.device) -> Tensor:
-    """[4, 16] bits of a code, by its place among the four of a half word."""
-    table = [
+    """[2, 4, 16] int32 words that hold one code alone, by upper or lower half and place."""
+    words = [
         [
-            (code >> 3) << sign | sum((code >> (2 - i) & 1) << bit for i, bit in enumerate(magnitude))
-            for code in range(16)
+            [sum((code >> 3 - i & 1) << bit for i, bit in enumerate(_bits(place, upper))) for code in range(16)]
+            for place in range(4)
         ]
-        for sign, magnitude in _PLACES
+        for upper in range(2)
     ]
-    return torch.tensor(table, dtype=torch.int32, device=device)
+    return torch.tensor(words, device=device).int()
 
 
 def _to_blocks(codes: Tensor, scales: Tensor) -> Tensor:
@@ -185,9 +193,9 @@ def _tile_codes(codes: Tensor) -> Tensor:
     # A row of a tile is r + 8 * h; a column of a group is 2 * t + 8 * q + e; a lane is 4 * r + t.
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(-1, 8, 2, 8, codes.shape[1] // 64, 2, 4, 2, 4, 2)
     placed = _placed(codes.device)
-    halves = sum(placed[h + 2 * q][nibbles[:, :, h, :, :, :, :, q].int()] for h in range(2) for q in range(2))
-    assert isinstance(halves, Tensor)
-    words = halves[..., 0] | (halves[..., 1] << 16)  # [blocks, 8, r, blocks, 2, 4, t]
+    words = torch.zeros((*nibbles.shape[:2], *nibbles.shape[3:7], 4), dtype=torch.int32, device=codes.device)
+    for h, q, e in product(range(2), repeat=3):
+        words |= placed[e, h + 2 * q][nibbles[:, :, h, :, :, :, :, q, :, e].int()]  # [blocks, 8, r, blocks, 2, 4, t]
     return words.permute(0, 3, 1, 4, 2, 6, 5).contiguous().view(torch.uint8).flatten(3)
 
 
@@ -205,15 +213,11 @@ def _from_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _untile_codes(blocks: Tensor) -> Tensor:
     words = blocks.contiguous().view(torch.int32).view(*blocks.shape[:3], 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 6, 5)
-    halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)  # [blocks, 8, r, blocks, 2, 4, t, e]
-    nibbles = [[_code_at(halves, h + 2 * q) for q in range(2)] for h in range(2)]
+    nibbles = [[_codes_at(words, h + 2 * q) for q in range(2)] for h in range(2)]  # [blocks, 8, r, blocks, 2, 4, t, e]
     by_row = torch.stack([torch.stack(two, dim=6) for two in nibbles], dim=2)  # h before r, q before t
     return (by_row[..., 0] | by_row[..., 1] << 4).flatten(0, 3).flatten(1)
 
 
-def _code_at(halves: Tensor, place: int) -> Tensor:
-    sign, magnitude = _PLACES[place]
-    code = (halves >> sign & 1) << 3
-    for i, bit in enumerate(magnitude):
-        code |= (halves >> bit & 1) << (2 - i)
-    return code.to(torch.uint8)
+def _codes_at(words: Tensor, place: int) -> Tensor:
+    both = [sum((words >> bit & 1) << 3 - i for i, bit in enumerate(_bits(place, upper))) for upper in range(2)]
+    return torch.stack(both, dim=-1).to(torch.uint8)  # type: ignore[arg-type]

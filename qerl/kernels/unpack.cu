@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unpack(const __grid_con
             const u32 word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w, mask = 0x81C081C0u;
             const int group = half * 4 + j;
             const float low = scale_of(tile[1024 + g * 16 + group], p), high = scale_of(tile[1024 + g * 16 + 8 + group], p);
-            const u32 fourth = ((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u);
+            const u32 fourth = ((word << 6) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
             u8* out = rows[warp] + g * PITCH + group * 32 + t * 4;
             *(u32*)out = weights_of(word & mask, low);
-            *(u32*)(out + 8 * PITCH) = weights_of((word << 3) & mask, high);
-            *(u32*)(out + 16) = weights_of((word << 6) & mask, low);
+            *(u32*)(out + 8 * PITCH) = weights_of(__funnelshift_r(word, word, 6) & mask, high);
+            *(u32*)(out + 16) = weights_of((word << 4) & mask, low);
             *(u32*)(out + 8 * PITCH + 16) = weights_of(fourth, high);
         }
     }

@@ -6,13 +6,14 @@
 // the result is deterministic, and for one NT a row of x gives the same whatever other rows there are.
 //
 // One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends),
-// one or three compute A x, eight unpack W in registers and multiply on the tensor cores: up to 16 rows of x by mma.sync,
-// whose latency is lower, more by wgmma, which reads x from shared memory once for 64 rows of W.
+// one or three compute A x, eight unpack W in registers and multiply on the tensor cores. Up to 32 rows of x by mma.sync:
+// a warp takes 32 rows of W and half of a stage's columns, so that x is read from shared memory four times, not eight.
+// More rows by wgmma, which reads x once for 64 rows of W, but takes some 32 cycles longer than its products need.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
 //
-// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring.
+// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; REGISTERS of a thread, up to 32 rows.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -33,8 +34,8 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 enum Mode { PLAIN, RESIDUAL, SILU };
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
-constexpr bool FEW = NT <= 2;           // rows of x: mma.sync
-constexpr int CHAINS = FEW ? 2 : 1;     // of sums, so that products needn't wait for each other
+constexpr bool FEW = NT <= 4;           // rows of x: mma.sync
+constexpr int TILES = FEW ? 2 : 1;      // of 16 rows of W that a warp multiplies, with 1 / TILES of a stage's columns
 
 struct alignas(64) TensorMap {
     u8 bytes[128];
@@ -219,19 +220,13 @@ __device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
 // c += A x of a warp group: each warp has 16 rows of A in registers, all share x, 16 columns of ROWS rows in shared
 // memory. It runs on; a and c must not be touched before `wait_for_products`.
 __device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4], u64 x) {
-#if NT == 1
-    asm volatile(WGMMA(8, "%0,%1,%2,%3", 4, 5, 6, 7, 8) : F4(c[0]) : A_AND_X);
-#elif NT == 2
-    asm volatile(WGMMA(16, "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, 11, 12) : F4(c[0]), F4(c[1]) : A_AND_X);
-#elif NT == 4
-    asm volatile(WGMMA(32, D_0, 16, 17, 18, 19, 20) : F16(0) : A_AND_X);
-#elif NT == 8
+#if NT == 8
     asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
 #elif NT == 16
     asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
                  : F16(0), F16(4), F16(8), F16(12)
                  : A_AND_X);
-#else
+#elif NT == 32
     asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
                  : A_AND_X);
@@ -268,9 +263,18 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 __device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// A scale byte in both halves, as bfloat16: `byte` of `word` times multiplier plus offset (tiles.py has the two codes).
-__device__ __forceinline__ u32 scale_pair(u32 word, int byte, const Params& p) {
-    return __byte_perm(word, 0, 0x4040 + 0x0101 * byte) * p.scale_multiplier + p.scale_offset;
+// Scale bytes `first` and `first` + 2 of `word`, as bfloat16: byte times multiplier plus offset (tiles.py has the two codes).
+__device__ __forceinline__ u32 scale_pair(u32 word, int first, const Params& p) {
+    return __byte_perm(word, 0, first ? 0x4341 : 0x4240) * p.scale_multiplier + p.scale_offset;
+}
+
+__device__ __forceinline__ u32 twice(u32 pair, int half) {
+    u32 d;
+    if (half)
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(d) : "r"(pair));
+    else
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(d) : "r"(pair));
+    return d;
 }
 
 // Eight codes to the four registers of an MMA operand: each code's bits where bfloat16 has sign, exponent and mantissa,
@@ -278,10 +282,9 @@ __device__ __forceinline__ u32 scale_pair(u32 word, int byte, const Params& p) {
 __device__ __forceinline__ void unpack(u32 word, u32 scale_low, u32 scale_high, u32 a[4]) {
     const u32 MASK = 0x81C081C0u;
     a[0] = multiply_bf16x2(word & MASK, scale_low);
-    a[1] = multiply_bf16x2((word << 3) & MASK, scale_high);
-    a[2] = multiply_bf16x2((word << 6) & MASK, scale_low);
-    a[3] = multiply_bf16x2(
-        ((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u), scale_high);
+    a[1] = multiply_bf16x2(__funnelshift_r(word, word, 6) & MASK, scale_high);
+    a[2] = multiply_bf16x2((word << 4) & MASK, scale_low);
+    a[3] = multiply_bf16x2(((word << 6) & 0x80C080C0u) | ((word >> 2) & 0x01000100u), scale_high);
 }
 
 __device__ __forceinline__ u32 component(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -431,31 +434,45 @@ __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int num
 // --- W x ---
 
 __device__ __forceinline__ void unpack_group(const Params& p, const uint4& words, const uint4& scales, int half, int j, u32 a[4]) {
-    unpack(component(words, j), scale_pair(half ? scales.y : scales.x, j, p), scale_pair(half ? scales.w : scales.z, j, p), a);
+    const u32 low = scale_pair(half ? scales.y : scales.x, j % 2, p), high = scale_pair(half ? scales.w : scales.z, j % 2, p);
+    unpack(component(words, j), twice(low, j / 2), twice(high, j / 2), a);
+}
+
+// 16 columns of x, or 32 with one tile of rows, from `chunk` of 8 columns on, as operands; `x` is where this lane reads.
+__device__ __forceinline__ void load_x(u32 x, int chunk, int lane, u32 b[NT == 4 ? 8 : 4]) {
+    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
+    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
+    const u32 swizzled = ((chunk + (NT == 1 ? lane / 8 : lane / 8 % 2)) ^ lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128 + swizzled);
 }
 
 // Few rows of x: each warp reads them into registers.
-__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[CHAINS][NT]) {
-    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
-    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
-    const int matrix = lane / 8, row = lane % 8, chunk = NT == 1 ? matrix : matrix % 2;
-    const u32 x = stage + WEIGHT_BYTES + ((NT == 1 ? 0 : matrix / 2 * 8) + row) * 128;
+__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[TILES][NT]) {
+    const int block = warp / 4;
+    const u32 tiles = stage + block * BLOCK_BYTES + warp % 4 * 2 * TILE_BYTES;
+    const u32 x = stage + WEIGHT_BYTES + block * 2 * X_PART_BYTES + ((NT == 1 ? 0 : lane / 16 * 8) + lane % 8) * 128;
+    uint4 scales[TILES];
 #pragma unroll
-    for (int block = 0; block < STAGE_COLUMNS / BLOCK_COLUMNS; block++) {
-        const u32 tile = stage + block * BLOCK_BYTES + warp * TILE_BYTES;
-        const uint4 scales = load_shared(tile + 1024 + lane / 4 * 16);
+    for (int r = 0; r < TILES; r++) scales[r] = load_shared(tiles + r * TILE_BYTES + 1024 + lane / 4 * 16);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint4 words = load_shared(tile + half * 512 + lane * 16);
-            u32 b[4];
+    for (int half = 0; half < 2; half++) {
+        uint4 words[TILES];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+        for (int r = 0; r < TILES; r++) words[r] = load_shared(tiles + r * TILE_BYTES + half * 512 + lane * 16);
+        u32 b[NT == 4 ? 8 : 4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (NT > 1 || j % 2 == 0) load_x(x + half * X_PART_BYTES, 2 * j, lane, b);
+#pragma unroll
+            for (int r = 0; r < TILES; r++) {
                 u32 a[4];
-                unpack_group(p, words, scales, half, j, a);
-                const u32 x_part = x + (block * 2 + half) * X_PART_BYTES;
-                if (NT == 2 || j % 2 == 0) load_matrices(b, x_part + ((2 * j + chunk) ^ row) * 16);
-                if (NT == 1) multiply_add(c[j % 2][0], a, b[j % 2 * 2], b[j % 2 * 2 + 1]);
-                if (NT == 2) multiply_add(c[j % 2][0], a, b[0], b[1]), multiply_add(c[j % 2][NT - 1], a, b[2], b[3]);
+                unpack_group(p, words[r], scales[r], half, j, a);
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const int k = NT == 1 ? j % 2 : n;
+                    multiply_add(c[r][n], a, b[2 * k], b[2 * k + 1]);
+                }
             }
         }
     }
@@ -483,6 +500,29 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
         }
     }
     wait_for_products<0>();
+}
+
+// Which of a block's 16-row tiles a warp has after `exchange_tiles`.
+__device__ __forceinline__ int tile_of(int warp) { return FEW ? warp % 4 * 2 + warp / 4 : warp; }
+
+constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x at a time
+
+// The two warps that have halves of the columns of the same two tiles give each other one tile's sums.
+__device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
+    const bool second = warp / 4;
+    float4 *mine = memory + warp * EXCHANGED * 32 + lane, *others = memory + (warp ^ 4) * EXCHANGED * 32 + lane;
+#pragma unroll
+    for (int first = 0; first < NT; first += EXCHANGED) {
+#pragma unroll
+        for (int n = first; n < first + EXCHANGED; n++) mine[(n - first) * 32] = second ? c[0][n] : c[TILES - 1][n];
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
+#pragma unroll
+        for (int n = first; n < first + EXCHANGED; n++) {
+            const float4 own = second ? c[TILES - 1][n] : c[0][n], other = others[(n - first) * 32];
+            c[0][n] = {own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w};
+        }
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
+    }
 }
 
 // Sums of a divided row of blocks, for the thread block that has its first block.
@@ -610,11 +650,12 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk, int warp,
                          int lane) {
+    float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
     for (int unit = share.first, i = 0; unit < share.last;) {
         const int begin = unit, row = unit / share.column_blocks, end = (row + 1) * share.column_blocks;
-        float4 c[CHAINS][NT] = {};
+        float4 c[TILES][NT] = {};
         for (; unit < min(end, share.last); unit++, i++) {
             const int stage = i % STAGES;
             barrier_wait(full + stage, (i / STAGES) & 1);
@@ -626,14 +667,11 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
         }
-        if constexpr (CHAINS == 2)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-                c[0][n].x += c[1][n].x, c[0][n].y += c[1][n].y, c[0][n].z += c[1][n].z, c[0][n].w += c[1][n].w;
+        if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
         if (begin % share.column_blocks)
             leave_sums(p, c[0]);
         else
-            finish(p, share, row * BLOCK_ROWS + warp * 16, end, unit < end, shrunk, lane, c[0]);
+            finish(p, share, row * BLOCK_ROWS + tile_of(warp) * 16, end, unit < end, shrunk, lane, c[0]);
     }
 }
 
@@ -643,7 +681,7 @@ constexpr int THREADS = (WARPS + 1 + SHRINKERS) * 32;
 // With up to 32 rows two thread blocks share a multiprocessor: the next kernel's has its weights on their way while this
 // one ends.
 #if NT <= 4
-#define LIMIT __maxnreg__(96)
+#define LIMIT __maxnreg__(REGISTERS)
 #else
 #define LIMIT __launch_bounds__(THREADS, 1)
 #endif

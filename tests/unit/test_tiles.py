@@ -9,8 +9,8 @@ from qerl.quant.formats import dequantize, quantize
 from qerl.quant.linear import PackedLinear
 
 FORMATS = ("nvfp4", "mxfp4")
-#: What the kernels take for a code's bits: sign, exponent and mantissa of a bfloat16.
-MASK = 0x81C0
+#: What the kernels take for codes' bits: sign, exponent and mantissa of a bfloat16, in both halves of a word.
+MASK = 0x81C081C0
 
 
 def random_packed(weights_format, *shapes):
@@ -46,7 +46,7 @@ def test_unpacking_gives_back_every_bit(weights_format, shapes, interleaved):
 
 @pytest.mark.parametrize("weights_format", FORMATS)
 def test_a_tile_decodes_as_the_kernels_do(weights_format):
-    """Row 8h + g, column 16j + 8q + 2t + e: lane 4g + t, word j, place h + 2q of half word e."""
+    """Row 8h + g, column 16j + 8q + 2t + e: lane 4g + t, word j, place h + 2q, half e."""
     [packed] = random_packed(weights_format, (16, 256))
     tiles = layout.pack([packed])
     multiplier, offset = tiles.scale_decode
@@ -56,12 +56,13 @@ def test_a_tile_decodes_as_the_kernels_do(weights_format):
         words = tile[:1024].view(torch.int32).view(2, 8, 4, 4).long() & 0xFFFFFFFF
         scales = tile[1024:].view(8, 2, 8).long() * multiplier + (offset & 0xFFFF)
         for half, g, t, j in torch.cartesian_prod(*map(torch.arange, (2, 8, 4, 4))).tolist():
-            for e in range(2):
-                word = int(words[half, g, t, j]) >> 16 * e & 0xFFFF
-                fourth = (word << 1 & 0x8000) | (word >> 3 & 0x0180) | (word >> 7 & 0x0040)
-                for place, bits in enumerate((word & MASK, word << 3 & MASK, word << 6 & MASK, fourth)):
-                    h, q = place % 2, place // 2
-                    code = as_bfloat16(torch.tensor(bits)).double() * 2.0**126
+            word = int(words[half, g, t, j])
+            fourth = (word << 6 & 0x80C080C0) | (word >> 2 & 0x01000100)
+            rotated = word >> 6 | word << 26
+            for place, pair in enumerate((word & MASK, rotated & MASK, word << 4 & MASK, fourth)):
+                h, q = place % 2, place // 2
+                for e in range(2):
+                    code = as_bfloat16(torch.tensor(pair >> 16 * e & 0xFFFF)).double() * 2.0**126
                     scale = as_bfloat16(scales[g, h, 4 * half + j]).double()
                     decoded[8 * h + g, 128 * block + 64 * half + 16 * j + 8 * q + 2 * t + e] = code * scale * 2.0**-126
     weight = decoded * tiles.factors[0]
