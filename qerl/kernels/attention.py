@@ -3,6 +3,9 @@
 A program attends for the query heads of one KV head to some pages of one sequence; a second launch combines these
 splits in their order. The split that holds the new token rotates its key and appends it to the cache. What a program
 computes depends on its sequence alone, so results don't depend on the batch.
+
+Only qkv comes from the kernel before: slots, tables and older tokens are there since the step began, with kernels that
+nothing overtakes. So a program has its first page on its way while qkv is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.geometry import Heads
-from qerl.kernels.launch import begin, dependent
+from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 from qerl.kernels.slots import Slots
 
 
@@ -38,6 +41,24 @@ def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: 
 
 
 @triton.jit
+def _load_page(
+    cache, pages, head, first, end, half, whole,
+    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` on, as far as there are any."""
+    page = tl.load(pages + first // PAGE, first < end, other=0).to(tl.int64)
+    place = cache + (page * 2 * KV + head) * PAGE * DIM
+    token = tl.arange(0, PAGE)
+    there = first + token < end
+    keys = place + token[None, :] * DIM + half[:, None]
+    mask = (half < DIM // 2)[:, None] & there[None, :]
+    values = place + KV * PAGE * DIM + token[:, None] * DIM + whole[None, :]
+    k1 = tl.load(keys, mask, other=0.0)
+    k2 = tl.load(keys + DIM // 2, mask, other=0.0)
+    return k1, k2, tl.load(values, there[:, None] & (whole < DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def _attend(
     qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, partial, top, mass, pages_stride, scale, eps,
     QUERY: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
@@ -45,19 +66,26 @@ def _attend(
     PAGE: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin(PDL)
+    let_next_start(PDL)
     slot = tl.load(rows + row)
     position = tl.load(positions + slot)
     tokens = _split_tokens(position, PAGE)
     start = split * tokens
-    if start > position:
-        return
+    end = tl.minimum(start + tokens, position)
     dtype: tl.constexpr = cache.dtype.element_ty
     member = tl.arange(0, GROUP_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     whole = tl.arange(0, DIM_BLOCK)
     in_half, in_whole = half < DIM // 2, whole < DIM
     query_head = head * GROUP + member
+    pages += slot * pages_stride
+    k1, k2, v = _load_page(cache, pages, head, start, end, half, whole, KV, DIM, PAGE)
+    angle = tl.maximum(position, 0) * (DIM // 2) + half
+    c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    wait_for_earlier(PDL)
+    if start > position:
+        return
 
     token = qkv + row * (QUERY + 2 * KV) * DIM
     query = token + query_head[:, None] * DIM + half[None, :]
@@ -66,8 +94,6 @@ def _attend(
     q2 = tl.load(query + DIM // 2, q_mask, other=0.0).to(tl.float32)
     if NORM:
         q1, q2 = _normed(q1, q2, q_norm, half, in_half, eps, DIM, dtype)
-    c = tl.load(cos + position * (DIM // 2) + half, in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + position * (DIM // 2) + half, in_half, other=0.0).to(tl.float32)[None, :]
     r1 = (q1 * c - q2 * s).to(dtype)
     r2 = (q2 * c + q1 * s).to(dtype)
 
@@ -76,35 +102,26 @@ def _attend(
     summed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     if start + tokens > position:
         key = token + (QUERY + head) * DIM + half[None, :]
-        k1 = tl.load(key, in_half[None, :], other=0.0).to(tl.float32)
-        k2 = tl.load(key + DIM // 2, in_half[None, :], other=0.0).to(tl.float32)
+        n1 = tl.load(key, in_half[None, :], other=0.0).to(tl.float32)
+        n2 = tl.load(key + DIM // 2, in_half[None, :], other=0.0).to(tl.float32)
         if NORM:
-            k1, k2 = _normed(k1, k2, k_norm, half, in_half, eps, DIM, dtype)
-        n1 = (k1 * c - k2 * s).to(dtype)
-        n2 = (k2 * c + k1 * s).to(dtype)
+            n1, n2 = _normed(n1, n2, k_norm, half, in_half, eps, DIM, dtype)
+        m1 = (n1 * c - n2 * s).to(dtype)
+        m2 = (n2 * c + n1 * s).to(dtype)
         value = tl.load(token + (QUERY + KV + head) * DIM + whole, in_whole, other=0.0)
-        page = tl.load(pages + slot * pages_stride + position // PAGE).to(tl.int64)
+        page = tl.load(pages + position // PAGE).to(tl.int64)
         place = cache + ((page * 2 * KV + head) * PAGE + position % PAGE) * DIM
-        tl.store(place + half[None, :], n1, in_half[None, :])
-        tl.store(place + DIM // 2 + half[None, :], n2, in_half[None, :])
+        tl.store(place + half[None, :], m1, in_half[None, :])
+        tl.store(place + DIM // 2 + half[None, :], m2, in_half[None, :])
         tl.store(place + KV * PAGE * DIM + whole, value, in_whole)
-        products = r1.to(tl.float32) * n1.to(tl.float32) + r2.to(tl.float32) * n2.to(tl.float32)
+        products = r1.to(tl.float32) * m1.to(tl.float32) + r2.to(tl.float32) * m2.to(tl.float32)
         highest = tl.sum(products, axis=1) * scale
         total += 1.0
         summed += value.to(tl.float32)[None, :]
 
-    end = tl.minimum(start + tokens, position)
+    token_in_page = tl.arange(0, PAGE)
     for first in range(start, end, PAGE):
-        page = tl.load(pages + slot * pages_stride + first // PAGE).to(tl.int64)
-        place = cache + (page * 2 * KV + head) * PAGE * DIM
-        token_in_page = tl.arange(0, PAGE)
         there = first + token_in_page < end
-        keys = place + token_in_page[None, :] * DIM + half[:, None]
-        k_mask = in_half[:, None] & there[None, :]
-        k1 = tl.load(keys, k_mask, other=0.0)
-        k2 = tl.load(keys + DIM // 2, k_mask, other=0.0)
-        values = place + KV * PAGE * DIM + token_in_page[:, None] * DIM + whole[None, :]
-        v = tl.load(values, there[:, None] & in_whole[None, :], other=0.0)
         scores = tl.dot(r1, k1, input_precision="ieee") + tl.dot(r2, k2, input_precision="ieee")
         scores = tl.where(there[None, :], scores * scale, float("-inf"))
         rising = tl.maximum(highest, tl.max(scores, axis=1))
@@ -113,6 +130,7 @@ def _attend(
         total = total * fade + tl.sum(weights, axis=1)
         summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
         highest = rising
+        k1, k2, v = _load_page(cache, pages, head, first + PAGE, end, half, whole, KV, DIM, PAGE)
 
     part = (row * QUERY + query_head) * SPLITS + split
     in_group = member < GROUP
@@ -128,8 +146,9 @@ def _combine(
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    begin(PDL)
+    let_next_start(PDL)
     position = tl.load(positions + tl.load(rows + row))
+    wait_for_earlier(PDL)
     whole = tl.arange(0, DIM_BLOCK)
     inside = whole < DIM
     highest = -float("inf")

@@ -14,11 +14,24 @@ ENABLED = True
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel start, which waits like this one; what those before wrote is read after this call."""
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may start, which waits like this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(PDL: tl.constexpr):
+    """What the kernels before wrote is read after this call. Every program must call it: later kernels rely on it."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Both at once."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
 
 
 @cache

@@ -52,8 +52,9 @@ class _Variant:
         return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
 
 
-#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's block
-#: takes the place of one, two end up on another multiprocessor, and all wait for it: 28 % of a step at one sequence.
+#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's
+#: block takes the place of one, two end up on another multiprocessor, and all wait for it: 28 % of a step at one
+#: sequence.
 _ALONE_BYTES = 116000
 #: Stages of a thread block from which on a layer is large.
 _LARGE = 6
