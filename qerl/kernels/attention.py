@@ -130,7 +130,8 @@ def _attend(
         total = total * fade + tl.sum(weights, axis=1)
         summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
         highest = rising
-        k1, k2, v = _load_page(cache, pages, head, first + PAGE, end, half, whole, KV, DIM, PAGE)
+        if first + PAGE < end:
+            k1, k2, v = _load_page(cache, pages, head, first + PAGE, end, half, whole, KV, DIM, PAGE)
 
     part = (row * QUERY + query_head) * SPLITS + split
     in_group = member < GROUP
