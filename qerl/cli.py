@@ -295,6 +295,27 @@ def lock(config: Path) -> None:
     typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
 
 
+@app.command(rich_help_panel=WORKFLOW)
+def grid(
+    config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
+    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't measured.")] = False,
+) -> None:
+    """List the jobs of a configuration's `shapes` and how far they are."""
+    from qerl.bench.grid import jobs, state
+    from qerl.report.summary import rich_table
+
+    plan = _plan(config, None)
+    if plan.config.shapes is None:
+        raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
+    own = Path(plan.folder) / "points"
+    states = {job: state(job, plan.config.shapes, own) for job in jobs(plan.config.shapes).values()}
+    if missing:
+        typer.echo("\n".join(f"python -m {job.command} {own / job.file}" for job in states if states[job] == "missing"))
+    else:
+        rows = pd.DataFrame({"job": [job.id for job in states], "state": list(states.values())})
+        _console().print(rich_table(str(config), rows))
+
+
 @gate_app.command(name="show")
 def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
     """Print the verdicts; the exit code is 0 only if every gate passes."""

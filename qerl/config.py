@@ -30,6 +30,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
+NonEmpty = Annotated[list[T], Field(min_length=1)]
 
 
 class UserError(ValueError):
@@ -766,6 +768,50 @@ class GateSettings(Settings):
     """How often this code and the baseline's take turns, at rollouts and at updates."""
 
 
+class DecodeGrid(Settings):
+    """Decode speed of an engine on random weights of Qwen2.5's shapes: a job for each size, format and rank."""
+
+    engine: Literal["native", "vllm", "transformers"]
+    sizes: NonEmpty[Name]
+    """1.5B, 3B, 7B, 14B or 32B (`qerl.bench.sizes`)."""
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]]
+    """0 is no adapter."""
+    sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
+    """Decoded at once, a point each."""
+    prompt: PositiveInt = 128
+    tokens: PositiveInt = 256
+
+
+class StepGrid(Settings):
+    """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
+
+    system: Literal["qerl", "trl"]
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[PositiveInt] = [16]
+    recompute: NonEmpty[bool] = [True]
+    """Gradient checkpointing."""
+    memory_gb: list[Annotated[float, Field(gt=0)]] = []
+    """Of this project's: caps on the GPU's memory, each a job of its own; none is the whole."""
+    prompts: PositiveInt = 16
+    group_size: PositiveInt = 8
+    prompt: PositiveInt = 128
+    tokens: PositiveInt = 1024
+    """Of every completion."""
+    repeats: PositiveInt = 3
+
+
+class ShapesSettings(Settings):
+    """Speed and memory on real shapes (docs/results/h200.md): tables and figures of all points that are measured, here
+    or committed; the target `shapes_measure` measures those that are missing."""
+
+    samples: Path
+    """Folder of committed points."""
+    decode: list[DecodeGrid]
+    steps: list[StepGrid] = []
+
+
 # --- experiments -----------------------------------------------------------------------------------------------------
 
 
@@ -825,6 +871,8 @@ class Config(Settings):
     evaluation: EvaluationSettings
     benches: dict[Name, BenchSettings] = {}
     gates: GateSettings | None = None
+    shapes: ShapesSettings | None = None
+    """With it a configuration may have nothing else."""
     model: FilePath | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: FilePath | None = None
@@ -834,6 +882,13 @@ class Config(Settings):
         """The user's own files and folders that results are made of."""
         models = [model.path for model in self.models.values() if isinstance(model, LocalModel)]
         return models + [own for data in self.datasets.values() if (own := data.own_file)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shapes_need_nothing_else(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not values.get("shapes"):
+            return values
+        return {"models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}, **values}
 
     @model_validator(mode="before")
     @classmethod

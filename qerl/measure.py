@@ -37,6 +37,27 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
+def cap_memory(gigabytes: float) -> None:
+    """Let this process allocate no more than so many GB (10^9 bytes) on its GPU; call it before the first allocation.
+
+    ValueError on a machine without a GPU, or with a smaller one.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("memory can be capped on a GPU only; leave the cap away")
+    _, total = torch.cuda.mem_get_info()
+    if gigabytes * 1e9 > total:
+        raise ValueError(f"this GPU has {total / 1e9:.0f} GB, less than the cap of {gigabytes:g}; lower the cap")
+    torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
+
+
+def allocatable_bytes() -> int:
+    """What this process can still allocate on its GPU: free memory and what its allocator holds unused; under a cap."""
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    cap = int(torch.cuda.get_per_process_memory_fraction() * total)
+    return min(free, max(cap - reserved, 0)) + reserved - torch.cuda.memory_allocated()
+
+
 def peak_memory_bytes() -> int:
     """Most memory held since the start or the last reset.
 

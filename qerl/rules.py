@@ -206,5 +206,15 @@ def verdict(
     write_verdict(parse(GateSettings, json.loads(settings), "gates"), collect(key, results), out)
 
 
+@app.command()
+def shapes(
+    out: Out, files: Annotated[list[Path] | None, typer.Argument(help="Points of the speed grid and steps.")] = None
+) -> None:
+    """Make tables and figures of the speed grid."""
+    from qerl.report.grid import write_all
+
+    write_all(files or [], out)
+
+
 def _paths(results: Path) -> list[Path]:
     return [Path(line) for line in results.read_text().splitlines()]

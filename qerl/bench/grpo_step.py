@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import typer
 from transformers import AutoTokenizer
 
@@ -29,12 +30,13 @@ from qerl.bench.grpo_step_work import (
     optimizer_bytes,
     questions,
     shape_name,
+    write_failure,
     write_result,
 )
 from qerl.bench.qwen_files import write_tokenizer
 from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
-from qerl.measure import peak_memory_bytes, reset_peak_memory
+from qerl.measure import cap_memory, peak_memory_bytes, reset_peak_memory
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.progress import configure_logging, log
 from qerl.rl.checkpoint import Checkpoints
@@ -160,8 +162,14 @@ def main(
     recompute: str = "auto",
     micro_batch_tokens: int = 16384,
     kv_cache_gib: float | None = None,
+    memory_gb: float | None = None,
 ) -> None:
-    """Time REPEATS steps after one that warms up, and write OUT; `recompute` is `gradient_checkpointing`."""
+    """Time REPEATS steps after one that warms up, and write OUT; `recompute` is `gradient_checkpointing`.
+
+    `memory_gb`: the process gets no more of the GPU's memory, in 10^9 bytes. Out of memory is a result, too.
+    """
+    if memory_gb is not None:
+        cap_memory(memory_gb)
     size = shape_name(shape)
     work = Work(size, weights, prompts, group, prompt_tokens, completion_tokens, rank, repeats)
     settings = _settings(work, recompute, micro_batch_tokens, kv_cache_gib)
@@ -169,10 +177,15 @@ def main(
         "recompute": recompute,
         "micro_batch_tokens": micro_batch_tokens,
         "kv_cache_gib": kv_cache_gib,
+        "memory_gb": memory_gb,
     }
-    with TemporaryDirectory() as folder:
-        sampler, steps, memory = _measure(work, settings, Path(folder))
-    write_result(out, f"qerl {weights.upper()} LoRA", sampler, work, own, steps, memory)
+    system = f"qerl {weights.upper()} LoRA"
+    try:
+        with TemporaryDirectory() as folder:
+            sampler, steps, memory = _measure(work, settings, Path(folder))
+    except torch.cuda.OutOfMemoryError:
+        return write_failure(out, system, work, own, "out of memory")
+    write_result(out, system, sampler, work, own, steps, memory)
 
 
 if __name__ == "__main__":

@@ -143,15 +143,14 @@ def write_result(
     """
     if len(steps) != work.repeats:
         raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
-    result = {
-        "bench": "grpo_step",
-        "system": system,
-        "sampler": sampler,
-        "work": asdict(work),
-        "settings": settings,
-        "warmup_steps": WARMUP,
-        "steps": steps,
-        "memory": memory,
-        "provenance": stamp(),
-    }
-    write_json(out, result)
+    result = _told(system, work, settings, "ok") | {"sampler": sampler, "warmup_steps": WARMUP, "steps": steps}
+    write_json(out, result | {"memory": memory, "provenance": stamp()})
+
+
+def write_failure(out: Path, system: str, work: Work, settings: dict[str, Any], status: str) -> None:
+    """Write why there is no result, as `write_result` would have one."""
+    write_json(out, _told(system, work, settings, status) | {"provenance": stamp()})
+
+
+def _told(system: str, work: Work, settings: dict[str, Any], status: str) -> dict[str, Any]:
+    return {"bench": "grpo_step", "system": system, "work": asdict(work), "settings": settings, "status": status}

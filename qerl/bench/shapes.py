@@ -11,20 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.bench.qwen_files import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
+from qerl.bench.sizes import SHAPES
 from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX
 from qerl.quant.formats import nvfp4_global_scale, quantize, to_checkpoint
 
-#: hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied embeddings.
-SHAPES = {
-    "tiny": (64, 2, 2, 1, 128, 151936, True),
-    "small": (512, 4, 4, 2, 1024, 151936, True),
-    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-    "3B": (2048, 36, 16, 2, 11008, 151936, True),
-    "7B": (3584, 28, 28, 4, 18944, 152064, False),
-    "14B": (5120, 48, 40, 8, 13824, 152064, False),
-    "32B": (5120, 64, 40, 8, 27648, 152064, False),
-}
 _STD = 0.02
 #: Bytes of tensors in a file at most, unless a tensor alone is larger.
 SHARD_BYTES = 10**9

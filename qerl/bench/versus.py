@@ -28,6 +28,8 @@ def versus(results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     A `ConfigError` where the work isn't the first one's.
     """
     first = results[0]
+    if failed := [result for result in results if result["status"] != "ok"]:
+        raise ConfigError(f"{failed[0]['system']} came to no result ({failed[0]['status']}); leave its file out")
     for result in results[1:]:
         _check_same_work(first, result)
     ratios = ["1", *(_ratio(result, first) for result in results[1:])]

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qerl.measure import allocatable_bytes
 from qerl.models.attention import Packing, packed_hidden
 from qerl.models.policy import Policy
 
@@ -82,9 +83,8 @@ def _recompute_first(lm: PreTrainedModel, count: int) -> None:
 
 
 def free_bytes() -> float:
-    """What this process can still allocate on its GPU."""
-    free, _ = torch.cuda.mem_get_info()
-    return USABLE * (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    """What activations may take."""
+    return USABLE * allocatable_bytes()
 
 
 class Recomputation:

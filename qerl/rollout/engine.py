@@ -9,6 +9,7 @@ import torch
 from qerl.config import ConfigError, NativeSettings
 from qerl.kernels.geometry import PAGE
 from qerl.kernels.slots import DrawRule, Slots
+from qerl.measure import allocatable_bytes
 from qerl.models.policy import Policy
 from qerl.quant.linear import PackedLinear
 from qerl.rollout.decoder import Decoder
@@ -65,7 +66,8 @@ class EngineSampler:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`. It takes over the adapter as `sync` does, so none can be forgotten.
 
-        Raises ConfigError where the cache can't hold a sequence, and RuntimeError where the GPU's memory is used up.
+        Raises ConfigError where the cache can't hold a sequence, torch.OutOfMemoryError with what to lower where the
+        GPU's memory is used up.
         """
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt without tokens can't be continued")
@@ -77,7 +79,7 @@ class EngineSampler:
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
-                raise RuntimeError(f"the GPU's memory is used up by the rollout; {_TO_LOWER}") from error
+                raise torch.OutOfMemoryError(f"the GPU's memory is used up by the rollout; {_TO_LOWER}") from error
             raise
         if self.settings.sleep:
             self.release()
@@ -138,9 +140,7 @@ class EngineSampler:
             return int(self.settings.kv_cache_gib * 2**30)
         if self.policy.device.type != "cuda":
             return 2**62
-        free, _ = torch.cuda.mem_get_info()
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(FREE_SHARE * (free + unused))
+        return int(FREE_SHARE * allocatable_bytes())
 
 
 def _power_of_two(least: int) -> int:

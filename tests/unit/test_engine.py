@@ -8,6 +8,7 @@ from qerl.config import AdapterSettings, ConfigError, NativeSettings, NoiseSetti
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.aqn import Noise
+from qerl.rl.failures import failure, noted
 from qerl.rollout import schedule
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.native import NativeSampler
@@ -222,6 +223,18 @@ def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(PROMPTS, params)
     assert sampler.generate(PROMPTS, params) == expected
+
+
+def test_a_rollout_that_runs_out_of_memory_can_be_a_result_and_says_what_to_lower(policy, tmp_path, monkeypatch):
+    sampler = sampler_of(policy)
+
+    def too_much(*_):
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(sampler, "_generate", too_much)
+    with pytest.raises(torch.OutOfMemoryError, match="lower max_tokens"), noted(tmp_path, None):
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=4))
+    assert failure(tmp_path).kind == "out of memory"
 
 
 def test_moved_weights_are_an_error(checkpoints):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl.config import AdapterSettings
+from qerl.measure import allocatable_bytes, cap_memory
 from qerl.models.policy import with_adapter
 from qerl.rl import memory
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
@@ -89,3 +90,32 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
     assert held[0] > 1.5 * held[2]
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
+
+
+def test_a_cap_bounds_what_can_be_allocated(monkeypatch):
+    gpu = {
+        "mem_get_info": (60, 100),
+        "memory_reserved": 30,
+        "memory_allocated": 20,
+        "get_per_process_memory_fraction": 1.0,
+    }
+    for name in gpu:
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: gpu[name])
+    assert allocatable_bytes() == 60 + 30 - 20
+    gpu["get_per_process_memory_fraction"] = 0.5
+    assert allocatable_bytes() == 50 - 20
+    gpu["get_per_process_memory_fraction"] = 0.25
+    assert allocatable_bytes() == 30 - 20, "what the allocator holds already may be used"
+
+
+def test_a_cap_needs_a_gpu_that_has_as_much(monkeypatch):
+    with pytest.raises(ValueError, match="leave the cap away"):
+        cap_memory(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 24 * 10**9))
+    with pytest.raises(ValueError, match="24 GB"):
+        cap_memory(80)
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    cap_memory(12)
+    assert fractions == [0.5]

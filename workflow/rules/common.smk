@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from snakemake.exceptions import WorkflowError
 
+from qerl.bench.grid import jobs, measured_files
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.gates.measured import workload_key
 from qerl.lock import check_pinned
@@ -367,7 +368,9 @@ def figures() -> list[str]:
 
 
 def outcome() -> list[str]:
-    """What a configuration is run for: tables and figures, or the verdict of its gates."""
+    """What a configuration is run for: tables and figures, of its shapes alone, or the verdict of its gates."""
+    if PLAN.config.shapes:
+        return [f"{RESULTS}/tables"]
     return [f"{RESULTS}/gates/passed"] if PLAN.config.gates else [*tables(), *figures()]
 
 
@@ -416,3 +419,33 @@ def gate_checkpoint() -> str:
 def baseline_files() -> list[str]:
     """Baselines of all machines; the jobs pick theirs."""
     return sorted(map(str, PLAN.config.gates.baselines.glob("*.json")))
+
+
+# --- shapes
+
+
+def shape_jobs() -> dict:
+    """The jobs of the speed grid."""
+    return jobs(PLAN.config.shapes)
+
+
+def shape_command(wildcards) -> str:
+    return shape_jobs()[wildcards.point].command
+
+
+def shape_work(wildcards) -> str:
+    return f"work/{PLAN.config.name}/{wildcards.point}"
+
+
+def shape_code(wildcards) -> str:
+    return code_version(shape_jobs()[wildcards.point].module)
+
+
+def shape_files(*_) -> list[str]:
+    """Files of points, no inputs: what was measured on another machine must not be measured anew."""
+    own = Path(RESULTS) / "points"
+    return [str(path) for path in measured_files(PLAN.config.shapes, own)]
+
+
+def shape_times(*_) -> list[str]:
+    return [times_of(Path(path)) for path in shape_files()]

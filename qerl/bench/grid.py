@@ -1,0 +1,112 @@
+"""The jobs of the speed grid (`shapes` of a configuration): each measures some points in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from qerl.bench.sizes import SHAPES
+from qerl.config import ConfigError, DecodeGrid, ShapesSettings, StepGrid
+
+_DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
+_STEP = {"qerl": "qerl.bench.grpo_step", "trl": "qerl.bench.grpo_step_trl"}
+#: Formats that others than this project can't run, or not from random weights.
+_MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process that writes one file of points; it goes on with a file that an earlier one left."""
+
+    id: str
+    module: str
+    options: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.id}.json"
+
+    @property
+    def command(self) -> str:
+        """What to type behind `python -m`, less the file."""
+        return shlex.join([self.module, *self.options])
+
+
+def jobs(settings: ShapesSettings) -> dict[str, Job]:
+    """Every job by its id, in the order in which they are to be measured; a `ConfigError` for what can't be."""
+    found: dict[str, Job] = {}
+    for job in (
+        *(j for grid in settings.decode for j in _decodes(grid)),
+        *(j for g in settings.steps for j in _steps(g)),
+    ):
+        if job.id in found:
+            raise ConfigError(f"shapes: {job.id} is asked for twice; merge the two entries, sequences included")
+        found[job.id] = job
+    return found
+
+
+def measured_files(settings: ShapesSettings, own: Path) -> list[Path]:
+    """The files there are of the grid's jobs: those of this machine in `own`, else committed ones."""
+    found = []
+    for job in jobs(settings).values():
+        here = [folder / job.file for folder in (own, settings.samples) if (folder / job.file).is_file()]
+        found += here[:1]
+    return found
+
+
+def state(job: Job, settings: ShapesSettings, own: Path) -> str:
+    """How far a job is, in words, by this machine's or by committed points."""
+    for folder, where in ((own, "measured"), (settings.samples, "committed")):
+        file = folder / job.file
+        if file.is_file():
+            points = json.loads(file.read_text()).get("points")
+            return where if points is None else f"{where}, {len(points)} points"
+    return "missing"
+
+
+def _decodes(grid: DecodeGrid) -> Iterator[Job]:
+    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
+        _check(grid.engine, size, weights)
+        options = {"size": size, "weights": weights, "rank": rank, "prompt": grid.prompt, "tokens": grid.tokens}
+        sequences = [option for number in grid.sequences for option in ("--sequences", str(number))]
+        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompt}x{grid.tokens}"
+        yield Job(id, _DECODE[grid.engine], (*_options(options), *sequences))
+
+
+def _steps(grid: StepGrid) -> Iterator[Job]:
+    caps: list[float | None] = [*grid.memory_gb] or [None]
+    for size, weights, rank, recompute, cap in product(grid.sizes, grid.weights, grid.ranks, grid.recompute, caps):
+        _check(grid.system, size, weights)
+        if cap and grid.system == "trl":
+            raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
+        options = {
+            "shape": size,
+            "weights": weights,
+            "rank": rank,
+            "prompts": grid.prompts,
+            "group": grid.group_size,
+            "prompt-tokens": grid.prompt,
+            "completion-tokens": grid.tokens,
+            "repeats": grid.repeats,
+        } | ({"memory-gb": f"{cap:g}"} if cap else {})
+        no = "" if recompute else "no-"
+        # TRL's is a switch, ours has a third value.
+        own = ["--recompute", str(recompute).lower()] if grid.system == "qerl" else [f"--{no}recompute"]
+        id = f"step-{grid.system}-{size}-{weights}-r{rank}-{no}recompute" + (f"-{cap:g}gb" if cap else "")
+        yield Job(id, _STEP[grid.system], (*_options(options), *own))
+
+
+def _options(values: dict[str, object]) -> list[str]:
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def _check(system: str, size: str, weights: str) -> None:
+    if size not in SHAPES:
+        raise ConfigError(f"shapes: there is no size {size!r}; use one of {', '.join(SHAPES)}")
+    if weights in _MISSING.get(system, ()):
+        raise ConfigError(f"shapes: {system} has no {weights} here; leave it out of that entry")

@@ -1,0 +1,14 @@
+"""Sizes of Qwen2.5's models; the workflow reads them on every call, so nothing heavy is imported here."""
+
+from __future__ import annotations
+
+#: hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied embeddings.
+SHAPES = {
+    "tiny": (64, 2, 2, 1, 128, 151936, True),
+    "small": (512, 4, 4, 2, 1024, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+    "14B": (5120, 48, 40, 8, 13824, 152064, False),
+    "32B": (5120, 64, 40, 8, 27648, 152064, False),
+}

@@ -1,0 +1,59 @@
+# The speed grid: a job a file of points. Tables and figures are made of the files there are, measured here or committed, so
+# that they can be made anew where there is no GPU; the target shapes_measure measures.
+
+
+wildcard_constraints:
+    point=one_of(shape_jobs()),
+
+
+# It takes the whole machine, so that nothing else runs beside it. The module goes on with what a killed one left in work/.
+rule shape_point:
+    output:
+        "<results>/points/{point}.json",
+    log:
+        "<logs>/points/{point}.log",
+    benchmark:
+        "<benchmarks>/points/{point}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: workflow.cores
+    resources:
+        mem_mb=16000,
+        runtime=60,
+        gpu=1,
+    params:
+        command=shape_command,
+        work=shape_work,
+        code=shape_code,
+    shell:
+        "(mkdir -p {params.work:q} && python -m {params.command} {params.work:q}/points.json"
+        " && cp {params.work:q}/points.json {output:q}) > {log:q} 2>&1"
+
+
+rule shapes:
+    output:
+        report(
+            directory("<results>/tables"),
+            patterns=["{name}.csv", "{name}.png"],
+            caption="../report/shapes.rst",
+            category="Shapes",
+        ),
+    log:
+        "<logs>/shapes.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        files=shape_files,
+        times=shape_times,
+        code=code_version("qerl.report.grid"),
+    shell:
+        "python -m qerl rule shapes {params.files:q} --out {output:q} > {log:q} 2>&1"
+
+
+rule shapes_measure:
+    input:
+        expand("<results>/points/{point}.json", point=shape_jobs()),
+    localrule: True
