@@ -18,6 +18,8 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
 * `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
 * `ci.yaml`: the regression gates of speed and accuracy, in minutes on two CPU cores (docs/gates.md).
+* `shapes.yaml`: speed and memory on the sizes of Qwen2.5 with random weights; needs a GPU, and no network
+  (docs/results/h200.md).
 * `walk.yaml`: the whole DAG at the size of Qwen2.5-1.5B, random weights in the files of the hub (docs/paper.md).
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted

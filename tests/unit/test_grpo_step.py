@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from qerl.bench import grpo_step
@@ -104,6 +105,7 @@ def test_a_shape_is_found_in_any_case():
 
 def told(system, seconds, **work):
     return {
+        "status": "ok",
         "system": system,
         "sampler": "a sampler",
         "work": {"size": "7B", "weights": "bf16", "repeats": 3, "prompts": 16} | work,
@@ -119,6 +121,23 @@ def test_others_are_compared_with_the_first():
     assert theirs["times the first"] == "2.50 (2.00 to 3.00)"
     assert (theirs["step, s"], theirs["rollout, s"], theirs["update, s"]) == ("25.00", "12.50", "6.25")
     assert (theirs["peak without KV cache, GB"], theirs["KV cache, GB"]) == ("11.0", "8.5")
+
+
+def test_what_came_to_no_result_is_not_compared():
+    failed = told("theirs", []) | {"status": "out of memory"}
+    with pytest.raises(ConfigError, match="theirs came to no result"):
+        versus([told("ours", [1.0]), failed])
+
+
+def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
+    def too_much(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(grpo_step, "_measure", too_much)
+    grpo_step.main(tmp_path / "out.json", "tiny", "nvfp4", **WORK)
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert (told["status"], told["work"]["size"]) == ("out of memory", "tiny")
+    assert told["provenance"]
 
 
 def test_one_repeat_has_no_interval():
