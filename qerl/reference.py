@@ -105,6 +105,9 @@ SECTIONS = (
     config.RolloutBench,
     config.StepBench,
     config.GateSettings,
+    config.ShapesSettings,
+    config.DecodeGrid,
+    config.StepGrid,
 )
 
 
