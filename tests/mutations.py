@@ -20,7 +20,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from qerl.provenance import stamp, write_json
+from qerl.provenance import write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,7 +150,10 @@ def table(folder: Path) -> pd.DataFrame:
             ("no: " + ", ".join(missed) if missed else "yes") if mutation else ("no alarm" if not failed else "ALARM")
         )
         others = ", ".join(gate for gate in failed if gate not in due)
-        rows.append({"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others})
+        commit = told["provenance"]["commit"][:12]
+        rows.append(
+            {"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others, "commit": commit}
+        )
     return pd.DataFrame(rows)
 
 
@@ -171,8 +174,7 @@ def main(
         if not verdict.is_file():
             judge(name, mutation, verdict)
             print(table(folder).set_index("defect").loc[name].to_dict(), flush=True)
-    commit = stamp()["commit"]
-    (folder / "table.md").write_text(f"{table(folder).to_markdown(index=False)}\n\nAt commit {commit[:12]}.\n")
+    (folder / "table.md").write_text(f"{table(folder).to_markdown(index=False)}\n")
 
 
 if __name__ == "__main__":
