@@ -72,6 +72,9 @@ def _attend(
     tokens = _split_tokens(position, PAGE)
     start = split * tokens
     end = tl.minimum(start + tokens, position)
+    if start > position:
+        wait_for_earlier(PDL)
+        return
     dtype: tl.constexpr = cache.dtype.element_ty
     member = tl.arange(0, GROUP_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
@@ -80,12 +83,10 @@ def _attend(
     query_head = head * GROUP + member
     pages += slot * pages_stride
     k1, k2, v = _load_page(cache, pages, head, start, end, half, whole, KV, DIM, PAGE)
-    angle = tl.maximum(position, 0) * (DIM // 2) + half
+    angle = position * (DIM // 2) + half
     c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
     wait_for_earlier(PDL)
-    if start > position:
-        return
 
     token = qkv + row * (QUERY + 2 * KV) * DIM
     query = token + query_head[:, None] * DIM + half[None, :]
