@@ -36,7 +36,7 @@ _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeat
 _DASH = f"{NOT_MEASURED}: not measured"
 _FLOOR = (
     "the floor is the least time of a step, its bytes over the bandwidth of a copy or its FLOPs over the rate of a "
-    "BF16 product, both measured in the same job"
+    "BF16 product, both measured in the same job; NF4 counts with double quantization"
 )
 
 
