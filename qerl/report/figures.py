@@ -30,7 +30,7 @@ from qerl.report.results import training_name
 from qerl.report.shapes import OK
 
 #: Width of a column of text and the height of a panel, in inches.
-_WIDTH, _HEIGHT = 3.5, 2.2
+_WIDTH, HEIGHT = 3.5, 2.2
 #: Least distance of two labels, as a share of a panel's height.
 _GAP = 0.085
 _PALETTE = sns.color_palette("colorblind").as_hex()
@@ -98,7 +98,7 @@ def noise(metrics: pd.DataFrame, stem: Path) -> None:
 def throughput(table: pd.DataFrame, stem: Path) -> None:
     """Rollout tokens a second by LoRA rank and weights with quartiles, of `tables.throughput` (paper Fig. 11)."""
     groups = list(table.groupby(["bench", "model", "sequences"], sort=False))
-    with _figure(len(groups), stem) as axes:
+    with figure_axes(len(groups), stem) as axes:
         for axis, ((bench, _, sequences), group) in zip(axes, groups, strict=True):
             _bars(axis, group)
             axis.set_title(f"{bench}: {sequences} sequences", loc="left")
@@ -111,7 +111,7 @@ def accuracy(cells: pd.DataFrame, stem: Path) -> None:
         model: group[group["training"] != "none"] for model, group in cells.groupby("model", sort=False)
     }
     arms = max(len(_identities(group)) for group in trained.values())
-    with _figure(len(groups), stem, height=0.19 * arms + 0.8) as axes:
+    with figure_axes(len(groups), stem, height=0.19 * arms + 0.8) as axes:
         for axis, ((model, dataset), group) in zip(axes, groups, strict=True):
             _dots(axis, group, _names(trained[model]), _colours(trained[model]))
             axis.set_title(f"{model}, {dataset}", loc="left")
@@ -134,7 +134,7 @@ def curves_beside(
     that was not run is named in its panel.
     """
     window = _window(metrics) if len(metrics) else 1
-    with _figure(len(panels), stem, height=_HEIGHT + 0.4) as axes:
+    with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
         for axis, panel in zip(axes, panels, strict=True):
             _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
 
@@ -199,7 +199,7 @@ def schedules(stem: Path) -> None:
 
     starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
     stages = range(NoiseSettings().stages)
-    with _figure(len(starts), stem) as axes:
+    with figure_axes(len(starts), stem) as axes:
         for axis, (start, where) in zip(axes, starts.items(), strict=True):
             for name, colour in zip(DECAYS, _PALETTE, strict=False):
                 settings = NoiseSettings(schedule=name, sigma_start=start)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
     """The paper's bars (pale) beside ours with 95 % intervals, of `qerl.report.paper.beside`; of speeds the ratios."""
     shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
     groups = list(shown.groupby(["model", "metric"], sort=False))
-    with _figure(len(groups), stem) as axes:
+    with figure_axes(len(groups), stem) as axes:
         for axis, ((model, metric), group) in zip(axes, groups, strict=True):
             _bar_pairs(axis, group)
             axis.set_title(f"{model}, {_LABELS[str(metric)]}", loc="left")
@@ -285,6 +285,11 @@ def _colours(frame: pd.DataFrame) -> dict[Any, str]:
     return colours
 
 
+def format_colour(weights: str) -> str:
+    """Colour of a weight format where training doesn't matter: that of its LoRA arm."""
+    return _COLOURS[weights, "lora"]
+
+
 # --- curves ----------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +298,7 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
     panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
     width = window or _window(metrics)
     arms = max(len(_identities(group)) for _, group, _ in panels)
-    with _figure(len(panels), stem, height=max(_HEIGHT, 0.17 * arms + 0.6)) as axes:
+    with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
             _curve_panel(axis, group, column, width)
             axis.set_ylabel(columns[column] + (f", mean of {width} steps" if width > 1 else ""))
@@ -359,7 +364,7 @@ def _bars(axis: Axes, table: pd.DataFrame) -> None:
     for row in table.to_dict("records"):
         offset = (formats.index(row["weights"]) - (len(formats) - 1) / 2) * width
         place = ranks.index(row["rank"]) + offset
-        colour = _COLOURS[row["weights"], "lora"]
+        colour = format_colour(row["weights"])
         if row["status"] != OK:
             axis.annotate(shorten(row["status"], 24), (place, 0), (0, 2), textcoords="offset points", rotation=90,
                           ha="center", va="bottom", fontsize=5.5, color=colour)  # fmt: skip
@@ -406,7 +411,7 @@ def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[
 
 
 @contextmanager
-def _figure(panels: int, stem: Path, height: float = _HEIGHT) -> Iterator[list[Axes]]:
+def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[list[Axes]]:
     """Axes for a number of panels, up to two side by side; writes stem.svg and stem.png at the end."""
     columns = min(panels, 2)
     rows = -(-panels // columns)

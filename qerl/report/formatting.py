@@ -49,7 +49,8 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if value else "–"
 
 
-def _ratio(value: float) -> str:
+def times(value: float) -> str:
+    """A ratio: 1.27×."""
     return f"{value:.2f}×"
 
 
@@ -87,7 +88,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "completion_tokens": ("tokens", _count),
     "repeats": ("repeats", _count),
     "tokens_per_second": ("tokens/s", three_digits),
-    "ratio_bf16": ("ratio to BF16", _ratio),
+    "ratio_bf16": ("ratio to BF16", times),
     "weight_bytes": ("weights in memory", _bytes),
     "size_bytes": ("size", _bytes),
     "peak_memory_bytes": ("peak memory", _bytes),
@@ -97,7 +98,9 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "step_seconds": ("s/step", three_digits),
     "rollout_seconds": ("s/rollout", three_digits),
     "update_seconds": ("s/update", three_digits),
-    "speedup": ("speed-up", _ratio),
+    "sync_seconds": ("s/sync", three_digits),
+    "gb": ("(GB)", three_digits),
+    "speedup": ("speed-up", times),
     "speedup_base": ("against", str),
 }
 
@@ -110,13 +113,14 @@ def present(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         group, _, measure = column.rpartition("/")
         heading, text = MEASURES.get(measure, (measure, str))
-        cells = [_cell(row, column, text) for row in frame.to_dict("records")]
+        cells = [cell_text(row, column, text) for row in frame.to_dict("records")]
         if any(cells):
             shown[f"{group} {heading}".strip()] = cells
     return pd.DataFrame(shown)
 
 
-def _cell(row: dict[Any, Any], column: str, text: Callable[[Any], str]) -> str:
+def cell_text(row: dict[Any, Any], column: str, text: Callable[[Any], str]) -> str:
+    """A value of a row as text, with its interval or quartiles where the row has such; what isn't there is empty."""
     if pd.isna(row[column]) or row[column] == "":
         return ""
     for low, high in _ENDS:

@@ -46,13 +46,13 @@ T = TypeVar("T", bound=Stored)
 
 def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second; empty if it failed)."""
-    rows = [_run_row(_read(Run, path)) for path in paths]
+    rows = [_run_row(read(Run, path)) for path in paths]
     return pd.DataFrame(rows, columns=None if rows else ["run", *KEY, "seed", "machine", "commit"])
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
     """Each train/<run>/run.json as it is, with all settings, by the run's name."""
-    return {run.run: run for run in (_read(Run, path) for path in paths)}
+    return {run.run: run for run in (read(Run, path) for path in paths)}
 
 
 def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
@@ -62,7 +62,7 @@ def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
     """
     frames = []
     for path in paths:
-        run = _run_row(_read(Run, path))
+        run = _run_row(read(Run, path))
         if run["status"] != OK:
             continue
         rows = list(_lines(path.parent / "metrics.jsonl", _METRICS))
@@ -77,7 +77,7 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
     training = dict(zip(runs["run"], runs["training"], strict=True))
     rows: list[dict[str, Any]] = []
     for path in paths:
-        result = _read(Evaluation, path)
+        result = read(Evaluation, path)
         if result.run is not None and result.run not in training:
             raise ResultError(f"{path} evaluates run {result.run!r}, whose run.json is not among the results given")
         identity = {
@@ -104,7 +104,7 @@ def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
     """
     frames = []
     for path in paths:
-        result = _read(Evaluation, path)
+        result = read(Evaluation, path)
         file = path.parent / "samples.jsonl"
         rows = [{key: row.get(key) for key in (*_SAMPLE, _FLEXIBLE)} for row in _lines(file, _SAMPLE)]
         frame = pd.DataFrame(rows, columns=[*_SAMPLE, _FLEXIBLE]).assign(eval=result.eval)
@@ -118,7 +118,7 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a quantized model of quantize/<checkpoint>/report.json; `<layer type>/relative_error` columns."""
     rows = []
     for path in paths:
-        report = _read(Quantization, path)
+        report = read(Quantization, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
         told = report.model_dump(exclude={"relative_error", "provenance"})
         told["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
@@ -130,7 +130,7 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
     """One row a point of profile/<bench>.json; `samples`: a list, in tokens a second (rollout) or seconds (step)."""
     rows: list[dict[str, Any]] = []
     for path in paths:
-        bench = _read(RolloutBenchResult, path) if kind == "rollout" else _read(StepBenchResult, path)
+        bench = read(RolloutBenchResult, path) if kind == "rollout" else read(StepBenchResult, path)
         identity = bench.model_dump(exclude={"kind", "points", "provenance"}) | bench.provenance.columns
         rows += [identity | _point_columns(point) for point in bench.points]
     return pd.DataFrame(rows)
@@ -178,7 +178,8 @@ def _summary_columns(summary: RunSummary) -> dict[str, Any]:
     return summary.model_dump(exclude={"step_seconds"}) | quartiles
 
 
-def _read(shape: type[T], path: Path) -> T:
+def read(shape: type[T], path: Path) -> T:
+    """A result file as its class; ResultError where it is missing or of another shape."""
     try:
         return shape.model_validate_json(path.read_bytes())
     except FileNotFoundError:

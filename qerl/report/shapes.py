@@ -115,22 +115,27 @@ class Quantization(Stored):
     provenance: Provenance
 
 
-class Point(Stored):
-    """What the points of both kinds of bench share; a failed one has its error as `status` and no samples."""
+class Measured(Stored):
+    """What all points share; a failed one has its error as `status` and no samples."""
 
-    weights: WeightFormat
-    recipe: Recipe = "rtn"
-    rank: int
     samples: list[float] = []
     peak_memory_bytes: float | None = None
     weight_bytes: float | None = None
     status: str
 
     @model_validator(mode="after")
-    def _ok_has_samples(self) -> Point:
+    def _ok_has_samples(self) -> Measured:
         if self.status == OK and not self.samples:
             raise ValueError("a point with status ok needs samples")
         return self
+
+
+class Point(Measured):
+    """What the points of both kinds of bench share."""
+
+    weights: WeightFormat
+    recipe: Recipe = "rtn"
+    rank: int
 
 
 class RolloutPoint(Point):

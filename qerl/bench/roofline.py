@@ -1,0 +1,94 @@
+"""The least time that one decode step of a shape can take: the bytes it must move and the FLOPs it must do.
+
+Each byte is counted once, as if caches were perfect; what a step writes besides the cache (activations, logits) is left
+out. Both counts are therefore lower bounds for any engine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qerl.bench.shapes import SHAPES
+from qerl.quant.formats import tensor_specs
+
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a GPU was measured to do: bytes a second that a copy reads and writes, FLOP/s of a bfloat16 product."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+
+
+def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """[out, in] of the seven projections of a block of `size` (a key of SHAPES)."""
+    hidden, _, heads, kv_heads, intermediate, _, _ = SHAPES[size]
+    narrow = hidden // heads * kv_heads
+    return {
+        "q_proj": (hidden, hidden),
+        "k_proj": (narrow, hidden),
+        "v_proj": (narrow, hidden),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+
+
+def mean_context(prompt: int, tokens: int) -> float:
+    """Tokens in the cache of a sequence, on the average over the steps that decode `tokens` after a prompt."""
+    return prompt + tokens / 2
+
+
+def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
+    """Bytes of one decode step by what they are; `context`: tokens in the cache of each sequence before it.
+
+    Packed weights as `qerl.quant` stores them, scales and tables included (NF4 with double quantization); all else in
+    bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
+    """
+    hidden, layers, heads, kv_heads, _, vocabulary, _ = SHAPES[size]
+    narrow = hidden // heads * kv_heads
+    shapes = linear_shapes(size)
+    norms = (2 * layers + 1) * hidden
+    biases = layers * sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj"))
+    return {
+        "linear": float(layers * sum(_weight_bytes(weights, shape) for shape in shapes.values())),
+        "adapter": float(_BF16 * _adapter_weights(size, rank)),
+        "head": float(_BF16 * vocabulary * hidden),
+        "embedding": float(_BF16 * sequences * hidden),
+        "norms and biases": float(_BF16 * (norms + biases)),
+        "cache": _BF16 * sequences * layers * 2 * narrow * (context + 1),
+    }
+
+
+def step_bytes(size: str, weights: str, rank: int, sequences: int, context: float) -> float:
+    """Sum of `byte_parts`."""
+    return sum(byte_parts(size, weights, rank, sequences, context).values())
+
+
+def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
+    """FLOPs of one decode step, two a multiplication: projections, adapters, head and attention over `context`."""
+    hidden, layers, _, _, _, vocabulary, _ = SHAPES[size]
+    linear = layers * sum(map(math.prod, linear_shapes(size).values()))
+    products = 2 * (linear + _adapter_weights(size, rank) + vocabulary * hidden)
+    # q k^T and p v: 4 FLOPs a token of the context and element of a head; hidden = heads * head size.
+    return sequences * (products + 4 * context * layers * hidden)
+
+
+def step_floor(moved: float, flops: float, ceilings: Ceilings) -> float:
+    """Seconds that a step takes at least: moving bytes and computing overlap, the slower of the two bounds it."""
+    return max(moved / ceilings.copy_bytes_per_second, flops / ceilings.matmul_flops_per_second)
+
+
+def _weight_bytes(weights: str, shape: tuple[int, int]) -> int:
+    if weights == "bf16":
+        return _BF16 * math.prod(shape)
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, shape).values())
+
+
+def _adapter_weights(size: str, rank: int) -> int:
+    """Elements of A and B on all seven projections of all layers."""
+    return SHAPES[size][1] * rank * sum(rows + columns for rows, columns in linear_shapes(size).values())

@@ -1,0 +1,414 @@
+"""The speed grid as tables: decode speed by engine, weights, rank and sequences, and GRPO steps by system.
+
+Tables have a column a number of sequences. What failed shows its status, what wasn't measured a dash; points are
+compared on one machine only. `percent_of_floor` is the floor of `qerl.bench.roofline` over the measured step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+from pydantic import AfterValidator, Field
+
+from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, step_flops
+from qerl.bench.shapes import SHAPES
+from qerl.config import WeightFormat
+from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
+from qerl.report.intervals import ratio_interval
+from qerl.report.results import ResultError, read
+from qerl.report.shapes import OK, Measured, Provenance, Stored
+from qerl.report.tables import caption_text, write_table
+
+NOT_MEASURED = "–"
+
+Engine = Literal["native", "vllm", "transformers"]
+ENGINES: tuple[str, ...] = get_args(Engine)
+
+_GB = 1e9
+_KEY = ["engine", "weights", "rank"]
+_SAMPLES = "Medians of the repeats"
+_INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
+_DASH = f"{NOT_MEASURED}: not measured"
+_FLOOR = (
+    "the floor is the least time of a step, its bytes over the bandwidth of a copy or its FLOPs over the rate of a "
+    "BF16 product, both measured in the same job; NF4 counts with double quantization"
+)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _known_shape(size: str) -> str:
+    if size not in SHAPES:
+        raise ValueError(f"there is no shape {size}; use one of {', '.join(SHAPES)}")
+    return size
+
+
+Size = Annotated[str, AfterValidator(_known_shape)]
+
+
+class DecodePoint(Measured):
+    """One number of sequences, samples in decoded tokens a second."""
+
+    sequences: int
+
+
+class Decode(Stored):
+    """A file of one (engine, size, weights, rank); no ceilings on a CPU."""
+
+    bench: Literal["decode"]
+    engine: Engine
+    size: Size
+    weights: WeightFormat
+    rank: int
+    prompt: int
+    tokens: int
+    ceilings: Ceilings | None
+    points: list[DecodePoint] = Field(min_length=1)
+    provenance: Provenance
+
+
+class StepWork(Stored):
+    """What each system had to do in a step."""
+
+    size: Size
+    weights: WeightFormat
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class StepSettings(Stored):
+    """Of a system's own settings, what tables show."""
+
+    recompute: bool | str
+
+
+class StepSeconds(Stored):
+    """A timed step and its parts."""
+
+    step: float
+    sync: float
+    rollout: float
+    update: float
+
+
+class StepMemory(Stored):
+    """Bytes at the highest peak; `parts` are disjoint and make up what is there without the cache."""
+
+    kv_cache_bytes: float
+    without_kv_cache_bytes: float
+    parts: dict[str, float]
+
+
+class GrpoStep(Stored):
+    """A file of `qerl.bench.grpo_step` or `qerl.bench.grpo_step_trl`."""
+
+    bench: Literal["grpo_step"]
+    system: str
+    sampler: str
+    work: StepWork
+    settings: StepSettings
+    steps: list[StepSeconds] = Field(min_length=1)
+    memory: StepMemory
+    provenance: Provenance
+
+
+def load_points(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a point of decode files, sorted by size, engine, weights, rank and sequences.
+
+    Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
+    the floor's where there are no ceilings. A ResultError where there are no files, where two have the same point, and
+    where points of a size had prompts or completions of different lengths.
+    """
+    if not paths:
+        raise ResultError("there are no decode files; measure some with qerl.bench.decode")
+    rows = [row for path in paths for row in _point_rows(read(Decode, path))]
+    rows.sort(key=_place)
+    points = pd.DataFrame(rows)
+    _check_comparable(points)
+    return points
+
+
+def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files."""
+    if not paths:
+        raise ResultError(
+            "there are no files of GRPO steps; measure some with qerl.bench.grpo_step or check the pattern"
+        )
+    jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*SHAPES].index(job.work.size))
+    return pd.DataFrame([_step_row(job) for job in jobs])
+
+
+def _point_rows(job: Decode) -> Iterator[dict[str, Any]]:
+    identity = job.model_dump(include={"engine", "size", "weights", "rank", "prompt", "tokens"})
+    for point in job.points:
+        samples = point.samples or [np.nan]
+        middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
+        step, floor = point.sequences / middle, _floor_seconds(job, point.sequences)
+        yield {
+            **identity,
+            "sequences": point.sequences,
+            "status": point.status,
+            "samples": point.samples,
+            "tokens_per_second": middle,
+            "tokens_per_second_p25": low,
+            "tokens_per_second_p75": high,
+            "step_ms": 1e3 * step,
+            "floor_ms": 1e3 * floor,
+            "percent_of_floor": 100 * floor / step,
+            "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
+            **job.provenance.columns,
+        }
+
+
+def _floor_seconds(job: Decode, sequences: int) -> float:
+    if job.ceilings is None:
+        return np.nan
+    context = mean_context(job.prompt, job.tokens)
+    moved = step_bytes(job.size, job.weights, job.rank, sequences, context)
+    return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
+
+
+def _step_row(job: GrpoStep) -> dict[str, Any]:
+    work, memory = job.work, job.memory
+    seconds = {part: [getattr(step, part) for step in job.steps] for part in StepSeconds.model_fields}
+    sizes = {"without KV cache": memory.without_kv_cache_bytes, "KV cache": memory.kv_cache_bytes} | memory.parts
+    return {
+        "system": job.system,
+        "sampler": job.sampler,
+        "size": work.size,
+        "weights": work.weights,
+        "rank": work.rank,
+        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens",
+        "recompute": str(job.settings.recompute).lower(),
+        "repeats": len(job.steps),
+        **{f"{part}_seconds": median(values) for part, values in seconds.items()},
+        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in sizes.items()},
+        **job.provenance.columns,
+    }
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    orders = {"size": [*SHAPES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    return (*(order.index(row[key]) for key, order in orders.items()), row["rank"], row["sequences"])
+
+
+def _check_comparable(points: pd.DataFrame) -> None:
+    for size, group in points.groupby("size", sort=False):
+        lengths = sorted(set(zip(group["prompt"], group["tokens"], strict=True)))
+        if len(lengths) > 1:
+            told = " and ".join(f"{prompt} + {tokens}" for prompt, tokens in lengths)
+            raise ResultError(f"points of {size} had {told} tokens of prompt and completion; give files of one length")
+    twice = points[points.duplicated(["size", *_KEY, "sequences"])]
+    if len(twice):
+        row = twice.iloc[0]
+        name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+        raise ResultError(f"{name} is in two decode files; give one of them")
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+Row = dict[Any, Any]
+
+
+def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Median tokens a second of a size: a row an (engine, weights, rank)."""
+    return _value_table(_of_size(points, size), "tokens_per_second")
+
+
+def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Percent of the floor of a size: a row an (engine, weights, rank)."""
+    return _value_table(_of_size(points, size), "percent_of_floor")
+
+
+def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Native over vLLM of a size and the same rank, with 95 % intervals; two rows each native (weights, rank).
+
+    One row is against the faster of vLLM's BF16 and NVFP4 for each number of sequences, one against vLLM on the same
+    weights. Without any base a row is left out.
+    """
+    chosen = _of_size(points, size)
+    found = {(*(point[key] for key in _KEY), point["sequences"]): point for point in chosen.to_dict("records")}
+    counts = _counts(chosen)
+    rows = []
+    for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in found if engine == "native"):
+        own = [found.get(("native", weights, rank, count)) for count in counts]
+        faster = [_faster([found.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
+        same = [found.get(("vllm", weights, rank, count)) for count in counts]
+        for against, bases in (("faster of BF16, NVFP4", faster), (weights_label(weights), same)):
+            key = {"weights": weights, "rank": rank, "against vLLM": against}
+            rows.append(key | _ratio_columns(counts, own, bases))
+    return _measured_rows(rows, counts)
+
+
+def crossover(points: pd.DataFrame) -> pd.DataFrame:
+    """NVFP4 over BF16 of each (size, engine, rank), with 95 % intervals; rows that have neither are left out."""
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(["size", "engine", "rank"], sort=False):
+        found = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
+        above, below = ([found.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
+        rows.append(dict(zip(("size", "engine", "rank"), key, strict=True)) | _ratio_columns(counts, above, below))
+    return _measured_rows(rows, counts)
+
+
+def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Memory of a GRPO step by part in GB: a row a (size, system); a part that a system doesn't tell is in `rest`."""
+    parts = [name for name in map(str, steps) if name.endswith("/gb")]
+    return steps[["size", "system", "work", "recompute", *sorted(parts, key=lambda name: name == "rest/gb")]]
+
+
+def step_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of a GRPO step and its parts: a row a (size, system)."""
+    seconds = [f"{part}_seconds" for part in StepSeconds.model_fields]
+    return steps[["size", "system", "sampler", "rank", "work", "recompute", *seconds, "repeats"]]
+
+
+def count_columns(table: pd.DataFrame) -> list[str]:
+    """The columns that are numbers of sequences."""
+    return [str(column) for column in table if str(column).isdigit()]
+
+
+def _of_size(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    return points[points["size"] == size]
+
+
+def _counts(points: pd.DataFrame) -> list[int]:
+    return sorted(set(points["sequences"]))
+
+
+def _value_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(_KEY, sort=False):
+        found = {point["sequences"]: point for point in group.to_dict("records")}
+        values = {str(count): _value(found.get(count), column) for count in counts}
+        rows.append(dict(zip(_KEY, key, strict=True)) | values)
+    return pd.DataFrame(rows)
+
+
+def _value(point: Row | None, column: str) -> float | str:
+    if point is None:
+        return NOT_MEASURED
+    if point["status"] != OK:
+        return str(point["status"])
+    return "no ceilings" if np.isnan(point[column]) else float(point[column])
+
+
+def _faster(points: Sequence[Row | None]) -> Row | None:
+    """The fastest of those that didn't fail; none where one wasn't measured, since it may be the faster."""
+    there = [point for point in points if point is not None]
+    if len(there) < len(points):
+        return None
+    return max((point for point in there if point["status"] == OK), key=_speed, default=there[0])
+
+
+def _speed(point: Row) -> float:
+    return float(point["tokens_per_second"])
+
+
+def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: Iterable[Row | None]) -> Row:
+    columns: Row = {}
+    for count, *pair in zip(counts, above, below, strict=True):
+        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), _ratio(*pair), strict=True)}
+    return columns
+
+
+def _ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
+    """Ratio of the medians and its interval, or why there is none."""
+    if above is None or below is None:
+        return NOT_MEASURED, np.nan, np.nan
+    for point in (above, below):
+        if point["status"] != OK:
+            return f"{point['engine']} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
+    if above["machine"] != below["machine"]:
+        return "different machines", np.nan, np.nan
+    interval = ratio_interval(above["samples"], below["samples"])
+    return interval.mean, interval.low, interval.high
+
+
+def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
+    """The rows that have more than dashes."""
+    return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_all(decode_files: Sequence[Path], step_files: Sequence[Path], out: Path) -> None:
+    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of the files.
+
+    decode-<size>, floor-<size>, ratio-<size>, crossover of decode files, with figures decode-rank<rank> and
+    crossover-rank<rank>; steps, memory of step files. Tables without a row are left out. ResultError without any file.
+    """
+    if not decode_files and not step_files:
+        raise ResultError("there are no decode files and no files of GRPO steps; check the patterns that name them")
+    if decode_files:
+        _write_decode(load_points(decode_files), out)
+    if step_files:
+        _write_steps(load_steps(step_files), out)
+
+
+def _write_decode(points: pd.DataFrame, out: Path) -> None:
+    from qerl.report import grid_figures
+
+    for size, group in points.groupby("size", sort=False):
+        _write_size(str(size), group, out)
+    title = f"Decode speed of NVFP4 over BF16 by number of sequences; {_lengths(points)}. {_INTERVAL}. {_DASH}"
+    _write_counts(crossover(points), out / "crossover", title, points, times)
+    for rank, group in points.groupby("rank"):
+        grid_figures.decode_speed(group, out / f"decode-rank{rank}")
+        if not crossover(group).empty:
+            grid_figures.crossover_by_sequences(crossover(group), out / f"crossover-rank{rank}")
+
+
+def _write_size(size: str, points: pd.DataFrame, out: Path) -> None:
+    measured = f"{size} by number of sequences; {_lengths(points)}"
+    speed = f"Decoded tokens/s of {measured}. {_SAMPLES}. {_DASH}"
+    _write_counts(decode_table(points, size), out / f"decode-{size}", speed, points, three_digits)
+    share = f"Floor over measured time of a decode step (%), {measured}; {_FLOOR}. {_SAMPLES}. {_DASH}"
+    _write_counts(floor_table(points, size), out / f"floor-{size}", share, points, lambda percent: f"{percent:.0f}")
+    ratio = f"Decode speed of the native engine over vLLM's, {measured}, the same rank. {_INTERVAL}. {_DASH}"
+    _write_counts(ratio_table(points, size), out / f"ratio-{size}", ratio, points, times)
+
+
+def _write_steps(steps: pd.DataFrame, out: Path) -> None:
+    medians = f"Seconds of a GRPO step, prompts × completions of each, prompt + completion tokens. {_SAMPLES}"
+    write_table(step_table(steps), out / "steps", caption_text(medians, steps))
+    parts = (
+        "Memory of a GRPO step at its highest peak by part, GB of 10^9 bytes; the parts without the KV cache make up "
+        "the column of that name, a part that a system doesn't tell is in rest"
+    )
+    write_table(memory_table(steps), out / "memory", caption_text(parts, steps))
+
+
+def _lengths(points: pd.DataFrame) -> str:
+    """Of each size, the lengths of prompt and completion, once where all have the same."""
+    told = dict.fromkeys(zip(points["prompt"], points["tokens"], strict=True))
+    return ", ".join(f"prompts of {prompt} tokens, {tokens} decoded" for prompt, tokens in told)
+
+
+def _write_counts(
+    table: pd.DataFrame, stem: Path, title: str, points: pd.DataFrame, text: Callable[[float], str]
+) -> None:
+    """Write a table whose cells by number of sequences are values or the reason why there is none."""
+    if table.empty:
+        return
+    counts = count_columns(table)
+    keys = [column for column in table if str(column).partition("_")[0] not in counts]
+    shown = present(table[keys])
+    for count in counts:
+        shown[count] = [cell_text(row, count, _or_reason(text)) for row in table.to_dict("records")]
+    write_table(table, stem, caption_text(title, points[["machine", "commit"]]), shown)
+
+
+def _or_reason(text: Callable[[float], str]) -> Callable[[float | str], str]:
+    return lambda value: value if isinstance(value, str) else text(value)

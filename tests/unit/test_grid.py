@@ -1,0 +1,320 @@
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from qerl.report import grid, grid_figures
+from qerl.report.results import ResultError
+from tests.unit.synthetic_results import MACHINE, PROVENANCE, write_json
+
+OUT_OF_MEMORY = "out of memory"
+#: Bytes of a 7B NVFP4 step without adapter, one sequence, 256 tokens in the cache, by hand: projections, head, a row of
+#: the embedding, norms and biases, cache. At this many a millisecond the floor is 1 ms.
+STEP_BYTES = 3_670_475_536 + 1_089_994_752 + 7_168 + 666_624 + 14_737_408
+CEILINGS = {"copy_bytes_per_second": 1e3 * STEP_BYTES, "matmul_flops_per_second": 1e15}
+
+
+def decode_file(
+    root: Path, engine: str, weights: str, points: dict[int, list[float] | str], rank=16, machine="Test GPU", **changed
+) -> Path:
+    """A decode file of 7B; points by sequences, samples or the status of a failure."""
+    measured = [
+        {"sequences": sequences, "status": told, "samples": [], "peak_memory_bytes": None}
+        if isinstance(told, str)
+        else {"sequences": sequences, "status": "ok", "samples": told, "peak_memory_bytes": 12.5e9, "sampler": "any"}
+        for sequences, told in points.items()
+    ]
+    value = {
+        "bench": "decode",
+        "engine": engine,
+        "size": "7B",
+        "weights": weights,
+        "rank": rank,
+        "prompt": 128,
+        "tokens": 256,
+        "ceilings": CEILINGS,
+        "gpu": None,
+        "points": measured,
+        "provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}},
+    } | changed
+    return write_json(root / f"{engine}-{value['size']}-{weights}-{rank}-{machine}.json", value)
+
+
+def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
+    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group": 8, "prompt_tokens": 128}
+    work |= {"completion_tokens": 1024, "rank": 16, "repeats": len(seconds)}
+    memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "parts": parts}
+    value = {
+        "bench": "grpo_step",
+        "system": system,
+        "sampler": "any",
+        "work": work,
+        "settings": {"recompute": recompute, "other": 1},
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s, "more": 0} for s in seconds],
+        "memory": memory,
+        "provenance": PROVENANCE,
+    }
+    return write_json(root / f"{system}-{size}.json", value)
+
+
+@pytest.fixture
+def files(tmp_path) -> list[Path]:
+    """Native NVFP4 and BF16 beside vLLM's: NVFP4 is the faster of vLLM's at 1 sequence, BF16 at 64."""
+    return [
+        decode_file(tmp_path, "vllm", "bf16", {1: [100.0, 100.0], 64: [4000.0, 4000.0], 256: [9000.0, 9000.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0, 200.0], 64: [3000.0, 3000.0]}),
+        decode_file(tmp_path, "native", "nvfp4", {1: [500.0, 600.0, 400.0], 64: [6000.0, 6000.0], 256: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "native", "bf16", {1: [125.0, 125.0], 64: [6000.0, 6000.0]}),
+    ]
+
+
+def rows_of(table: pd.DataFrame, *keys: str) -> dict:
+    return table.set_index(list(keys)).to_dict("index")
+
+
+def test_a_point_by_hand(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0, 500.0, 600.0]}, rank=0)
+    (point,) = grid.load_points([file]).to_dict("records")
+    assert point == {
+        "engine": "native",
+        "size": "7B",
+        "weights": "nvfp4",
+        "rank": 0,
+        "prompt": 128,
+        "tokens": 256,
+        "sequences": 1,
+        "status": "ok",
+        "samples": [400.0, 500.0, 600.0],
+        "tokens_per_second": 500.0,
+        "tokens_per_second_p25": 450.0,
+        "tokens_per_second_p75": 550.0,
+        "step_ms": 2.0,
+        "floor_ms": pytest.approx(1.0),
+        "percent_of_floor": pytest.approx(50.0),
+        "peak_memory_gb": 12.5,
+        "machine": "Test GPU",
+        "commit": PROVENANCE["commit"][:12],
+    }
+
+
+def test_a_failed_point_has_a_floor_but_no_speed(files):
+    points = grid.load_points(files)
+    (failed,) = points[points["status"] == OUT_OF_MEMORY].to_dict("records")
+    assert failed["floor_ms"] > 1
+    assert pd.isna([failed["tokens_per_second"], failed["percent_of_floor"], failed["peak_memory_gb"]]).all()
+
+
+def test_decode_table_tells_failed_from_not_measured(files):
+    table = grid.decode_table(grid.load_points(files), "7B")
+    assert table.to_dict("list") == {
+        "engine": ["native", "native", "vllm", "vllm"],
+        "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
+        "rank": [16] * 4,
+        "1": [125.0, 500.0, 100.0, 200.0],
+        "64": [6000.0, 6000.0, 4000.0, 3000.0],
+        "256": ["–", OUT_OF_MEMORY, 9000.0, "–"],
+    }
+
+
+def test_floor_table_is_the_share_of_each_point(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, rank=0),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [250.0], 8: OUT_OF_MEMORY}, rank=0),
+        decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
+    ]
+    table = grid.floor_table(grid.load_points(files), "7B")
+    assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no ceilings"]
+    assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
+
+
+def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
+    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "weights", "against vLLM")
+    faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
+    assert (faster["1"], same["1"]) == (2.5, 2.5)
+    assert (faster["64"], same["64"]) == (1.5, 2.0)
+    assert rows["bf16", "BF16"]["64"] == 1.5
+    # vLLM's repeats are alike, so that the interval is that of the native ones: within 400 to 600 over 200.
+    assert 2.0 <= faster["1_low"] < 2.5 < faster["1_high"] <= 3.0
+    assert faster["64_low"] == faster["64_high"] == 1.5
+
+
+def test_a_ratio_says_why_there_is_none(files):
+    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "weights", "against vLLM")
+    assert rows["nvfp4", "NVFP4"]["256"] == "–"
+    # vLLM's NVFP4 might be the faster: it wasn't measured.
+    assert rows["bf16", "faster of BF16, NVFP4"]["256"] == rows["nvfp4", "faster of BF16, NVFP4"]["256"] == "–"
+
+
+def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [300.0], 8: [300.0], 64: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
+    ]
+    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "against vLLM")
+    faster = rows["faster of BF16, NVFP4"]
+    assert faster["1"] == 3.0
+    assert pd.isna(faster["1_low"])  # one repeat has no interval
+    assert faster["8"] == "vllm BF16: out of memory"
+    assert rows["NVFP4"]["8"] == "vllm NVFP4: timeout"
+    assert faster["64"] == "native NVFP4: out of memory"
+
+
+def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_path):
+    files = [*files, decode_file(tmp_path, "native", "mxfp4", {1: [400.0], 64: [400.0]})]
+    table = grid.ratio_table(grid.load_points(files), "7B")
+    assert list(table[table["weights"] == "mxfp4"]["against vLLM"]) == ["faster of BF16, NVFP4"]
+
+
+def test_crossover_by_engine_and_rank(files, tmp_path):
+    files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
+    rows = rows_of(grid.crossover(grid.load_points(files)), "size", "engine", "rank")
+    assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
+    native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
+    assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
+    assert (vllm["1"], vllm["64"], vllm["256"]) == (2.0, 0.75, "–")
+    assert vllm["64_low"] == vllm["64_high"] == 0.75
+
+
+def test_machines_are_told_but_not_compared(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
+    ]
+    grid.write_all(files, [], tmp_path / "out")
+    assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B.md").read_text()
+    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "against vLLM")
+    assert rows["NVFP4"]["1"] == "different machines"
+
+
+def test_steps_by_hand(tmp_path):
+    parts = {"weights": 5e9, "adapter": 1e9, "rest": 6e9}
+    files = [
+        step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [30.0, 10.0, 20.0], "auto", **parts, gradients=5e8),
+        step_file(tmp_path, "TRL BF16 LoRA", "1.5B", [50.0], True, **parts, sampler_weights=3e9),
+    ]
+    steps = grid.load_steps(files)
+    assert list(steps["size"]) == ["1.5B", "7B"]
+    assert list(steps["recompute"]) == ["true", "auto"]
+    assert list(steps["step_seconds"]) == [50.0, 20.0]
+    assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
+    assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
+    memory = rows_of(grid.memory_table(steps), "size", "system")["7B", "qerl NVFP4 LoRA"]
+    assert (memory["weights/gb"], memory["gradients/gb"], memory["rest/gb"]) == (5.0, 0.5, 6.0)
+    assert (memory["without KV cache/gb"], memory["KV cache/gb"]) == (12.0, 8.0)
+    assert pd.isna(memory["sampler weights/gb"])
+
+
+def test_all_tables_and_figures_are_written(files, tmp_path):
+    out = tmp_path / "out"
+    steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
+    grid.write_all(files, steps, out)
+    tables = {"decode-7B", "floor-7B", "ratio-7B", "crossover", "memory", "steps"}
+    figures = {"decode-rank16", "crossover-rank16"}
+    wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex")}
+    wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png")}
+    assert {path.name for path in out.iterdir()} == wanted
+    text = (out / "decode-7B.md").read_text()
+    assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
+    assert "prompts of 128 tokens, 256 decoded" in text
+    assert f"Commit: {PROVENANCE['commit'][:12]}" in text
+    assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B.md").read_text()
+    assert pd.read_csv(out / "decode-7B.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
+    memory = (out / "memory.md").read_text()
+    assert "| weights (GB)" in memory
+    assert "| KV cache (GB)" in memory
+
+
+def texts(svg: Path) -> set[str]:
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text()))
+
+
+def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
+    grid_figures.decode_speed(grid.load_points(files), tmp_path / "speed")
+    shown = texts(tmp_path / "speed.svg")
+    assert {"native NVFP4", "native BF16", "vLLM NVFP4", "vLLM BF16", "floor", "7B, LoRA rank 16"} <= shown
+    assert {"1", "64", "256"} <= shown
+
+
+def test_the_speed_figure_has_a_floor_for_each_format(files):
+    axis = Figure().subplots()
+    points = grid.load_points(files)
+    grid_figures._speed_panel(axis, points)
+    grey = [line for line in axis.lines if line.get_color() == grid_figures._GREY]
+    nvfp4 = points[(points["engine"] == "native") & (points["weights"] == "nvfp4")]
+    expected = [1e3 * row.sequences / row.floor_ms for row in nvfp4.itertuples()]
+    assert len(grey) == 2
+    assert expected in [list(line.get_ydata()) for line in grey]
+
+
+def test_without_ceilings_there_is_no_floor_to_draw(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
+    grid_figures.decode_speed(grid.load_points([file]), tmp_path / "speed")
+    assert "floor" not in texts(tmp_path / "speed.svg")
+
+
+def test_the_crossover_figure_draws_the_ratios_and_one(files):
+    axis = Figure().subplots()
+    grid_figures._crossover_panel(axis, grid.crossover(grid.load_points(files)))
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
+    assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
+    assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]
+
+
+def test_sizes_are_panels(tmp_path, files):
+    files = [*files, decode_file(tmp_path, "native", "nvfp4", {1: [2000.0]}, size="1.5B")]
+    grid_figures.decode_speed(grid.load_points(files), tmp_path / "speed")
+    assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
+
+
+def test_no_files_is_one_sentence(tmp_path):
+    with pytest.raises(ResultError, match="there are no decode files"):
+        grid.load_points([])
+    with pytest.raises(ResultError, match="there are no files of GRPO steps"):
+        grid.load_steps([])
+    with pytest.raises(ResultError, match="no decode files and no files of GRPO steps"):
+        grid.write_all([], [], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"size": "8B"}, "`size`: there is no shape 8B"),
+        ({"ceilings": {}}, "copy"),
+        ({"tokens": None}, "`tokens`"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
+    with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
+        grid.load_points([file])
+
+
+def test_a_point_that_is_ok_needs_samples(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: []})
+    with pytest.raises(ResultError, match="a point with status ok needs samples"):
+        grid.load_points([file])
+
+
+def test_a_step_file_is_no_decode_file(tmp_path):
+    file = step_file(tmp_path, "ours", "7B", [1.0], "auto", rest=1.0)
+    with pytest.raises(ResultError, match=r"ours-7B\.json is not a Decode result: `bench`"):
+        grid.load_points([file])
+
+
+def test_a_point_measured_twice_is_refused(tmp_path):
+    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}, machine=machine) for machine in "AB"]
+    with pytest.raises(ResultError, match="native 7B nvfp4 rank 16, 8 sequences is in two decode files"):
+        grid.load_points(files)
+
+
+def test_lengths_that_differ_are_refused(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {8: [1.0]}, tokens=512),
+    ]
+    with pytest.raises(ResultError, match=r"points of 7B had 128 \+ 256 and 128 \+ 512 tokens"):
+        grid.load_points(files)

@@ -1,0 +1,109 @@
+"""Counts of bytes and FLOPs against transformers, PEFT and PyTorch's own counter, and by hand for 7B."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from qerl.bench import roofline
+from qerl.bench.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
+from qerl.bench.shapes import SHAPES, model_config
+from qerl.config import AdapterSettings
+from qerl.models.policy import lora_config
+from qerl.quant.formats import bits_per_weight, quantize
+
+RANK, SEQUENCES, CONTEXT = 4, 3, 40
+
+
+def model_of(size: str, device: str = "meta"):
+    config = AutoConfig.for_model(**model_config(size, "bf16"), attn_implementation="eager")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def nbytes(parameters) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+@pytest.mark.parametrize("size", ["tiny", "1.5B", "7B"])
+def test_bytes_of_bf16_weights_are_those_of_the_model(size):
+    model = model_of(size)
+    embedding = 0 if SHAPES[size][-1] else model.get_input_embeddings().weight.nbytes
+    parts = byte_parts(size, "bf16", 0, SEQUENCES, CONTEXT)
+    held = parts["linear"] + parts["head"] + parts["norms and biases"]
+    assert held == nbytes(model.parameters()) - embedding
+    assert parts["embedding"] == SEQUENCES * model.get_input_embeddings().weight[0].nbytes
+    assert parts["adapter"] == 0
+
+
+def test_bytes_of_the_adapter_are_those_of_peft():
+    peft = get_peft_model(model_of("tiny"), lora_config(AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)))
+    adapter = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    count = sum(parameter.numel() for parameter in adapter)
+    assert byte_parts("tiny", "nvfp4", RANK, 1, 0)["adapter"] == 2 * count
+
+
+def run_step(model, sequences: int, context: int) -> tuple[DynamicCache, int]:
+    """The cache after, and PyTorch's FLOPs of, one token for each sequence with `context` tokens in the cache."""
+    cache = DynamicCache(config=model.config)
+    tokens = torch.zeros((sequences, context), dtype=torch.long, device=model.device)
+    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache, counter.get_total_flops()
+
+
+def test_cache_read_and_written_is_that_of_transformers():
+    cache, _ = run_step(model_of("tiny"), SEQUENCES, CONTEXT)
+    after = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert byte_parts("tiny", "bf16", 0, SEQUENCES, CONTEXT)["cache"] == after
+
+
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_flops_are_those_that_pytorch_counts(rank):
+    model = model_of("tiny", "cpu")
+    if rank:
+        get_peft_model(model, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=False)))
+    _, counted = run_step(model, SEQUENCES, CONTEXT)
+    rotary = 2 * 16  # the new position times the 16 frequencies of a head is a product of matrices there
+    assert counted - rotary == step_flops("tiny", rank, SEQUENCES, CONTEXT + 1)  # the new token attends to itself too
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])
+def test_bytes_of_packed_weights_are_those_of_the_codec(weights):
+    rows, columns = 128, 64  # the largest projection of the tiny shape
+    packed = quantize(torch.randn(rows, columns), weights)
+    assert roofline._weight_bytes(weights, (rows, columns)) == bits_per_weight(packed) * rows * columns / 8
+
+
+def test_7b_by_hand():
+    block = 233_046_016  # q, o: 3584^2; k, v: 512 * 3584; gate, up, down: 18944 * 3584
+    parts = byte_parts("7B", "nvfp4", 16, 8, 256)
+    assert parts["linear"] == 28 * (block * 4.5 / 8 + 7 * 4)  # 4-bit codes, 8 bits a 16 weights, 7 global scales
+    assert parts["head"] == 2 * 152064 * 3584
+    assert parts["cache"] == 8 * 257 * 28 * 2 * 4 * 128 * 2
+    assert parts["adapter"] == 2 * 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    assert step_bytes("7B", "nvfp4", 16, 8, 256) == sum(parts.values())
+    attention = 28 * 4 * 256 * 28 * 128
+    dense = 2 * (28 * block + 152064 * 3584)
+    assert step_flops("7B", 0, 8, 256) == 8 * (dense + attention)
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits", "tables"), [("bf16", 16, 0), ("mxfp4", 4.25, 0), ("nf4", 4 + 8 / 64 + 32 / 64 / 256, 1e-4)]
+)
+def test_bits_a_weight_of_32b(weights, bits, tables):
+    weight_count = sum(rows * columns for rows, columns in roofline.linear_shapes("32B").values()) * 64
+    stored = byte_parts("32B", weights, 0, 1, 0)["linear"]
+    assert 8 * stored / weight_count == pytest.approx(bits, rel=tables, abs=0)
+
+
+def test_the_slower_ceiling_bounds_a_step():
+    ceilings = Ceilings(copy_bytes_per_second=100.0, matmul_flops_per_second=1000.0)
+    assert step_floor(50, 10, ceilings) == 0.5
+    assert step_floor(50, 2000, ceilings) == 2.0
+
+
+def test_context_of_a_measured_decode_is_its_middle():
+    assert mean_context(128, 256) == 256
