@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, step_flops
 from qerl.bench.shapes import SHAPES
@@ -31,6 +31,9 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 
 _GB = 1e9
 _KEY = ["engine", "weights", "rank"]
+#: Tokens of a prompt and decoded ones: points of other lengths are other tables.
+_LENGTHS = ["prompt", "tokens"]
+_MEASURE = "`qerl grid` lists the commands that measure"
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
@@ -52,6 +55,12 @@ def _known_shape(size: str) -> str:
 Size = Annotated[str, AfterValidator(_known_shape)]
 
 
+class Kind(Stored):
+    """What a file holds."""
+
+    bench: Literal["decode", "grpo_step"]
+
+
 class DecodePoint(Measured):
     """One number of sequences, samples in decoded tokens a second."""
 
@@ -69,7 +78,7 @@ class Decode(Stored):
     prompt: int
     tokens: int
     ceilings: Ceilings | None
-    points: list[DecodePoint] = Field(min_length=1)
+    points: list[DecodePoint]
     provenance: Provenance
 
 
@@ -89,6 +98,7 @@ class StepSettings(Stored):
     """Of a system's own settings, what tables show."""
 
     recompute: bool | str
+    memory_gb: float | None = None
 
 
 class StepSeconds(Stored):
@@ -109,15 +119,16 @@ class StepMemory(Stored):
 
 
 class GrpoStep(Stored):
-    """A file of `qerl.bench.grpo_step` or `qerl.bench.grpo_step_trl`."""
+    """A file of `qerl.bench.grpo_step` or `qerl.bench.grpo_step_trl`; without steps where `status` says why."""
 
     bench: Literal["grpo_step"]
+    status: str
     system: str
-    sampler: str
+    sampler: str = ""
     work: StepWork
     settings: StepSettings
-    steps: list[StepSeconds] = Field(min_length=1)
-    memory: StepMemory
+    steps: list[StepSeconds] = []
+    memory: StepMemory | None = None
     provenance: Provenance
 
 
@@ -125,24 +136,24 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a point of decode files, sorted by size, engine, weights, rank and sequences.
 
     Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
-    the floor's where there are no ceilings. A ResultError where there are no files, where two have the same point, and
-    where points of a size had prompts or completions of different lengths.
+    the floor's where there are no ceilings. A ResultError where there are no points, and where two files have the same.
     """
-    if not paths:
-        raise ResultError("there are no decode files; measure some with qerl.bench.decode")
     rows = [row for path in paths for row in _point_rows(read(Decode, path))]
+    if not rows:
+        raise ResultError(f"there are no points of decode speed yet; {_MEASURE}")
     rows.sort(key=_place)
     points = pd.DataFrame(rows)
-    _check_comparable(points)
+    _check_once(points)
     return points
 
 
 def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files."""
+    """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
+
+    Where a system came to no result there are no numbers, and `status` says why.
+    """
     if not paths:
-        raise ResultError(
-            "there are no files of GRPO steps; measure some with qerl.bench.grpo_step or check the pattern"
-        )
+        raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
     jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*SHAPES].index(job.work.size))
     return pd.DataFrame([_step_row(job) for job in jobs])
 
@@ -178,9 +189,8 @@ def _floor_seconds(job: Decode, sequences: int) -> float:
 
 
 def _step_row(job: GrpoStep) -> dict[str, Any]:
-    work, memory = job.work, job.memory
-    seconds = {part: [getattr(step, part) for step in job.steps] for part in StepSeconds.model_fields}
-    sizes = {"without KV cache": memory.without_kv_cache_bytes, "KV cache": memory.kv_cache_bytes} | memory.parts
+    work, cap = job.work, job.settings.memory_gb
+    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in StepSeconds.model_fields}
     return {
         "system": job.system,
         "sampler": job.sampler,
@@ -189,11 +199,19 @@ def _step_row(job: GrpoStep) -> dict[str, Any]:
         "rank": work.rank,
         "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens",
         "recompute": str(job.settings.recompute).lower(),
+        "cap": "" if cap is None else f"{cap:g} GB",
+        "status": job.status,
         "repeats": len(job.steps),
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
-        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in sizes.items()},
+        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job.memory).items()},
         **job.provenance.columns,
     }
+
+
+def _memory_parts(memory: StepMemory | None) -> dict[str, float]:
+    if memory is None:
+        return {}
+    return {"without KV cache": memory.without_kv_cache_bytes, "KV cache": memory.kv_cache_bytes} | memory.parts
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
@@ -201,13 +219,8 @@ def _place(row: dict[str, Any]) -> tuple[int, ...]:
     return (*(order.index(row[key]) for key, order in orders.items()), row["rank"], row["sequences"])
 
 
-def _check_comparable(points: pd.DataFrame) -> None:
-    for size, group in points.groupby("size", sort=False):
-        lengths = sorted(set(zip(group["prompt"], group["tokens"], strict=True)))
-        if len(lengths) > 1:
-            told = " and ".join(f"{prompt} + {tokens}" for prompt, tokens in lengths)
-            raise ResultError(f"points of {size} had {told} tokens of prompt and completion; give files of one length")
-    twice = points[points.duplicated(["size", *_KEY, "sequences"])]
+def _check_once(points: pd.DataFrame) -> None:
+    twice = points[points.duplicated(["size", *_KEY, *_LENGTHS, "sequences"])]
     if len(twice):
         row = twice.iloc[0]
         name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
@@ -263,13 +276,14 @@ def crossover(points: pd.DataFrame) -> pd.DataFrame:
 def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Memory of a GRPO step by part in GB: a row a (size, system); a part that a system doesn't tell is in `rest`."""
     parts = [name for name in map(str, steps) if name.endswith("/gb")]
-    return steps[["size", "system", "work", "recompute", *sorted(parts, key=lambda name: name == "rest/gb")]]
+    parts.sort(key=lambda name: name == "rest/gb")
+    return steps[["size", "system", "work", "recompute", "cap", "status", *parts]]
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a GRPO step and its parts: a row a (size, system)."""
     seconds = [f"{part}_seconds" for part in StepSeconds.model_fields]
-    return steps[["size", "system", "sampler", "rank", "work", "recompute", *seconds, "repeats"]]
+    return steps[["size", "system", "sampler", "rank", "work", "recompute", "cap", "status", *seconds, "repeats"]]
 
 
 def count_columns(table: pd.DataFrame) -> list[str]:
@@ -343,41 +357,44 @@ def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_all(decode_files: Sequence[Path], step_files: Sequence[Path], out: Path) -> None:
-    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of the files.
+def write_all(files: Sequence[Path], out: Path) -> None:
+    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of files of points and of GRPO steps.
 
-    decode-<size>, floor-<size>, ratio-<size>, crossover of decode files, with figures decode-rank<rank> and
-    crossover-rank<rank>; steps, memory of step files. Tables without a row are left out. ResultError without any file.
+    decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, with figures decode-rank<rank>-<lengths> and
+    crossover-rank<rank>-<lengths>, lengths as in 128x256; steps, memory. Tables without a row are left out. ResultError
+    without any file.
     """
-    if not decode_files and not step_files:
-        raise ResultError("there are no decode files and no files of GRPO steps; check the patterns that name them")
-    if decode_files:
-        _write_decode(load_points(decode_files), out)
-    if step_files:
-        _write_steps(load_steps(step_files), out)
+    kinds = {path: read(Kind, path).bench for path in files}
+    decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
+    if decode or not steps:
+        points = load_points(decode)
+        for lengths, group in points.groupby(_LENGTHS, sort=False):
+            _write_decode(group, out, "{}x{}".format(*lengths))
+    if steps:
+        _write_steps(load_steps(steps), out)
 
 
-def _write_decode(points: pd.DataFrame, out: Path) -> None:
+def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     from qerl.report import grid_figures
 
     for size, group in points.groupby("size", sort=False):
-        _write_size(str(size), group, out)
+        _write_size(str(size), group, out, lengths)
     title = f"Decode speed of NVFP4 over BF16 by number of sequences; {_lengths(points)}. {_INTERVAL}. {_DASH}"
-    _write_counts(crossover(points), out / "crossover", title, points, times)
+    _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
     for rank, group in points.groupby("rank"):
-        grid_figures.decode_speed(group, out / f"decode-rank{rank}")
+        grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:
-            grid_figures.crossover_by_sequences(crossover(group), out / f"crossover-rank{rank}")
+            grid_figures.crossover_by_sequences(crossover(group), out / f"crossover-rank{rank}-{lengths}")
 
 
-def _write_size(size: str, points: pd.DataFrame, out: Path) -> None:
-    measured = f"{size} by number of sequences; {_lengths(points)}"
+def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> None:
+    measured, of = f"{size} by number of sequences; {_lengths(points)}", f"{size}-{lengths}"
     speed = f"Decoded tokens/s of {measured}. {_SAMPLES}. {_DASH}"
-    _write_counts(decode_table(points, size), out / f"decode-{size}", speed, points, three_digits)
+    _write_counts(decode_table(points, size), out / f"decode-{of}", speed, points, three_digits)
     share = f"Floor over measured time of a decode step (%), {measured}; {_FLOOR}. {_SAMPLES}. {_DASH}"
-    _write_counts(floor_table(points, size), out / f"floor-{size}", share, points, lambda percent: f"{percent:.0f}")
+    _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
     ratio = f"Decode speed of the native engine over vLLM's, {measured}, the same rank. {_INTERVAL}. {_DASH}"
-    _write_counts(ratio_table(points, size), out / f"ratio-{size}", ratio, points, times)
+    _write_counts(ratio_table(points, size), out / f"ratio-{of}", ratio, points, times)
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
@@ -391,9 +408,7 @@ def _write_steps(steps: pd.DataFrame, out: Path) -> None:
 
 
 def _lengths(points: pd.DataFrame) -> str:
-    """Of each size, the lengths of prompt and completion, once where all have the same."""
-    told = dict.fromkeys(zip(points["prompt"], points["tokens"], strict=True))
-    return ", ".join(f"prompts of {prompt} tokens, {tokens} decoded" for prompt, tokens in told)
+    return f"prompts of {points['prompt'].iloc[0]} tokens, {points['tokens'].iloc[0]} decoded"
 
 
 def _write_counts(

@@ -1,0 +1,32 @@
+"""The speed grid through the workflow: measured once, tables of what there is, and nothing measured for them."""
+
+import shutil
+
+import pytest
+import yaml
+
+from .conftest import copy_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+POINTS = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompt": 8, "tokens": 4}
+ARGUMENTS = ("--configfile", "speed.yaml")
+
+
+def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
+    tree = copy_tree(tmp_path / "qerl")
+    values = {"name": "speed", "shapes": {"samples": "committed", "decode": [POINTS | {"sequences": [1, 2]}]}}
+    (tree.folder / "speed.yaml").write_text(yaml.safe_dump(values))
+    nothing = tree.snakemake(*ARGUMENTS, check=False)
+    assert nothing.returncode != 0
+    assert "no points" in nothing.stdout + nothing.stderr
+
+    tree.snakemake("shapes_measure", *ARGUMENTS)
+    assert tree.planned("shapes_measure", *ARGUMENTS) == {}
+    # On another machine, or where the code has changed since: tables, and no measurement.
+    results = tree.folder / "results/speed"
+    shutil.move(results / "points", tree.folder / "committed")
+    code = tree.folder / "qerl/bench/decode.py"
+    code.write_text(code.read_text() + "\n_CHANGED = 1\n")
+    assert tree.planned(*ARGUMENTS) == {"all": 1, "shapes": 1}
+    tree.snakemake(*ARGUMENTS)
+    assert "native" in (results / "tables/decode-tiny.md").read_text()
