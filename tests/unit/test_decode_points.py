@@ -48,7 +48,7 @@ def assert_job(result, engine, weights, sequences):
         assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
 def test_a_job_of_the_native_engine(tmp_path, weights):
     out = tmp_path / "out.json"
     decode.main(out, weights=weights, sequences=[1], **WORK)
@@ -66,10 +66,10 @@ def test_a_job_goes_on_where_its_file_ends(tmp_path, monkeypatch):
     decode.main(out, sequences=[2, 1, 2], **WORK)
     assert_job(read(out), "native", "nvfp4", [1, 2])
     assert read(out)["points"][1:] == first
-    written = out.read_text()
+    text = out.read_text()
     monkeypatch.setattr(decode, "random_policy", None)
     decode.main(out, sequences=[1, 2], **WORK)
-    assert out.read_text() == written
+    assert out.read_text() == text
 
 
 def job(**other):
@@ -81,24 +81,30 @@ def figures(sequences):
     return {"samples": [10.0 * sequences], "prompt_seconds": 1.0, "sampler": "s", "weight_bytes": 1}
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file with a point of one sequence."""
+    out = tmp_path_factory.mktemp("written") / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        decode_points.DecodePoints(out, job()).run([1], lambda: figures)
+    return out
+
+
 @pytest.mark.parametrize(
     "other",
     [{"engine": "vllm"}, {"size": "3B"}, {"weights": "nf4"}, {"rank": 0}, {"prompt": 64}, {"tokens": 64}],
     ids=lambda other: next(iter(other)),
 )
-def test_points_of_other_settings_are_refused(tmp_path, other):
-    out = tmp_path / "out.json"
-    decode_points.DecodePoints(out, job()).run([1], lambda: figures)
+def test_points_of_other_settings_are_refused(written, other):
     [(name, value)] = other.items()
-    with pytest.raises(ConfigError, match=rf"{out} has points of {name}=.*, not {value}; delete it"):
-        decode_points.DecodePoints(out, job(**other))
-    assert decode_points.DecodePoints(out, job()).missing([1, 8]) == [8]
+    with pytest.raises(ConfigError, match=rf"{written} has points of {name}=.*, not {value}; delete it"):
+        decode_points.DecodePoints(written, job(**other))
+    assert decode_points.DecodePoints(written, job()).missing([1, 8]) == [8]
 
 
-def test_points_of_another_machine_are_refused(tmp_path):
-    out = tmp_path / "out.json"
-    decode_points.DecodePoints(out, job()).run([1], lambda: figures)
-    result = read(out)
+def test_points_of_another_machine_are_refused(tmp_path, written):
+    out, result = tmp_path / "out.json", read(written)
     result["provenance"]["machine"]["label"] = "8x another GPU"
     out.write_text(json.dumps(result))
     with pytest.raises(ConfigError, match="another machine, 8x another GPU; delete it"):
@@ -118,26 +124,26 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
     out, held, measure = tmp_path / "out.json", [], decode.measure
 
     def scarce(policy, sequences, *sizes):
-        if sequences == 3:
+        if sequences == 1:
             return measure(policy, sequences, *sizes)
         tensor = torch.zeros(8)
         held.append(weakref.ref(tensor))
         try:
             raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
         except torch.cuda.OutOfMemoryError as error:
-            if sequences == 1:
+            if sequences == 3:
                 raise
             raise RuntimeError("lower max_tokens") from error
 
     monkeypatch.setattr(decode, "measure", scarce)
-    decode.main(out, sequences=[1, 2, 3], **WORK)
-    *failed, last = read(out)["points"]
+    decode.main(out, sequences=[3, 2, 1], **WORK)
+    last, *failed = read(out)["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
-        (1, "out of memory", []),
         (2, "out of memory", []),
+        (3, "out of memory", []),
     ]
     assert all(set(point) == POINT for point in failed)
-    assert (last["sequences"], last["status"], len(last["samples"])) == (3, "ok", 3)
+    assert (last["sequences"], last["status"], len(last["samples"])) == (1, "ok", 3)
     assert [reference() for reference in held] == [None, None]
 
 
@@ -207,10 +213,10 @@ def test_time_within_that_of_the_prompts_is_no_speed(clock):
 @pytest.mark.parametrize("weights", ["bf16", "nf4"])
 def test_a_job_of_transformers(tmp_path, weights):
     out = tmp_path / "out.json"
-    decode_hf.main(out, weights=weights, sequences=[1, 3], **WORK)
+    decode_hf.main(out, weights=weights, sequences=[2], **WORK)
     result = read(out)
     assert set(result) == NAMES
-    assert_job(result, "transformers", weights, [1, 3])
+    assert_job(result, "transformers", weights, [2])
     assert ("bitsandbytes" in result["points"][0]["sampler"]) == (weights == "nf4")
 
 
