@@ -1,27 +1,36 @@
 """Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the yardstick beside `qerl.bench.decode`.
 
-vLLM fills the weights itself (load_format=dummy); the adapter is on all seven projections. Prefix caching is off, CUDA
-graphs are captured for the batch sizes that are timed.
+    python -m qerl.bench.decode_vllm OUT.json --size 7B --weights nvfp4 --rank 16 --sequences 1 --sequences 32
+
+The adapter is on all seven projections. Prefix caching is off, CUDA graphs are captured for all numbers of sequences
+that are asked for. vLLM fills bf16 and nvfp4 weights itself (load_format=dummy). For nf4 it quantizes a random bfloat16
+checkpoint with bitsandbytes as it loads it, which is what a QLoRA user has: its dummy loader makes none of the scales
+that the layers read then. TMPDIR says where that checkpoint lies; it has two bytes a weight. vLLM up to 0.27 has
+bitsandbytes built in.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import time
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import torch
+import typer
 from safetensors.torch import save_file
+from torch import nn
 
-from qerl.bench.decode import REPEATS
-from qerl.bench.shapes import SHAPES, model_config
-from qerl.provenance import stamp, write_json
+from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
+from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
+from qerl.bench.shapes import SHAPES, model_config, write_shape
+from qerl.progress import configure_logging
+
+#: Most tokens of a prompt and what follows it.
+_LONGEST = 2048
+#: What vLLM says, as a mere ValueError, where weights leave no room for the cache.
+_NO_ROOM = ("No available memory for the cache blocks", "larger than the available KV cache memory")
 
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
@@ -48,86 +57,109 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _engine(folder: Path, arguments: argparse.Namespace) -> tuple[Any, Any]:
+def _checkpoint(folder: Path, job: Job) -> dict[str, str]:
+    """Write what vLLM loads to `folder`; returns how it loads it."""
+    if job.weights == "nf4":
+        write_shape(folder, job.size, "bf16", TEXTS)
+        return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config(job.size, job.weights)))
+    return {"load_format": "dummy"}
+
+
+def _engine(folder: Path, job: Job, sequences: list[int]) -> tuple[Any, Any]:
     """The engine, and the adapter's request or None."""
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    (folder / "config.json").write_text(json.dumps(model_config(arguments.size, arguments.weights)))
-    lora = {"enable_lora": True, "max_lora_rank": max(8, arguments.rank), "max_loras": 1} if arguments.rank else {}
+    model, adapter = folder / "model", folder / "adapter"
+    loading = _checkpoint(model, job)
+    lora = {"enable_lora": True, "max_lora_rank": max(8, job.rank), "max_loras": 1} if job.rank else {}
     engine = LLM(
-        model=str(folder),
+        model=str(model),
         skip_tokenizer_init=True,
-        load_format="dummy",
         dtype="bfloat16",
-        max_model_len=2048,
+        max_model_len=_LONGEST,
         gpu_memory_utilization=0.85,
-        max_num_seqs=max(arguments.sequences),
-        compilation_config={"cudagraph_capture_sizes": sorted(arguments.sequences)},
+        max_num_seqs=max(sequences),
+        compilation_config={"cudagraph_capture_sizes": sorted(set(sequences))},
         enable_prefix_caching=False,
+        **loading,
         **lora,
     )
-    if not arguments.rank:
+    if not job.rank:
         return engine, None
-    adapter = folder / "adapter"
     adapter.mkdir()
-    _write_adapter(adapter, arguments.size, arguments.rank)
+    _write_adapter(adapter, job.size, job.rank)
     return engine, LoRARequest("adapter", 1, str(adapter))
 
 
-def _measure(engine: Any, request: Any, sequences: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    from vllm import SamplingParams
+def _load(folder: Path, job: Job, sequences: list[int]) -> Measure:
+    """What measures; OutOfMemoryError also where vLLM has room for the weights and none for its cache."""
+    # One process: the engine's work is then what this process waits for.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        engine, request = _engine(folder, job, sequences)
+    except ValueError as error:
+        if any(text in str(error) for text in _NO_ROOM):
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
+        raise
+    return lambda count: _measure(engine, request, job, count)
 
-    def seconds(count: int, round_: int) -> float:
-        numbers = np.random.default_rng([sequences, round_]).integers(1000, 100000, size=(sequences, arguments.prompt))
-        params = SamplingParams(temperature=1.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": row} for row in numbers.tolist()]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.generate(prompts, params, lora_request=request, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
 
-    seconds(4, 0)
-    prompts = min(seconds(1, 100 + i) for i in range(2))
-    samples = [seconds(arguments.tokens + 1, 1 + i) - prompts for i in range(REPEATS)]
-    return {
-        "sequences": sequences,
-        "samples": [sequences * arguments.tokens / taken for taken in samples],
-        "step_ms": 1e3 * median(samples) / arguments.tokens,
-        "prompt_seconds": prompts,
+def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, Any]:
+    """Figures of a point. The peak is None: vLLM takes a set share of the GPU, whatever it needs."""
+    import vllm
+
+    def draw(prompts: list[list[int]], count: int, _: int) -> int:
+        params = vllm.SamplingParams(
+            temperature=1.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
+        )
+        texts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = engine.generate(texts, params, lora_request=request, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    figures = timed(draw, sequences, job.prompt, job.tokens)
+    sampler = f"vLLM {vllm.__version__}"
+    return figures | {
+        "sampler": f"{sampler}, bitsandbytes" if job.weights == "nf4" else sampler,
+        "peak_memory_bytes": None,
+        "weight_bytes": engine.apply_model(_weight_bytes)[0],
     }
 
 
-def main() -> None:
-    """Time one policy and write the samples, after each batch size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--size", default="7B")
-    parser.add_argument("--weights", default="nvfp4", choices=("bf16", "nvfp4"))
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=256)
-    arguments = parser.parse_args()
-    # One process: the engine's work is then what this process waits for.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import vllm
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of vLLM's weights; scales of bitsandbytes hang on the parameters. The adapter isn't counted."""
+    parameters = [*model.parameters()]
+    states = [state for one in parameters for state in getattr(one, "bnb_quant_state", {}).values()]
+    return nbytes([*parameters, *(state.absmax for state in states)])
 
-    label = {"size": arguments.size, "weights": arguments.weights, "rank": arguments.rank}
-    points = []
+
+def main(
+    out: Path,
+    size: str = "7B",
+    weights: str = "nvfp4",
+    rank: int = 16,
+    sequences: Annotated[list[int] | None, typer.Option()] = None,
+    prompt: int = PROMPT,
+    tokens: int = TOKENS,
+) -> None:
+    """Measure each of `sequences` (1 to 256 by default) that OUT hasn't, and write it after each.
+
+    `weights`: bf16, nf4 or nvfp4; rank 0: no adapter.
+    """
+    if weights == "mxfp4":
+        raise typer.BadParameter("vLLM isn't timed on mxfp4, which random weights are not written in; use nvfp4")
+    if weights not in ("bf16", "nf4", "nvfp4"):
+        raise typer.BadParameter(f"weights are bf16, nf4 or nvfp4, not {weights}")
+    if prompt + tokens + 1 > _LONGEST:
+        raise typer.BadParameter(f"a prompt and its tokens are {_LONGEST - 1} at most")
+    job = Job("vllm", shape_name(size), weights, rank, prompt, tokens)
+    wanted = sequences or list(SEQUENCES)
     with TemporaryDirectory() as folder:
-        engine, request = _engine(Path(folder), arguments)
-        for sequences in arguments.sequences:
-            points.append(
-                label | _measure(engine, request, sequences, arguments) | {"sampler": f"vLLM {vllm.__version__}"}
-            )
-            print(f"{label} {sequences}: {median(points[-1]['samples']):.1f} tok/s", flush=True)
-            write_json(
-                arguments.out,
-                {"prompt": arguments.prompt, "tokens": arguments.tokens, "points": points, "provenance": stamp()},
-            )
+        DecodePoints(out, job).run(wanted, lambda: _load(Path(folder), job, wanted))
 
 
 if __name__ == "__main__":
-    main()
+    configure_logging()
+    typer.run(main)

@@ -1,0 +1,137 @@
+"""Decode speed of transformers' generate with PEFT, and bitsandbytes for NF4: what QLoRA's users run.
+
+    python -m qerl.bench.decode_hf OUT.json --size 7B --weights nf4 --rank 16 --sequences 1 --sequences 32
+
+NF4 has no double quantization, which is the faster way, and products in bfloat16. The adapter, in bfloat16 too, is on
+all seven projections. Weights are random and never touch the disk: each layer is quantized by bitsandbytes as it is
+made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import bitsandbytes
+import torch
+import transformers
+import typer
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+
+from qerl.bench.decode import empty_model, fill_model, random_weight
+from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
+from qerl.bench.grpo_step_work import nbytes, shape_name
+from qerl.bench.qwen_files import END, END_OF_TEXT, IDS
+from qerl.config import AdapterSettings
+from qerl.models.policy import choose_device
+from qerl.progress import configure_logging
+
+
+def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """A shape with random weights, bf16 or nf4, and an adapter of `rank` in place."""
+    torch.manual_seed(seed)
+    lm = empty_model(size)
+    if weights == "nf4":
+        _fill_nf4(lm, device)
+    fill_model(lm, device)
+    if rank:
+        get_peft_model(lm, _lora_config(rank))
+        for name, parameter in lm.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(lm.dtype)
+    return lm.eval().requires_grad_(False)
+
+
+def _lora_config(rank: int) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=AdapterSettings().targets, task_type="CAUSAL_LM")
+
+
+def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:
+    """Put bitsandbytes' layers in, as transformers does, and quantize random weights one by one."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=False,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    quantizer = AutoHfQuantizer.from_config(config)
+    quantizer.preprocess_model(lm, device_map=None)
+    for layer in _nf4_layers(lm):
+        dense = random_weight((layer.out_features, layer.in_features), device)
+        weight: Any = bitsandbytes.nn.Params4bit(dense, compress_statistics=False, quant_type="nf4", module=layer)
+        layer.weight = weight.to(device)
+    quantizer.postprocess_model(lm)
+
+
+def _nf4_layers(lm: nn.Module) -> list[Any]:
+    return [layer for layer in lm.modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)]
+
+
+def weight_bytes(lm: nn.Module) -> int:
+    """Bytes of all weights as they are held, NF4's scales and the adapter included."""
+    scales = [layer.weight.quant_state.absmax for layer in _nf4_layers(lm)]
+    return nbytes([*lm.parameters(), *lm.buffers(), *scales])
+
+
+def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
+    """Figures of a point: `timed`, who samples, and bytes of the weights."""
+
+    def draw(prompts: list[list[int]], count: int, seed: int) -> int:
+        torch.manual_seed(seed)
+        ids = torch.tensor(prompts, device=lm.device)
+        mask = torch.ones_like(ids)
+        drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
+        return drawn[:, prompt:].numel()
+
+    figures = timed(draw, sequences, prompt, tokens)
+    sampler = f"transformers {transformers.__version__}"
+    if weights == "nf4":
+        sampler += f", bitsandbytes {bitsandbytes.__version__}"
+    return figures | {"sampler": sampler, "weight_bytes": weight_bytes(lm)}
+
+
+def _sampling(count: int) -> GenerationConfig:
+    """Exactly `count` tokens at temperature 1: the end of text isn't drawn before."""
+    return GenerationConfig(
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=IDS[END],
+        pad_token_id=IDS[END_OF_TEXT],
+    )
+
+
+def main(
+    out: Path,
+    size: str = "7B",
+    weights: str = "nf4",
+    rank: int = 16,
+    sequences: Annotated[list[int] | None, typer.Option()] = None,
+    prompt: int = PROMPT,
+    tokens: int = TOKENS,
+) -> None:
+    """Measure each of `sequences` (1 to 256 by default) that OUT hasn't, and write it after each.
+
+    `weights`: bf16 or nf4; rank 0: no adapter.
+    """
+    if weights not in ("bf16", "nf4"):
+        raise typer.BadParameter(f"weights are bf16 or nf4, not {weights}")
+    size = shape_name(size)
+
+    def load() -> Measure:
+        lm = random_model(size, weights, rank, choose_device())
+        return lambda count: measure(lm, weights, count, prompt, tokens)
+
+    job = Job("transformers", size, weights, rank, prompt, tokens)
+    DecodePoints(out, job).run(sequences or SEQUENCES, load)
+
+
+if __name__ == "__main__":
+    configure_logging()
+    typer.run(main)

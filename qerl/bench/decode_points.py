@@ -1,0 +1,180 @@
+"""Points of decode speed: what the scripts of the engines (`qerl.bench.decode*`) share, and the file that they write.
+
+A job is one engine, shape, weights and rank; a point is a number of sequences. A job goes on where its file ends.
+Decoded tokens a second are those of n + 1 tokens less one, so that prompts don't count.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from qerl.bench.ceilings import ceilings, gpu_state
+from qerl.config import ConfigError
+from qerl.measure import peak_memory_bytes, reset_peak_memory, seconds
+from qerl.models.policy import choose_device
+from qerl.progress import log, track
+from qerl.provenance import check_writable, machine, stamp, write_json
+from qerl.rl.failures import OUT_OF_MEMORY
+
+T = TypeVar("T")
+
+#: Sequences, tokens of a prompt and decoded tokens, unless asked for otherwise.
+SEQUENCES = (1, 8, 32, 64, 128, 256)
+PROMPT = 128
+TOKENS = 256
+#: Timed runs of a point.
+REPEATS = 3
+_NO_MEMORY = "out of memory"
+#: Token ids that every shape's vocabulary has, none of them special.
+_IDS = (1000, 100000)
+
+#: Continues prompts, all of one length, by so many tokens each, with a seed; returns how many it drew in all.
+Draw = Callable[[list[list[int]], int, int], int]
+#: Figures of a point from its number of sequences.
+Measure = Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured at several numbers of sequences; `prompt` and `tokens` (decoded) are of each sequence."""
+
+    engine: str
+    size: str
+    weights: str
+    rank: int
+    prompt: int
+    tokens: int
+
+
+class DecodePoints:
+    """The points of a job in its file, which is rewritten after each.
+
+    Ceilings, the GPU's state and the stamp are those of the last call that measured anything.
+    """
+
+    def __init__(self, out: Path, job: Job) -> None:
+        """Take up the file if there is one; ConfigError where another job or another machine wrote it."""
+        check_writable(out)
+        self.out = out
+        self.job = job
+        self.result: dict[str, Any] = _read(out, job) if out.exists() else {"bench": "decode", **asdict(job)}
+        self.points: list[dict[str, Any]] = self.result.pop("points", [])
+        self.result.pop("provenance", None)
+
+    def missing(self, sequences: Sequence[int]) -> list[int]:
+        """Those numbers of sequences that have no point yet."""
+        there = {point["sequences"] for point in self.points}
+        return [count for count in dict.fromkeys(sequences) if count not in there]
+
+    def note(self, **values: Any) -> None:
+        """Keep `values` beside the points."""
+        self.result |= values
+
+    def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
+        """Measure the points that are missing; `load` makes what measures, and isn't called where none is.
+
+        A point that runs out of memory is a row, and so are all where `load` does.
+        """
+        missing = self.missing(sequences)
+        if not missing:
+            log.info("%s has all points; delete it to measure them again", self.out)
+            return
+        self.note(ceilings=ceilings(choose_device()))
+        self.note(gpu={"before": gpu_state(), "after": None} if torch.cuda.is_available() else None)
+        self._write()
+        measure = _unless_out_of_memory(load)
+        for count in track(missing, len(missing), "points"):
+            self._record(count, measure)
+
+    def _record(self, sequences: int, measure: Measure | None) -> None:
+        reset_peak_memory()
+        figures = _unless_out_of_memory(lambda: _with_peak(measure(sequences))) if measure else None
+        point = {"sequences": sequences, "status": "ok", **figures} if figures else _failed(sequences)
+        self.points.append(point)
+        self.points.sort(key=lambda point: point["sequences"])
+        if self.result["gpu"]:
+            self.result["gpu"]["after"] = gpu_state()
+        self._write()
+        speed = f"{median(point['samples']):.1f} tokens a second" if point["samples"] else point["status"]
+        log.info("%s, %d sequences: %s", self.job, sequences, speed)
+
+    def _write(self) -> None:
+        write_json(self.out, self.result | {"points": self.points, "provenance": stamp()})
+
+
+def _read(out: Path, job: Job) -> dict[str, Any]:
+    again = "delete it, or name another file"
+    try:
+        result = json.loads(out.read_text())
+        of_machine = result["provenance"]["machine"]["label"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{out} is no file of decode speeds; {again}") from None
+    wanted = {"bench": "decode", **asdict(job)}
+    for name, value in wanted.items():
+        if result.get(name) != value:
+            raise ConfigError(f"{out} has points of {name}={result.get(name)}, not {value}; {again}")
+    if of_machine != machine()["label"]:
+        raise ConfigError(f"{out} has points of another machine, {of_machine}; {again}")
+    return result
+
+
+def _failed(sequences: int) -> dict[str, Any]:
+    names = ("prompt_seconds", "sampler", "peak_memory_bytes", "weight_bytes")
+    return {"sequences": sequences, "status": _NO_MEMORY, "samples": [], **dict.fromkeys(names)}
+
+
+def _with_peak(figures: dict[str, Any]) -> dict[str, Any]:
+    """With the peak of memory, unless the figures have one: an engine that takes a set share tells None."""
+    return {"peak_memory_bytes": peak_memory_bytes()} | figures
+
+
+def _unless_out_of_memory(action: Callable[[], T]) -> T | None:
+    """What `action` returns; None where memory runs out, with what it held given back."""
+    try:
+        return action()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        log.warning("%s: %s", _NO_MEMORY, str(error))  # not the error, which a log may keep
+    # By now the error is gone, and the frames that held tensors with it.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
+    """Samples of decoded tokens a second, prompts' time taken off, and that time (the least of two)."""
+
+    def taken(count: int, round_: int) -> float:
+        prompts = np.random.default_rng([sequences, round_]).integers(*_IDS, size=(sequences, prompt)).tolist()
+        with seconds() as elapsed:
+            drawn = draw(prompts, count, round_)
+        if drawn != sequences * count:
+            raise RuntimeError(f"{drawn} tokens were drawn instead of {sequences * count}: their time says nothing")
+        return elapsed.value
+
+    taken(tokens + 1, 0)
+    prompts = min(taken(1, 100 + i) for i in range(2))
+    decoding = [taken(tokens + 1, 1 + i) - prompts for i in range(REPEATS)]
+    if min(decoding) <= 0:
+        raise RuntimeError(f"{tokens} tokens take no longer than the prompts' own time varies; decode more of them")
+    return {"samples": [sequences * tokens / one for one in decoding], "prompt_seconds": prompts}

@@ -1,0 +1,279 @@
+"""The measurements of decode speed on a tiny shape, and their file."""
+
+import json
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.bench import decode, decode_hf, decode_points, decode_vllm
+from qerl.bench.ceilings import ceilings, gpu_state, parse_state
+from qerl.config import ConfigError
+from qerl.measure import Seconds
+
+WORK = {"size": "TINY", "rank": 4, "prompt": 4, "tokens": 5}
+SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
+NAMES = {"bench", "engine", "size", "weights", "rank", "prompt", "tokens", "ceilings", "gpu", "points", "provenance"}
+POINT = {"sequences", "status", "samples", "prompt_seconds", "sampler", "peak_memory_bytes", "weight_bytes"}
+#: Weights of q and o, k and v, gate, up and down in both blocks.
+PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+def read(out):
+    return json.loads(out.read_text())
+
+
+def assert_job(result, engine, weights, sequences):
+    """Of a measurement that went well."""
+    assert result["bench"] == "decode"
+    assert result.items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
+    assert (result["ceilings"] is None, result["gpu"] is None) == (not GPU, not GPU)
+    assert result["provenance"]["commit"] == "test"
+    assert [point["sequences"] for point in result["points"]] == sequences
+    for point in result["points"]:
+        assert set(point) == POINT
+        assert point["status"] == "ok"
+        assert len(point["samples"]) == 3
+        assert min(point["samples"]) > 0
+        assert point["prompt_seconds"] > 0
+        assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
+def test_a_job_of_the_native_engine(tmp_path, weights):
+    out = tmp_path / "out.json"
+    decode.main(out, weights=weights, sequences=[1], **WORK)
+    result = read(out)
+    assert set(result) == NAMES | {"sync_seconds"}
+    assert_job(result, "native", weights, [1])
+    assert len(result["sync_seconds"]) == 20
+    assert ("bfloat16" if weights == "bf16" else weights) in result["points"][0]["sampler"]
+
+
+def test_a_job_goes_on_where_its_file_ends(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    decode.main(out, sequences=[2], **WORK)
+    first = read(out)["points"]
+    decode.main(out, sequences=[2, 1, 2], **WORK)
+    assert_job(read(out), "native", "nvfp4", [1, 2])
+    assert read(out)["points"][1:] == first
+    text = out.read_text()
+    monkeypatch.setattr(decode, "random_policy", None)
+    decode.main(out, sequences=[1, 2], **WORK)
+    assert out.read_text() == text
+
+
+def job(**other):
+    values = {"engine": "native", "size": "7B", "weights": "nvfp4", "rank": 16, "prompt": 128, "tokens": 256}
+    return decode_points.Job(**values | other)
+
+
+def figures(sequences):
+    return {"samples": [10.0 * sequences], "prompt_seconds": 1.0, "sampler": "s", "weight_bytes": 1}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file with a point of one sequence."""
+    out = tmp_path_factory.mktemp("written") / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        decode_points.DecodePoints(out, job()).run([1], lambda: figures)
+    return out
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"engine": "vllm"}, {"size": "3B"}, {"weights": "nf4"}, {"rank": 0}, {"prompt": 64}, {"tokens": 64}],
+    ids=lambda other: next(iter(other)),
+)
+def test_points_of_other_settings_are_refused(written, other):
+    [(name, value)] = other.items()
+    with pytest.raises(ConfigError, match=rf"{written} has points of {name}=.*, not {value}; delete it"):
+        decode_points.DecodePoints(written, job(**other))
+    assert decode_points.DecodePoints(written, job()).missing([1, 8]) == [8]
+
+
+def test_points_of_another_machine_are_refused(tmp_path, written):
+    out, result = tmp_path / "out.json", read(written)
+    result["provenance"]["machine"]["label"] = "8x another GPU"
+    out.write_text(json.dumps(result))
+    with pytest.raises(ConfigError, match="another machine, 8x another GPU; delete it"):
+        decode_points.DecodePoints(out, job())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"points": []}'])
+def test_another_file_is_refused(tmp_path, text):
+    out = tmp_path / "out.json"
+    out.write_text(text)
+    with pytest.raises(ConfigError, match=rf"{out} is no file of decode speeds; delete it"):
+        decode_points.DecodePoints(out, job())
+
+
+def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
+    """The native engine raises a sentence of its own from the error; what the point held is given back."""
+    out, held, measure = tmp_path / "out.json", [], decode.measure
+
+    def scarce(policy, sequences, *sizes):
+        if sequences == 1:
+            return measure(policy, sequences, *sizes)
+        tensor = torch.zeros(8)
+        held.append(weakref.ref(tensor))
+        try:
+            raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
+        except torch.cuda.OutOfMemoryError as error:
+            if sequences == 3:
+                raise
+            raise RuntimeError("lower max_tokens") from error
+
+    monkeypatch.setattr(decode, "measure", scarce)
+    decode.main(out, sequences=[3, 2, 1], **WORK)
+    last, *failed = read(out)["points"]
+    assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
+        (2, "out of memory", []),
+        (3, "out of memory", []),
+    ]
+    assert all(set(point) == POINT for point in failed)
+    assert (last["sequences"], last["status"], len(last["samples"])) == (1, "ok", 3)
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_weights_that_do_not_fit_are_rows_that_stay(tmp_path):
+    out = tmp_path / "out.json"
+
+    def load():
+        raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
+
+    decode_points.DecodePoints(out, job()).run([8, 1], load)
+    assert [(point["sequences"], point["status"]) for point in read(out)["points"]] == [
+        (1, "out of memory"),
+        (8, "out of memory"),
+    ]
+    assert decode_points.DecodePoints(out, job()).missing([1, 8]) == []
+
+
+def test_another_error_is_no_row(tmp_path):
+    def measure(sequences):
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        decode_points.DecodePoints(tmp_path / "out.json", job()).run([1], lambda: measure)
+    assert read(tmp_path / "out.json")["points"] == []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only `draw` moves: 2 s for the prompts with their first token, 0.25 s for each further one."""
+    now = [0.0]
+
+    @contextmanager
+    def seconds():
+        taken, start = Seconds(), now[0]
+        yield taken
+        taken.value = now[0] - start
+
+    def draw(prompts, count, seed):
+        now[0] += 2.0 + 0.25 * (count - 1)
+        return len(prompts) * count
+
+    monkeypatch.setattr(decode_points, "seconds", seconds)
+    return draw
+
+
+def test_prompts_do_not_count(clock):
+    lengths = set()
+
+    def draw(prompts, count, seed):
+        lengths.update((len(prompts), len(prompt)) for prompt in prompts)
+        return clock(prompts, count, seed)
+
+    assert decode_points.timed(draw, 6, 10, 5) == {"samples": [24.0] * 3, "prompt_seconds": 2.0}
+    assert lengths == {(6, 10)}
+
+
+def test_work_that_was_not_done_is_not_timed(clock):
+    with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
+        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5)
+
+
+def test_time_within_that_of_the_prompts_is_no_speed(clock):
+    with pytest.raises(RuntimeError, match="decode more of them"):
+        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nf4"])
+def test_a_job_of_transformers(tmp_path, weights):
+    out = tmp_path / "out.json"
+    decode_hf.main(out, weights=weights, sequences=[2], **WORK)
+    result = read(out)
+    assert set(result) == NAMES
+    assert_job(result, "transformers", weights, [2])
+    assert ("bitsandbytes" in result["points"][0]["sampler"]) == (weights == "nf4")
+
+
+def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
+    cpu = torch.device("cpu")
+    dense, nf4 = (decode_hf.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
+    # Half a byte a weight and a float32 scale for 64, instead of two bytes.
+    saved = PROJECTIONS * 2 - PROJECTIONS // 2 - 4 * PROJECTIONS // 64
+    assert decode_hf.weight_bytes(dense) - decode_hf.weight_bytes(nf4) == saved
+    adapted = decode_hf.random_model("tiny", "nf4", 4, cpu)
+    adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
+    assert decode_hf.weight_bytes(adapted) - decode_hf.weight_bytes(nf4) == 2 * adapter
+    layer = adapted.model.layers[0].mlp.down_proj.base_layer.weight
+    assert layer.quant_state.quant_type == "nf4"
+    assert not layer.quant_state.nested
+
+
+def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
+    loading = {}
+    for weights in ("bf16", "nvfp4", "nf4"):
+        loading[weights] = decode_vllm._checkpoint(tmp_path / weights, job(size="tiny", weights=weights))
+    assert loading["bf16"] == loading["nvfp4"] == {"load_format": "dummy"}
+    assert loading["nf4"] == {"load_format": "bitsandbytes", "quantization": "bitsandbytes"}
+    config = AutoConfig.from_pretrained(tmp_path / "nf4")
+    assert not hasattr(config, "quantization_config")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
+    assert dense.dtype == torch.bfloat16
+    assert dense.model.layers[1].mlp.down_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
+    def engine(*_):
+        raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
+
+    monkeypatch.setattr(decode_vllm, "_engine", engine)
+    decode_vllm.main(tmp_path / "out.json", sequences=[1], **WORK)
+    [point] = read(tmp_path / "out.json")["points"]
+    assert point["status"] == "out of memory"
+
+
+@pytest.mark.parametrize(("weights", "fix"), [("mxfp4", "use nvfp4"), ("fp8", "bf16, nf4 or nvfp4")])
+def test_vllm_is_not_timed_on_what_it_can_not_fill(tmp_path, weights, fix):
+    with pytest.raises(typer.BadParameter, match=fix):
+        decode_vllm.main(tmp_path / "out.json", weights=weights)
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_a_cpu_has_neither_ceilings_nor_state():
+    assert ceilings(torch.device("cpu")) is None
+    assert gpu_state() is None
+
+
+def test_figures_that_a_driver_does_not_tell_are_none():
+    assert parse_state("1980, 3201, 40, 305.61\n") == {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "celsius": 40.0,
+        "watts": 305.61,
+    }
+    assert parse_state("1980, 3201, 40, [N/A]\n")["watts"] is None
