@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import ceilings, gpu_state
-from qerl.config import ConfigError
+from qerl.config import ConfigError, DecodeGrid
 from qerl.measure import peak_memory_bytes, reset_peak_memory, seconds
 from qerl.models.policy import choose_device
 from qerl.progress import log, track
@@ -27,10 +27,8 @@ from qerl.rl.failures import OUT_OF_MEMORY
 
 T = TypeVar("T")
 
-#: Sequences, tokens of a prompt and decoded tokens, unless asked for otherwise.
-SEQUENCES = (1, 8, 32, 64, 128, 256)
-PROMPT = 128
-TOKENS = 256
+#: Sequences, tokens of a prompt and decoded tokens, unless asked for otherwise: those of the grid.
+SEQUENCES, PROMPT, TOKENS = (DecodeGrid.model_fields[name].default for name in ("sequences", "prompt", "tokens"))
 #: Timed runs of a point.
 REPEATS = 3
 _NO_MEMORY = "out of memory"

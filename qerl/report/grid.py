@@ -127,7 +127,7 @@ class GrpoStep(Stored):
     sampler: str = ""
     work: StepWork
     settings: StepSettings
-    steps: list[StepSeconds] = []
+    steps: tuple[StepSeconds, ...] = ()
     memory: StepMemory | None = None
     provenance: Provenance
 

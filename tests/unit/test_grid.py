@@ -1,6 +1,8 @@
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -48,6 +50,7 @@ def step_file(root: Path, system: str, size: str, seconds: list[float], recomput
     memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "parts": parts}
     value = {
         "bench": "grpo_step",
+        "status": "ok",
         "system": system,
         "sampler": "any",
         "work": work,
@@ -183,8 +186,8 @@ def test_machines_are_told_but_not_compared(tmp_path):
         decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
     ]
-    grid.write_all(files, [], tmp_path / "out")
-    assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B.md").read_text()
+    grid.write_all(files, tmp_path / "out")
+    assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
     rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "against vLLM")
     assert rows["NVFP4"]["1"] == "different machines"
 
@@ -210,18 +213,18 @@ def test_steps_by_hand(tmp_path):
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
-    grid.write_all(files, steps, out)
-    tables = {"decode-7B", "floor-7B", "ratio-7B", "crossover", "memory", "steps"}
-    figures = {"decode-rank16", "crossover-rank16"}
+    grid.write_all([*files, *steps], out)
+    tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")} | {"memory", "steps"}
+    figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png")}
     assert {path.name for path in out.iterdir()} == wanted
-    text = (out / "decode-7B.md").read_text()
+    text = (out / "decode-7B-128x256.md").read_text()
     assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
     assert "prompts of 128 tokens, 256 decoded" in text
     assert f"Commit: {PROVENANCE['commit'][:12]}" in text
-    assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B.md").read_text()
-    assert pd.read_csv(out / "decode-7B.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
+    assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B-128x256.md").read_text()
+    assert pd.read_csv(out / "decode-7B-128x256.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
     memory = (out / "memory.md").read_text()
     assert "| weights (GB)" in memory
     assert "| KV cache (GB)" in memory
@@ -269,14 +272,32 @@ def test_sizes_are_panels(tmp_path, files):
     assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
 
 
-def test_no_files_is_one_sentence(tmp_path):
-    with pytest.raises(ResultError, match="there are no decode files"):
-        grid.load_points([])
-    with pytest.raises(ResultError, match="there are no files of GRPO steps"):
+def test_no_points_is_one_sentence(tmp_path):
+    started = decode_file(tmp_path, "native", "nvfp4", {})
+    for files in ([], [started]):
+        with pytest.raises(ResultError, match="no points of decode speed yet; `qerl grid`"):
+            grid.write_all(files, tmp_path / "out")
+    with pytest.raises(ResultError, match="no GRPO steps yet"):
         grid.load_steps([])
-    with pytest.raises(ResultError, match="no decode files and no files of GRPO steps"):
-        grid.write_all([], [], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_job_that_has_only_started_is_left_out(tmp_path):
+    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}), decode_file(tmp_path, "vllm", "nvfp4", {})]
+    assert list(grid.load_points(files)["engine"]) == ["native"]
+
+
+def test_a_step_that_failed_is_a_row(tmp_path):
+    file = step_file(tmp_path, "ours", "32B", [], True, rest=1.0)
+    told = json.loads(file.read_text()) | {"status": "out of memory"}
+    told["settings"]["memory_gb"] = 24.0
+    write_json(file, {key: value for key, value in told.items() if key not in ("steps", "memory", "sampler")})
+    files = [step_file(tmp_path, "ours", "7B", [2.0], True, rest=1.0), file]
+    grid.write_all(files, tmp_path / "out")
+    rows = rows_of(grid.step_table(grid.load_steps(files)), "size")
+    assert (rows["32B"]["status"], rows["32B"]["cap"], rows["7B"]["step_seconds"]) == ("out of memory", "24 GB", 2.0)
+    assert np.isnan(rows["32B"]["step_seconds"])
+    assert "out of memory" in (tmp_path / "out/memory.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -311,10 +332,12 @@ def test_a_point_measured_twice_is_refused(tmp_path):
         grid.load_points(files)
 
 
-def test_lengths_that_differ_are_refused(tmp_path):
+def test_other_lengths_are_other_tables(tmp_path):
     files = [
         decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}),
         decode_file(tmp_path, "vllm", "nvfp4", {8: [1.0]}, tokens=512),
     ]
-    with pytest.raises(ResultError, match=r"points of 7B had 128 \+ 256 and 128 \+ 512 tokens"):
-        grid.load_points(files)
+    grid.write_all(files, tmp_path / "out")
+    for engine, lengths in (("native", "128x256"), ("vllm", "128x512")):
+        text = (tmp_path / f"out/decode-7B-{lengths}.md").read_text()
+        assert [name for name in ("native", "vLLM", "vllm") if f"| {name}" in text] == [engine]
