@@ -19,6 +19,7 @@ from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, 
 from qerl.bench.shapes import SHAPES
 from qerl.config import WeightFormat
 from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
+from qerl.report.grid_paper import write_paper_tables
 from qerl.report.intervals import ratio_interval
 from qerl.report.results import ResultError, read
 from qerl.report.shapes import OK, Measured, Provenance, Stored
@@ -65,6 +66,7 @@ class DecodePoint(Measured):
     """One number of sequences, samples in decoded tokens a second."""
 
     sequences: int
+    prompt_seconds: float | None = None
 
 
 class Decode(Stored):
@@ -169,6 +171,7 @@ def _point_rows(job: Decode) -> Iterator[dict[str, Any]]:
             "sequences": point.sequences,
             "status": point.status,
             "samples": point.samples,
+            "prompt_seconds": point.prompt_seconds,
             "tokens_per_second": middle,
             "tokens_per_second_p25": low,
             "tokens_per_second_p75": high,
@@ -362,7 +365,7 @@ def write_all(files: Sequence[Path], out: Path) -> None:
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, with figures decode-rank<rank>-<lengths> and
     crossover-rank<rank>-<lengths>, lengths as in 128x256; steps, memory. Tables without a row are left out. ResultError
-    without any file.
+    without any file. Of points at the paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
     decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
@@ -370,6 +373,7 @@ def write_all(files: Sequence[Path], out: Path) -> None:
         points = load_points(decode)
         for lengths, group in points.groupby(_LENGTHS, sort=False):
             _write_decode(group, out, "{}x{}".format(*lengths))
+        write_paper_tables(points, out)
     if steps:
         _write_steps(load_steps(steps), out)
 

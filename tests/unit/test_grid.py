@@ -25,7 +25,14 @@ def decode_file(
     measured = [
         {"sequences": sequences, "status": told, "samples": [], "peak_memory_bytes": None}
         if isinstance(told, str)
-        else {"sequences": sequences, "status": "ok", "samples": told, "peak_memory_bytes": 12.5e9, "sampler": "any"}
+        else {
+            "sequences": sequences,
+            "status": "ok",
+            "samples": told,
+            "prompt_seconds": 2.048,
+            "peak_memory_bytes": 12.5e9,
+            "sampler": "any",
+        }
         for sequences, told in points.items()
     ]
     value = {
@@ -90,6 +97,7 @@ def test_a_point_by_hand(tmp_path):
         "sequences": 1,
         "status": "ok",
         "samples": [400.0, 500.0, 600.0],
+        "prompt_seconds": 2.048,
         "tokens_per_second": 500.0,
         "tokens_per_second_p25": 450.0,
         "tokens_per_second_p75": 550.0,
@@ -341,3 +349,26 @@ def test_other_lengths_are_other_tables(tmp_path):
     for engine, lengths in (("native", "128x256"), ("vllm", "128x512")):
         text = (tmp_path / f"out/decode-7B-{lengths}.md").read_text()
         assert [name for name in ("native", "vLLM", "vllm") if f"| {name}" in text] == [engine]
+
+
+def test_points_at_the_papers_lengths_stand_beside_its_numbers(tmp_path):
+    """Table 9 has 115.4 and 151.6 tokens/s for BF16 and NVFP4 on the 7B at rank 16: a ratio of 1.31.
+
+    Prompts take 2.048 s here: 2,048 tokens take 20.48 + 2.048 s at 100 tokens/s and 8.192 + 2.048 s at 250.
+    """
+    rates = {"bf16": {1: 100.0, 8: 800.0}, "nvfp4": {1: 250.0, 8: 1600.0}}
+    files = [
+        decode_file(tmp_path, "native", weights, {n: [rate] * 3 for n, rate in told.items()}, prompt=256, tokens=2048)
+        for weights, told in rates.items()
+    ]
+    grid.write_all(files, tmp_path / "out")
+    for reading, ratio in (("sequences", 22.528 / 10.24), ("prompts", 22.528 / 12.288)):
+        rows = pd.read_csv(tmp_path / f"out/table9-native-{reading}.csv").set_index(
+            ["metric", "model", "weights", "rank"]
+        )
+        ours = rows.loc[("rollout_speedup", "qwen2.5-7b", "nvfp4", 16)]
+        assert (float(ours["printed"]), ours["status"]) == (1.31, "ok")
+        assert ours["ours"] == pytest.approx(ratio)
+        assert np.isnan(rows.loc[("rollout_rate", "qwen2.5-7b", "nvfp4", 16), "difference"])
+        assert "not run" in rows.loc[("rollout_rate", "qwen2.5-14b", "nvfp4", 16), "status"]
+    assert not (tmp_path / "out/table9-vllm-sequences.csv").exists()
