@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
 from qerl.bench.grpo_step_work import shape_name
 from qerl.bench.shapes import model_config
+from qerl.bench.sizes import FUSED
 from qerl.config import AdapterSettings, NativeSettings
 from qerl.measure import seconds
 from qerl.models.policy import Policy, choose_device, lora_config, weight_bytes
@@ -30,8 +31,6 @@ from qerl.rl.aqn import make_noisy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 
-_FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("self_attn", ("o_proj",)), ("mlp", ("gate_proj", "up_proj")),
-          ("mlp", ("down_proj",)))  # fmt: skip
 #: Of the weights: logits near those of a trained model, and hidden states that neither die nor explode.
 _STD = 0.02
 WEIGHTS = ("bf16", *PACKED_FORMATS)
@@ -44,8 +43,8 @@ def random_policy(
     torch.manual_seed(seed)
     lm = empty_model(size)
     for layer in lm.model.layers:
-        for owner, names in _FUSED:
-            _fill_fused(layer.get_submodule(owner), names, weights, device)
+        for names in FUSED:
+            _fill_fused(layer, names, weights, device)
     fill_model(lm, device)
     make_noisy(lm)
     lm.requires_grad_(False)
@@ -86,9 +85,9 @@ def random_weight(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return (torch.randn(shape, device=device) * _STD).bfloat16()
 
 
-def _fill_fused(owner: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
+def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
     """Give the layers `names`, which run fused, weights; packed ones share a global scale."""
-    dense = [owner.get_submodule(name) for name in names]
+    dense = [block.get_submodule(name) for name in names]
     tensors = [random_weight(layer.weight.shape, device) for layer in dense]  # type: ignore[union-attr, arg-type]
     scale = nvfp4_global_scale(*tensors) if weights == "nvfp4" else None
     for name, layer, tensor in zip(names, dense, tensors, strict=True):
@@ -99,7 +98,7 @@ def _fill_fused(owner: nn.Module, names: Sequence[str], weights: str, device: to
             layer.bias = None if bias is None else nn.Parameter(bias)
         else:
             packed = quantize(tensor, weights, global_scale=scale)
-            setattr(owner, name, PackedLinear.from_packed(packed, bias))
+            block.set_submodule(name, PackedLinear.from_packed(packed, bias))
 
 
 def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from torch import nn
 
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
 from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
-from qerl.bench.shapes import SHAPES, model_config, write_shape
+from qerl.bench.shapes import model_config, write_shape
+from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.progress import configure_logging
 
 #: Most tokens of a prompt and what follows it.
@@ -34,26 +35,15 @@ _NO_ROOM = ("No available memory for the cache blocks", "larger than the availab
 
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
-    hidden, layers, heads, kv_heads, intermediate, _, _ = SHAPES[size]
-    narrow = hidden // heads * kv_heads
-    widths = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, narrow),
-        "self_attn.v_proj": (hidden, narrow),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (hidden, intermediate),
-        "mlp.up_proj": (hidden, intermediate),
-        "mlp.down_proj": (intermediate, hidden),
-    }
-    tensors = {}
-    for layer in range(layers):
-        for name, (inputs, outputs) in widths.items():
+    shapes, tensors = linear_shapes(size), {}
+    for layer in range(SHAPES[size][1]):
+        for name, (outputs, inputs) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs) * 0.01).bfloat16()
             tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank) * 0.01).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
-    config |= {"target_modules": [name.split(".")[-1] for name in widths], "base_model_name_or_path": "random"}
+    config |= {"target_modules": [name.split(".")[-1] for name in shapes], "base_model_name_or_path": "random"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

@@ -42,7 +42,8 @@ from qerl.bench.grpo_step_work import (
     text_reward,
     write_result,
 )
-from qerl.bench.shapes import SHAPES, write_shape
+from qerl.bench.shapes import write_shape
+from qerl.bench.sizes import SHAPES
 from qerl.config import AdapterSettings, ConfigError
 from qerl.measure import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.progress import configure_logging, log

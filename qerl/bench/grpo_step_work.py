@@ -18,7 +18,7 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from qerl.bench.shapes import SHAPES
+from qerl.bench.sizes import SHAPES
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.provenance import stamp, write_json

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qerl.bench.shapes import SHAPES
+from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.quant.formats import tensor_specs
 
 _BF16 = 2
@@ -21,21 +21,6 @@ class Ceilings:
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
-
-
-def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
-    """[out, in] of the seven projections of a block of `size` (a key of SHAPES)."""
-    hidden, _, heads, kv_heads, intermediate, _, _ = SHAPES[size]
-    narrow = hidden // heads * kv_heads
-    return {
-        "q_proj": (hidden, hidden),
-        "k_proj": (narrow, hidden),
-        "v_proj": (narrow, hidden),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (intermediate, hidden),
-        "up_proj": (intermediate, hidden),
-        "down_proj": (hidden, intermediate),
-    }
 
 
 def mean_context(prompt: int, tokens: int) -> float:
@@ -53,7 +38,7 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
     narrow = hidden // heads * kv_heads
     shapes = linear_shapes(size)
     norms = (2 * layers + 1) * hidden
-    biases = layers * sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj"))
+    biases = layers * sum(shapes[f"self_attn.{name}_proj"][0] for name in "qkv")
     return {
         "linear": float(layers * sum(_weight_bytes(weights, shape) for shape in shapes.values())),
         "adapter": float(_BF16 * _adapter_weights(size, rank)),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.bench.qwen_files import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
-from qerl.bench.sizes import SHAPES
+from qerl.bench.sizes import FUSED, SHAPES, linear_shapes
 from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX
 from qerl.quant.formats import nvfp4_global_scale, quantize, to_checkpoint
@@ -139,18 +139,9 @@ def _tensors(size: str, weights_format: str, generator: torch.Generator) -> Iter
 
 
 def _block(size: str, weights_format: str, generator: torch.Generator) -> dict[str, Tensor]:
-    hidden, _, heads, kv_heads, intermediate, _, _ = SHAPES[size]
-    narrow = hidden // heads * kv_heads
-    wide = (narrow, hidden)
-    fused = (
-        {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": wide, "self_attn.v_proj": wide},
-        {"self_attn.o_proj": (hidden, hidden)},
-        {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)},
-        {"mlp.down_proj": (hidden, intermediate)},
-    )
-    tensors = {}
-    for group in fused:
-        weights = {name: _normal(shape, generator) for name, shape in group.items()}
+    shapes, tensors = linear_shapes(size), {}
+    for group in FUSED:
+        weights = {name: _normal(shapes[name], generator) for name in group}
         scale = nvfp4_global_scale(*weights.values())
         for name, weight in weights.items():
             if weights_format == "bf16":
@@ -158,8 +149,9 @@ def _block(size: str, weights_format: str, generator: torch.Generator) -> dict[s
             else:
                 packed = to_checkpoint(quantize(weight, weights_format, global_scale=scale))
                 tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
-    for name, shape in fused[0].items():
-        tensors[f"{name}.bias"] = _normal(shape[:1], generator)
+    for name in FUSED[0]:
+        tensors[f"{name}.bias"] = _normal(shapes[name][:1], generator)
+    hidden = SHAPES[size][0]
     for name in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     return tensors

@@ -12,3 +12,26 @@ SHAPES = {
     "14B": (5120, 48, 40, 8, 13824, 152064, False),
     "32B": (5120, 64, 40, 8, 27648, 152064, False),
 }
+
+#: Projections that read the same input, which engines run as one product, in the order of a block.
+FUSED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """[out, in] of the seven projections of a block, in its order."""
+    hidden, _, heads, kv_heads, intermediate, _, _ = SHAPES[size]
+    narrow = hidden // heads * kv_heads
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (narrow, hidden),
+        "self_attn.v_proj": (narrow, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }

@@ -16,7 +16,7 @@ import pandas as pd
 from pydantic import AfterValidator
 
 from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, step_flops
-from qerl.bench.shapes import SHAPES
+from qerl.bench.sizes import SHAPES
 from qerl.config import WeightFormat
 from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
 from qerl.report.grid_paper import write_paper_tables

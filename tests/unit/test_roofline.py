@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qerl.bench import roofline
 from qerl.bench.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
-from qerl.bench.shapes import SHAPES, model_config
+from qerl.bench.shapes import model_config
+from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.config import AdapterSettings
 from qerl.models.policy import lora_config
 from qerl.quant.formats import bits_per_weight, quantize
@@ -94,7 +95,7 @@ def test_7b_by_hand():
     ("weights", "bits", "tables"), [("bf16", 16, 0), ("mxfp4", 4.25, 0), ("nf4", 4 + 8 / 64 + 32 / 64 / 256, 1e-4)]
 )
 def test_bits_a_weight_of_32b(weights, bits, tables):
-    weight_count = sum(rows * columns for rows, columns in roofline.linear_shapes("32B").values()) * 64
+    weight_count = sum(rows * columns for rows, columns in linear_shapes("32B").values()) * 64
     stored = byte_parts("32B", weights, 0, 1, 0)["linear"]
     assert 8 * stored / weight_count == pytest.approx(bits, rel=tables, abs=0)
 
