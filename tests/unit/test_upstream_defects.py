@@ -158,9 +158,9 @@ def test_defect_b_the_reward_compares_whole_numbers(base, tagged, tmp_path):
 def test_an_own_reward_is_logged_only_when_set(base, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "own_reward.py").write_text("def half(answer, problem): return 0.5")
+    (tmp_path / "half_reward.py").write_text("def half(answer, problem): return 0.5")
     plain = trainer(base, data, tmp_path / "a").collector.collect(1, 0).metrics
-    own = trainer(base, data, tmp_path / "b", reward={"function": "own_reward:half", "custom": 4.0})
+    own = trainer(base, data, tmp_path / "b", reward={"function": "half_reward:half", "custom": 4.0})
     metrics = own.collector.collect(1, 0).metrics
     assert "reward/custom" not in plain
     assert metrics["reward/custom"] == 0.5
