@@ -298,10 +298,10 @@ def lock(config: Path) -> None:
 @app.command(rich_help_panel=WORKFLOW)
 def grid(
     config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
-    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't measured.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` and how far they are."""
-    from qerl.bench.grid import jobs, state
+    from qerl.bench.grid import MISSING, jobs, state
     from qerl.report.summary import rich_table
 
     plan = _plan(config, None)
@@ -310,7 +310,7 @@ def grid(
     own = Path(plan.folder) / "points"
     states = {job: state(job, plan.config.shapes, own) for job in jobs(plan.config.shapes).values()}
     if missing:
-        typer.echo("\n".join(f"python -m {job.command} {own / job.file}" for job in states if states[job] == "missing"))
+        typer.echo("\n".join(f"python -m {job.command} {own / job.file}" for job in states if MISSING in states[job]))
     else:
         rows = pd.DataFrame({"job": [job.id for job in states], "state": list(states.values())})
         _console().print(rich_table(str(config), rows))

@@ -28,8 +28,8 @@ from qerl.bench.shapes import model_config, write_shape
 from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.progress import configure_logging
 
-#: Most tokens of a prompt and what follows it.
-_LONGEST = 2048
+#: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
+_LENGTH = 2048
 #: What vLLM says, as a mere ValueError, where weights leave no room for the cache.
 _NO_ROOM = ("No available memory for the cache blocks", "larger than the available KV cache memory")
 
@@ -69,7 +69,7 @@ def _engine(folder: Path, job: Job, sequences: list[int]) -> tuple[Any, Any]:
         model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=_LONGEST,
+        max_model_len=max(_LENGTH, job.prompt + job.tokens + 1),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
         compilation_config={"cudagraph_capture_sizes": sorted(set(sequences))},
@@ -142,8 +142,6 @@ def main(
         raise typer.BadParameter("vLLM isn't timed on mxfp4, which random weights are not written in; use nvfp4")
     if weights not in ("bf16", "nf4", "nvfp4"):
         raise typer.BadParameter(f"weights are bf16, nf4 or nvfp4, not {weights}")
-    if prompt + tokens + 1 > _LONGEST:
-        raise typer.BadParameter(f"a prompt and its tokens are {_LONGEST - 1} at most")
     job = Job("vllm", shape_name(size), weights, rank, prompt, tokens)
     wanted = sequences or list(SEQUENCES)
     with TemporaryDirectory() as folder:

@@ -14,6 +14,8 @@ from qerl.config import ConfigError, DecodeGrid, ShapesSettings, StepGrid
 
 _DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
 _STEP = {"qerl": "qerl.bench.grpo_step", "trl": "qerl.bench.grpo_step_trl"}
+#: In what `state` says of a job that isn't finished.
+MISSING = "missing"
 #: Formats that others than this project can't run, or not from random weights.
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
 
@@ -25,6 +27,8 @@ class Job:
     id: str
     module: str
     options: tuple[str, ...]
+    #: Of a decode job, a point each.
+    sequences: tuple[int, ...] = ()
 
     @property
     def file(self) -> str:
@@ -64,9 +68,10 @@ def state(job: Job, settings: ShapesSettings, own: Path) -> str:
     for folder, where in ((own, "measured"), (settings.samples, "committed")):
         file = folder / job.file
         if file.is_file():
-            points = json.loads(file.read_text()).get("points")
-            return where if points is None else f"{where}, {len(points)} points"
-    return "missing"
+            there = {point["sequences"] for point in json.loads(file.read_text()).get("points", [])}
+            left = [count for count in job.sequences if count not in there]
+            return f"{where}, {len(left)} of {len(job.sequences)} points {MISSING}" if left else where
+    return MISSING
 
 
 def _decodes(grid: DecodeGrid) -> Iterator[Job]:
@@ -75,7 +80,7 @@ def _decodes(grid: DecodeGrid) -> Iterator[Job]:
         options = {"size": size, "weights": weights, "rank": rank, "prompt": grid.prompt, "tokens": grid.tokens}
         sequences = [option for number in grid.sequences for option in ("--sequences", str(number))]
         id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompt}x{grid.tokens}"
-        yield Job(id, _DECODE[grid.engine], (*_options(options), *sequences))
+        yield Job(id, _DECODE[grid.engine], (*_options(options), *sequences), tuple(grid.sequences))
 
 
 def _steps(grid: StepGrid) -> Iterator[Job]:

@@ -73,10 +73,11 @@ def test_points_of_this_machine_come_before_committed_ones(tmp_path):
     for folder, files in ((own, names[1:2]), (committed, names[:2])):
         folder.mkdir()
         for name in files:
-            (folder / name).write_text(json.dumps({"points": [{}, {}]}))
+            points = [{"sequences": 1}, {"sequences": 2}][: 1 if folder == own else 2]
+            (folder / name).write_text(json.dumps({"points": points}))
     assert measured_files(settings, own) == [committed / names[0], own / names[1]]
     states = [state(job, settings, own) for job in jobs(settings).values()]
-    assert states == ["committed, 2 points", "measured, 2 points", "missing"]
+    assert states == ["committed", "measured, 1 of 2 points missing", "missing"]
 
 
 def test_the_committed_grid_is_whole():
