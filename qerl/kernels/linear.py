@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -40,22 +40,41 @@ class _Variant:
         return 256 if self.nt <= 8 else 128
 
     @property
-    def shared_bytes(self) -> int:
-        """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
-        stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-        exchanged = 4096 * min(self.nt, 2) if self.nt <= 4 else 0
-        return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
+    def few(self) -> bool:
+        """Rows, which two thread blocks of different layers share a multiprocessor for."""
+        return self.nt <= 4
+
+    def fitted(self, lora_columns: int) -> _Variant:
+        """With the most stages that leave memory for A x, `lora_columns` wide."""
+        room = _SHARED_BYTES - self._besides(lora_columns)
+        return replace(self, stages=max(1, min(self.stages, room // self._stage_bytes)))
+
+    def shared_bytes(self, lora_columns: int) -> int:
+        """Of a thread block."""
+        used = self.stages * self._stage_bytes + self._besides(lora_columns)
+        return max(used, _ALONE_BYTES if self.alone else 0)
+
+    @property
+    def _stage_bytes(self) -> int:
+        return layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
+
+    def _besides(self, lora_columns: int) -> int:
+        """What aligns the first stage, and with few rows the sums that warps exchange and A x."""
+        exchanged = 4096 * (2 if self.nt == 2 else 1)
+        return 1024 + (exchanged + 8 * self.nt * (2 * lora_columns + 32) if self.few else 0)
 
     @property
     def threads(self) -> int:
-        """Warps that multiply, one that copies, one or three for A x."""
-        return 32 * (8 + 1 + (1 if self.nt <= 4 else 3))
+        """Warps that multiply, one that copies, one or three for A x or its sums."""
+        return 32 * (8 + 1 + (1 if self.few else 3))
 
 
 #: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's
 #: block takes the place of one, two end up on another multiprocessor, and all wait for it: 28 % of a step at one
 #: sequence.
 _ALONE_BYTES = 116000
+#: That two thread blocks of different layers have each; a multiprocessor has 228 KiB, of which each takes 1 for itself.
+_SHARED_BYTES = 115200
 #: Stages of a thread block from which on a layer is large.
 _LARGE = 6
 #: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 32 rows a
@@ -71,12 +90,13 @@ _VARIANTS = (
 )
 #: What memory for sums holds until they are there, in the kernel's source too.
 _EMPTY = -1
-#: Into how many spans of columns A x is divided, by how many rows A has.
-_SPANS = (8, 40)
+#: Rows of A that a thread block takes at a time with few rows of x, and with many.
+_SHRINK_ROWS = (16, 32)
 _MOST_ROWS = 8 * _VARIANTS[-1][0].nt
 
 _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
+    a_map=ctypes.c_uint8 * 128,
     weights=_POINTER,
     x=_POINTER,
     out=_POINTER,
@@ -91,7 +111,7 @@ _Params = params_struct(
     lora_factor=ctypes.c_float * 3,
     part_end=ctypes.c_int * 3,
     **dict.fromkeys(
-        ("m", "rows", "columns", "rank", "parts", "mode", "scale_multiplier", "scale_offset", "row_blocks", "span"),
+        ("m", "rows", "columns", "rank", "parts", "mode", "scale_multiplier", "scale_offset", "row_blocks", "senders"),
         ctypes.c_int,
     ),
 )
@@ -179,34 +199,50 @@ class W4Linear:
                 raise ValueError("activations must be contiguous bfloat16")
         small, large = next((pair for pair in _VARIANTS if m <= 8 * pair[0].nt), _VARIANTS[-1])
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
+        width = len(self.tiles.parts) * self.rank
         variant = large if blocks >= _LARGE * self._workspace.processors else small
+        variant = variant.fitted(width) if variant.few else variant
         row_blocks = -(-m // (8 * variant.nt))
-        params = self._params(x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks)
         workers = min(self._workspace.processors // row_blocks, blocks)
+        params = self._params(
+            x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
+        )
         options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
-        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
-        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
+        shared_bytes = variant.shared_bytes(width)
+        function = load("w4a16.cu", "w4a16", options, shared_bytes, x.get_device())
+        launch(function, workers * row_blocks, variant.threads, shared_bytes, params)
 
-    def _params(self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int) -> ctypes.Structure:
+    def _senders(self, variant: _Variant, workers: int) -> int:
+        """Of sums of 16 rows of A x, at most; as in the kernel, units of A are divided among its thread blocks."""
+        rows, columns = _SHRINK_ROWS[not variant.few], layout.BLOCK_COLUMNS if variant.few else variant.columns
+        blocks = self.tiles.columns // columns
+        units = -(-len(self.tiles.parts) * self.rank // rows) * blocks
+        least = max(1, units // workers)  # units of a thread block
+        return (1 if variant.few else 2) * min(blocks, blocks // least + 2)
+
+    def _params(
+        self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int, workers: int
+    ) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get
-        row_tiles = parts * self.rank // 16
-        column_blocks = tiles.columns // layout.BLOCK_COLUMNS
-        most = min(max(self._workspace.processors // max(row_tiles, 1), _SPANS[0]), _SPANS[1])
-        span = -(-column_blocks // most)
-        spans = -(-column_blocks // span)
+        width = parts * self.rank
+        senders = self._senders(variant, workers)
         multiplier, offset = tiles.scale_decode
+        x_map = tensor_map(x, 8 * variant.nt, variant.columns)
+        a = self._a.flatten(0, 1)
+        shrunk = "shrunk, empty" if variant.few else "shrunk"
         ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
         return _Params(
-            x_map=tensor_map(x, 8 * variant.nt, variant.columns),
+            x_map=x_map,
+            a_map=tensor_map(a, _SHRINK_ROWS[1], variant.columns) if self.rank and not variant.few else x_map,
             weights=address(tiles.data),
             x=address(x),
             out=address(out),
             bias=address(self._bias),
             lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
-            shrunk=address(get("shrunk", x.shape[0] * parts * self.rank // 2)),
+            shrunk=address(get(shrunk, row_blocks * 4 * variant.nt * width, _EMPTY if variant.few else 0)),
             sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
-            shrink_sums=address(get("shrink_sums", row_blocks * row_tiles * spans * variant.nt * 128, _EMPTY)),
+            shrink_sums=address(get("shrink_sums", row_blocks * width * senders * variant.nt * 8, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),
             lora_factor=(ctypes.c_float * 3)(*(lora.scale if lora else 0.0 for lora in self._loras)),
@@ -220,7 +256,7 @@ class W4Linear:
             scale_multiplier=multiplier,
             scale_offset=offset - (1 << 32) if offset >= 1 << 31 else offset,
             row_blocks=row_blocks,
-            span=span,
+            senders=senders,
         )
 
 

@@ -6,9 +6,13 @@
 // the result is deterministic, and for one NT a row of x gives the same whatever other rows there are.
 //
 // One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends),
-// one or three compute A x, eight unpack W in registers and multiply on the tensor cores. Up to 32 rows of x by mma.sync:
-// a warp takes 32 rows of W and half of a stage's columns, so that x is read from shared memory four times, not eight.
-// More rows by wgmma, which reads x once for 64 rows of W, but takes some 32 cycles longer than its products need.
+// eight unpack W in registers and multiply on the tensor cores. Up to 32 rows of x by mma.sync: a warp takes 32 rows of W
+// and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
+// x once for 64 rows of W, but takes some 32 cycles longer than its products need.
+//
+// A x is computed once, by all thread blocks together: A is cut into units of 16 rows and 128 columns (few rows of x) or 32
+// rows and a stage's columns, which are divided as W's blocks are. With few rows of x a warp of its own computes them and
+// spreads the sums; with many they are stages ahead of W's, and three warps spread the sums.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -21,14 +25,16 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int WARPS = 8;                        // that multiply: 16 rows of W each
-constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for A x
+constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for A x or its sums
 constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
 constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = WARPS * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_COLUMNS / BLOCK_COLUMNS * BLOCK_BYTES;
+constexpr int SHRINK_ROWS = 32;                 // of A in a stage
 constexpr int ROWS = NT * 8;
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
+constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 
 enum Mode { PLAIN, RESIDUAL, SILU };
@@ -43,24 +49,28 @@ struct alignas(64) TensorMap {
 
 struct Params {
     TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
+    TensorMap a_map;        // of A likewise, SHRINK_ROWS rows
     const u8* weights;
     const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with SILU [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
     const u16* lora_a;      // [parts * rank, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
-    u16* shrunk;            // [m, parts * rank]: A x, scaled
+    u16* shrunk;            // [row blocks * ROWS, parts * rank]: A x, scaled; with few rows of x EMPTY before and after
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
-    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][spans][ROWS * 16 / 4]; EMPTY before and after
+    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     float lora_factor[3];   // of each part, multiplies A x
     int part_end[3];        // row behind each part
     int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
-    int span;               // column blocks that a warp adds up of A x
+    int senders;            // at most, of sums of 16 rows of A
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// Of a row of A x in shared memory, in bytes: with it rows don't meet in the same banks.
+__device__ __forceinline__ int shrunk_stride(const Params& p) { return p.parts * p.rank * 2 + 32; }
 
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
@@ -94,7 +104,7 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
                  : "memory");
 }
 
-// A stage's part of x from (row, column) on: [columns / 64][ROWS][64]. Rows that x doesn't have become zero.
+// A stage's part of x or A from (row, column) on: [columns / 64][rows][64]. Rows that the matrix doesn't have become zero.
 __device__ __forceinline__ void tensor_copy(void* to, const TensorMap* map, int column, int row, u64* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
@@ -133,7 +143,18 @@ __device__ __forceinline__ uint4 look(const uint4* from) {
     return v;
 }
 
+__device__ __forceinline__ void publish(u16* to, u32 value) {
+    asm volatile("st.relaxed.gpu.global.b16 [%0], %1;" ::"l"(to), "h"((u16)value) : "memory");
+}
+
 __device__ __forceinline__ bool is_empty(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
+
+// Either of two bfloat16, which come from different warps.
+__device__ __forceinline__ bool half_empty(u32 v) { return (v & 0xFFFF) == 0xFFFF || v >= 0xFFFF0000u; }
+
+__device__ __forceinline__ bool half_empty(const uint4& v) {
+    return half_empty(v.x) || half_empty(v.y) || half_empty(v.z) || half_empty(v.w);
+}
 
 // Adds to SUMS sums what COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
 // next sender's `sender_step` further, the next sum's `sum_step`; `some` of the senders exist.
@@ -156,12 +177,7 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
         }
 }
 
-__device__ __forceinline__ u32 load_once(const u16* pointer) {
-    u32 value;
-    asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
-}
-
+// Another thread block may have written it, so not from L1.
 __device__ __forceinline__ uint4 load_once(const uint4* pointer) {
     uint4 v;
     asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -233,6 +249,24 @@ __device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4]
 #endif
 }
 
+#define WGMMA_A_SHARED(n, d, a, x) \
+    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, %" #a ", %" #x ", 1, 1, 1, 0, 0;"
+
+// The same with 64 rows of A in shared memory.
+__device__ __forceinline__ void multiply_add_both_shared(float4 c[NT], u64 a, u64 x) {
+#if NT == 8
+    asm volatile(WGMMA_A_SHARED(64, D_0 "," D_16, 32, 33) : F16(0), F16(4) : "l"(a), "l"(x));
+#elif NT == 16
+    asm volatile(WGMMA_A_SHARED(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65)
+                 : F16(0), F16(4), F16(8), F16(12)
+                 : "l"(a), "l"(x));
+#elif NT == 32
+    asm volatile(WGMMA_A_SHARED(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
+                 : "l"(a), "l"(x));
+#endif
+}
+
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -243,7 +277,7 @@ __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where 16 columns of x are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
+// Where 16 columns of x or A are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -291,22 +325,52 @@ __device__ __forceinline__ u32 component(const uint4& v, int i) { return i == 0 
 
 // --- division of the work ---
 
+// Units 0 to `units` - 1 go to workers in their order, as evenly as can be. The unit that a worker begins with:
+__device__ __forceinline__ int first_unit(int units, int workers, int worker) { return (int)((u32)units * worker / workers); }
+
+// Whose unit it is, where there are at least as many units as workers.
+__device__ __forceinline__ int worker_of(int units, int workers, int unit) { return (int)(((u32)(unit + 1) * workers - 1) / units); }
+
+// The same for A: units of 16 x BLOCK_COLUMNS, or with many rows of x of SHRINK_ROWS x STAGE_COLUMNS.
+struct ShrinkUnits {
+    int blocks, units, workers;  // blocks: units of the same rows
+
+    __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
+        constexpr int rows = FEW ? 16 : SHRINK_ROWS;
+        blocks = p.columns / (FEW ? BLOCK_COLUMNS : STAGE_COLUMNS);
+        units = (p.parts * p.rank + rows - 1) / rows * blocks;
+        workers = min(all_workers, units);
+    }
+    __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
+    __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
+};
+
+// What a thread block has to do: of W, units are blocks of BLOCK_ROWS x STAGE_COLUMNS.
 struct Share {
     int worker, workers, row_block, column_blocks, first, last;
+    int first_shrink, shrinks;  // units of A that are stages, ahead of W's
 
     __device__ Share(const Params& p) {
         row_block = blockIdx.x % p.row_blocks;
         worker = blockIdx.x / p.row_blocks;
         workers = gridDim.x / p.row_blocks;
         column_blocks = p.columns / STAGE_COLUMNS;
-        units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
-        first = start(worker);
-        last = start(worker + 1);
+        first = start(p, worker), last = start(p, worker + 1);
+        const ShrinkUnits a(p, workers);
+        first_shrink = a.start(worker), shrinks = FEW ? 0 : a.start(worker + 1) - first_shrink;
     }
-    __device__ int start(int w) const { return (int)((unsigned)units * w / workers); }
-
-  private:
-    int units;
+    __device__ __forceinline__ int stages() const { return shrinks + last - first; }
+    __device__ __forceinline__ int unit(int stage) const {
+        return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
+    }
+    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are at least as many of W's as
+    // workers, nobody has less than none.
+    __device__ int start(const Params& p, int w) const {
+        const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
+        if (FEW || !p.rank) return first_unit(units, workers, w);
+        const ShrinkUnits a(p, workers);
+        return first_unit(units + a.units, workers, w) - a.start(w);
+    }
 };
 
 // --- copies ---
@@ -316,28 +380,39 @@ __device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stag
     bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
 }
 
+__device__ __forceinline__ void copy_shrink(const Params& p, int unit, u8* stage, u64* full) {
+    const int column_blocks = p.columns / STAGE_COLUMNS;
+    barrier_expect(full, STAGE_COLUMNS / 64 * (SHRINK_PART_BYTES + X_PART_BYTES));
+    tensor_copy(stage, &p.a_map, unit % column_blocks * STAGE_COLUMNS, unit / column_blocks * SHRINK_ROWS, full);
+}
+
 // One thread.
 __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* empty) {
-    const int count = share.last - share.first;
-    for (int i = 0; i < min(count, STAGES); i++) copy_weights(p, share.first + i, stages + i * STAGE_BYTES, full + i);
+    const int count = share.stages();
+    const auto copy_constants = [&](int i, int stage) {
+        u8* to = stages + stage * STAGE_BYTES;
+        if (i < share.shrinks)
+            copy_shrink(p, share.unit(i), to, full + stage);
+        else
+            copy_weights(p, share.unit(i), to, full + stage);
+    };
+    for (int i = 0; i < min(count, STAGES); i++) copy_constants(i, i);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
     wait_for_earlier_kernels();
-    int column = share.first % share.column_blocks * STAGE_COLUMNS, stage = 0, round = 0;
+    int column = share.unit(0) % share.column_blocks * STAGE_COLUMNS, stage = 0, round = 0;
     for (int i = 0; i < count; i++) {
-        u8* to = stages + stage * STAGE_BYTES;
+        if (i == share.shrinks) column = share.first % share.column_blocks * STAGE_COLUMNS;
         if (round) {
             barrier_wait(empty + stage, (round - 1) & 1);
-            copy_weights(p, share.first + i, to, full + stage);
+            copy_constants(i, stage);
         }
-        tensor_copy(to + WEIGHT_BYTES, &p.x_map, column, share.row_block * ROWS, full + stage);
+        tensor_copy(stages + stage * STAGE_BYTES + WEIGHT_BYTES, &p.x_map, column, share.row_block * ROWS, full + stage);
         column = column + STAGE_COLUMNS == p.columns ? 0 : column + STAGE_COLUMNS;
         if (++stage == STAGES) stage = 0, round++;
     }
 }
 
 // --- A x ---
-
-constexpr int SHRINK_NT = NT < 8 ? NT : 8;  // what fits into registers at a time
 
 // 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
 // definition gives it: the sum is over the same columns, and loads are of 16 bytes.
@@ -353,10 +428,10 @@ struct ShrinkOperand {
                 rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
     }
 
-    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[SHRINK_NT]) const {
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int n = 0; n < SHRINK_NT; n++) {
+        for (int n = 0; n < NT; n++) {
             const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
             uint4 b[4];
 #pragma unroll
@@ -372,62 +447,147 @@ struct ShrinkOperand {
     }
 };
 
-// Writes 16 rows of A times 8 of x as the product with B reads it.
-__device__ __forceinline__ void write_shrunk(const Params& p, const float4& c, int tile, int first_x_row) {
-    const int lane = threadIdx.x % 32, row = first_x_row + lane / 4;
-    const float factor = p.lora_factor[tile * 16 / p.rank];
-    // c: A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
-    const u32 low = transpose_matrix(to_bf16x2(c.x * factor, c.y * factor));
-    const u32 high = transpose_matrix(to_bf16x2(c.z * factor, c.w * factor));
-    u16* out = p.shrunk + (size_t)row * p.parts * p.rank + tile * 16 + 2 * (lane % 4);
-    if (row < p.m) *(u32*)out = low, *(u32*)(out + 8) = high;
+// Where a thread block's sums of a tile of 16 rows of A go; `first_unit` is the first of the tile's units.
+__device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
+    const int tiles = p.parts * p.rank / 16;
+    return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
 }
 
-// Adds up the spans of A x, in their order; the sums are shared out among all warps that compute A x.
-__device__ __forceinline__ void share_sums(const Params& p, const Share& share, uint4* sums, int row_tiles, int spans, int me,
-                                           int shrinkers, int lane) {
-    constexpr int BATCH = NT <= 2 ? 16 : 8;
-    for (int item = me; item < row_tiles * NT; item += shrinkers) {
-        const int tile = item / NT, n = item % NT;
-        float4 c = {0, 0, 0, 0};
-        uint4* from = sums + ((size_t)tile * spans * NT + n) * 32 + lane;
-        for (int s = 0; s < spans; s += BATCH) receive<1, BATCH>(&c, from + s * NT * 32, NT * 32, 0, spans - s);
-        write_shrunk(p, c, tile, share.row_block * ROWS + n * 8);
-        __syncwarp();
-        if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
-    }
-}
-
-// A warp computes 16 rows of A times SHRINK_NT tiles of rows of x over a span of column blocks at a time. The first of a
-// thread block waits until A x is there and lets the multipliers read it.
-__device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
-    constexpr int GROUPS_OF_X = NT / SHRINK_NT;
-    const int row_tiles = p.parts * p.rank / 16, blocks = p.columns / BLOCK_COLUMNS, spans = (blocks + p.span - 1) / p.span;
-    const int shrinkers = SHRINKERS * share.workers, me = number * share.workers + share.worker;
-    const int items = row_tiles * spans * GROUPS_OF_X;
-    uint4* sums = p.shrink_sums + (size_t)share.row_block * row_tiles * spans * NT * 32;
-    int* counters = p.counters + 2 * share.row_block;
+// A warp computes its share of A x, for few rows of x.
+__device__ void shrink_few(const Params& p, const Share& share, int lane) {
+    const ShrinkUnits units(p, share.workers);
+    const int blocks = units.blocks, first = units.start(share.worker), last = units.start(share.worker + 1);
     ShrinkOperand a;
-    if (me < items) a.load(p, me / GROUPS_OF_X / spans, me / GROUPS_OF_X % spans * p.span * BLOCK_COLUMNS);
+    if (first < last) a.load(p, first / blocks, first % blocks * BLOCK_COLUMNS);
+    // The rest on its way to L2: a row's 256 bytes a lane.
+    for (int unit = first + 1; unit < last; unit++)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lora_a + (size_t)(unit / blocks * 16 + lane / 2) * p.columns +
+                                                      unit % blocks * BLOCK_COLUMNS + lane % 2 * 64));
     wait_for_earlier_kernels();
-    for (int item = me; item < items; item += shrinkers) {
-        const int unit = item / GROUPS_OF_X, first = item % GROUPS_OF_X * SHRINK_NT, tile = unit / spans;
-        const int begin = unit % spans * p.span, end = min(begin + p.span, blocks);
-        float4 c[SHRINK_NT] = {};
-        for (int block = begin; block < end; block++) {
-            if (item != me || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
-            a.multiply(p, share.row_block * ROWS + first * 8, block * BLOCK_COLUMNS, c);
+    for (int unit = first; unit < last;) {
+        const int tile = unit / blocks, end = min(last, (tile + 1) * blocks);
+        float4 c[NT] = {};
+        for (; unit < end; unit++) {
+            if (unit != first) a.load(p, tile, unit % blocks * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS, unit % blocks * BLOCK_COLUMNS, c);
         }
+        uint4* sums = shrink_sums(p, share, tile, share.worker - units.sender(tile * blocks));
 #pragma unroll
-        for (int n = 0; n < SHRINK_NT; n++) send(sums + ((size_t)unit * NT + first + n) * 32 + lane, c[n]);
+        for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
     }
-    share_sums(p, share, sums, row_tiles, spans, me, shrinkers, lane);
-    if (number) return;
+}
+
+// A stage of A x, for many rows of x.
+__device__ __forceinline__ void shrink_many(u32 stage, int warp, int lane, float4 c[NT]) {
+    constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
+    const u64 x = matrix_descriptor(stage + WEIGHT_BYTES + warp / 4 * PARTS * X_PART_BYTES);
+    const u64 a = matrix_descriptor(stage + warp / 4 * PARTS * SHRINK_PART_BYTES);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < PARTS * 4; k++)
+        multiply_add_both_shared(c, a + (k / 4 * SHRINK_PART_BYTES + k % 4 * 32) / 16, x + (k / 4 * X_PART_BYTES + k % 4 * 32) / 16);
+    commit_products();
+    wait_for_products<0>();
+}
+
+// Sums of SHRINK_ROWS rows of A over half of the columns of this thread block's stages.
+__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane,
+                                                  const float4 c[NT]) {
+    const ShrinkUnits units(p, share.workers);
+    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * units.blocks);
+    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
+    uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4);
+#pragma unroll
+    for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
+}
+
+// Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
+constexpr int SENDER_GROUPS = FEW ? 8 : 2, SENDERS_AT_A_TIME = FEW ? 17 : 8, SUM_LANES = 32 / SENDER_GROUPS;
+
+// Adds up A x, in the senders' order; the sums are shared out among all warps that do.
+__device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
+    const ShrinkUnits units(p, share.workers);
+    const int width = p.parts * p.rank, per_tile = FEW ? 1 : SHRINK_ROWS / 16;
+    const int group = lane / SUM_LANES, g = lane % SUM_LANES;
+    for (int item = number * share.workers + share.worker; item < width / 16 * NT * SENDER_GROUPS;
+         item += SHRINKERS * share.workers) {
+        const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
+        const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
+        const int unit = tile / per_tile * units.blocks;
+        const int senders = (units.sender(unit + units.blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
+        uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
+        const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
+        float4 c = {0, 0, 0, 0};
+        for (int s = group; s < senders; s += SENDERS_AT_A_TIME * SENDER_GROUPS, from += SENDERS_AT_A_TIME * step)
+            receive<1, SENDERS_AT_A_TIME>(&c, from, step, 0, (senders - s + SENDER_GROUPS - 1) / SENDER_GROUPS);
+        __syncwarp();
+#pragma unroll
+        for (int other = SUM_LANES; other < 32; other *= 2) {
+            c.x += __shfl_xor_sync(~0u, c.x, other), c.y += __shfl_xor_sync(~0u, c.y, other);
+            c.z += __shfl_xor_sync(~0u, c.z, other), c.w += __shfl_xor_sync(~0u, c.w, other);
+        }
+        // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
+        const int row = share.row_block * ROWS + n * 8 + place % 4 * 2;
+        const float factor = p.lora_factor[tile * 16 / p.rank];
+        const u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
+        u16* out = p.shrunk + (size_t)row * width + tile * 16 + place / 4;
+        if (group == 0 && row < p.m) publish(out, even), publish(out + 8, even >> 16);
+        if (group == 0 && row + 1 < p.m) publish(out + width, odd), publish(out + width + 8, odd >> 16);
+        if constexpr (!FEW) {
+            __syncwarp();
+            if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
+        }
+    }
+}
+
+// Few rows of x: A x comes as data that is not EMPTY, and is copied for the warps that multiply. Who is the last to have
+// seen it empties it for the next launch.
+__device__ void fetch_shrunk(const Params& p, const Share& share, u8* to, u64* shrunk, int lane) {
+    constexpr int BATCH = 6;
+    const int width = p.parts * p.rank / 8, count = min(p.m - share.row_block * ROWS, ROWS) * width;
+    uint4* from = (uint4*)p.shrunk + (size_t)share.row_block * ROWS * width;
+    for (int first = lane; first < count; first += BATCH * 32) {
+        uint4 v[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) v[i] = look(from + min(first + i * 32, count - 1));
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int at = first + i * 32;
+            if (at >= count) continue;
+            while (half_empty(v[i])) v[i] = look(from + at);
+            *(uint4*)(to + at / width * shrunk_stride(p) + at % width * 16) = v[i];
+        }
+    }
+    __syncwarp();
+    int seen = 0;
     if (lane == 0) {
-        while (load_acquire(counters) != row_tiles * NT) {}
         barrier_arrive(shrunk);
-        // Who is the last to have seen it prepares it for the next launch.
-        if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+        seen = atomicAdd(p.counters + 2 * share.row_block, 1) + 1;
+    }
+    if (__shfl_sync(~0u, seen, 0) < share.workers) return;
+    for (int i = lane; i < count; i += 32) from[i] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
+    if (lane == 0) p.counters[2 * share.row_block] = 0;
+}
+
+// Many rows of x: A x is read from memory when all of it has been counted.
+__device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk) {
+    int* counters = p.counters + 2 * share.row_block;
+    while (load_acquire(counters) != p.parts * p.rank / 16 * NT * SENDER_GROUPS) {}
+    barrier_arrive(shrunk);
+    // Who is the last to have seen it prepares it for the next launch.
+    if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+}
+
+// What the warps for A x do; they tell the others by `shrunk` that it is there.
+__device__ void shrink(const Params& p, const Share& share, u8* to, u64* shrunk, int number, int lane) {
+    if constexpr (FEW) {
+        shrink_few(p, share, lane);
+        share_sums(p, share, number, lane);
+        fetch_shrunk(p, share, to, shrunk, lane);
+    } else {
+        wait_for_earlier_kernels();
+        share_sums(p, share, number, lane);
+        if (number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
     }
 }
 
@@ -505,7 +665,7 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
 // Which of a block's 16-row tiles a warp has after `exchange_tiles`.
 __device__ __forceinline__ int tile_of(int warp) { return FEW ? warp % 4 * 2 + warp / 4 : warp; }
 
-constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x at a time
+constexpr int EXCHANGED = NT == 2 ? 2 : 1;  // tiles of rows of x at a time: what memory there is
 
 // The two warps that have halves of the columns of the same two tiles give each other one tile's sums.
 __device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
@@ -537,7 +697,7 @@ __device__ void add_sums(const Params& p, const Share& share, int end, float4 c[
     const size_t step = (size_t)p.row_blocks * BLOCK_ROWS * ROWS / 4;
     uint4* from = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4 + threadIdx.x;
     int peers = 0;
-    while (share.start(share.worker + 1 + peers) < end) peers++;
+    while (share.start(p, share.worker + 1 + peers) < end) peers++;
     for (int peer = 0; peer < peers; peer += BATCH)
 #pragma unroll
         for (int n = 0; n < NT; n += SUMS)
@@ -550,38 +710,64 @@ __device__ __forceinline__ int part_of(const Params& p, int row) { return (row >
 struct Tile {
     int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
     const u16 *b_low, *b_high;     // of B, at this lane's place
-    u32 b[4];                      // 16 columns
     float low_bias, high_bias;
 
     __device__ Tile(const Params& p, int row, int lane) : row(row) {
         const int g = lane / 4;
         low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
         const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
-        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * p.rank + 2 * (lane % 4);
-        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * p.rank + 2 * (lane % 4);
+        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * p.rank;
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * p.rank;
         const bool biased = p.bias && row < p.rows;
         low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
     }
 
-    __device__ __forceinline__ void load_b(int column) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) b[i] = *(const u32*)((i & 1 ? b_high : b_low) + column + i / 2 * 8);
+    // Its part of B on its way to L2.
+    __device__ __forceinline__ void prefetch_b(const Params& p, int lane) const {
+        if (row >= p.rows) return;
+        for (int column = lane % 4 * 64; column < p.rank; column += 256) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
+        }
     }
 };
 
-// B (A x).
-__device__ __forceinline__ void add_lora(const Params& p, Tile& tile, int first_x_row, int lane, float4 c[NT]) {
-    if (tile.row >= p.rows) return;
-    for (int j = 0; j < p.rank; j += 16) {
-        tile.load_b(j);
-        for (int part = tile.low_part; part <= tile.high_part; part++) {
-            const bool low = part == tile.low_part, high = part == tile.high_part;
-            const u32 b[4] = {low ? tile.b[0] : 0, high ? tile.b[1] : 0, low ? tile.b[2] : 0, high ? tile.b[3] : 0};
+constexpr int RANKS_AT_A_TIME = NT <= 2 ? 4 : 1;  // tiles of 16, whose operands are in registers
+
+// 16 columns of B and A x each: lane t of a quad has four in a row, in place of those that the operand's definition gives it.
+struct LoraOperand {
+    uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
+
+    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane) {
+        if (tile.row >= p.rows) return;
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const int x_row = min(first_x_row + n * 8 + lane / 4, p.m - 1);
-                const u16* s = p.shrunk + ((size_t)x_row * p.parts + part) * p.rank + j + 2 * (lane % 4);
-                multiply_add(c[n], b, load_once(s), load_once(s + 8));
+        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+            const int column = min(first + j * 16, p.rank - 16) + lane % 4 * 4;
+            low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
+        }
+    }
+};
+
+// B (A x); `shrunk` is A x of this row block, rows of `stride` bytes.
+__device__ __forceinline__ void add_lora(const Params& p, const Tile& tile, LoraOperand& b, const u8* shrunk, int stride,
+                                         int lane, float4 c[NT]) {
+    if (tile.row >= p.rows) return;
+    shrunk += lane / 4 * stride + lane % 4 * 8;
+    for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
+        if (first) b.load(p, tile, first, lane);
+#pragma unroll
+        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+            const int column = first + j * 16;
+            if (column >= p.rank) break;
+            for (int part = tile.low_part; part <= tile.high_part; part++) {
+                const bool low = part == tile.low_part, high = part == tile.high_part;
+                const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
+                const u8* row = shrunk + (part * p.rank + column) * 2;
+#pragma unroll
+                for (int n = 0; n < NT; n++, row += 8 * stride) {
+                    const uint2 s = *(const uint2*)row;
+                    multiply_add(c[n], a, s.x, s.y);
+                }
             }
         }
     }
@@ -631,18 +817,25 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
     for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, int end, bool divided, u64* shrunk,
-                                       int lane, float4 c[NT]) {
+// `sent`: A x in shared memory, for few rows of x.
+__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, int end, bool divided, const u8* sent,
+                                       u64* shrunk, int lane, float4 c[NT]) {
     Tile tile(p, row, lane);
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
+    LoraOperand b;
+    if (p.rank) b.load(p, tile, 0, lane);
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
     // A x is there last: the others' sums come first.
     if (divided) add_sums(p, share, end, c);
     scale_sums(p, tile, c);
     if (p.rank) {
+        const int width = p.parts * p.rank;
         barrier_wait(shrunk, 0);
-        add_lora(p, tile, first_x_row, lane, c);
+        if constexpr (FEW)
+            add_lora(p, tile, b, sent, shrunk_stride(p), lane, c);
+        else
+            add_lora(p, tile, b, (const u8*)(p.shrunk + (size_t)first_x_row * width), width * 2, lane, c);
     }
     if constexpr (!FEW) load_residual(p, tile, first_x_row, lane, before);
     finish_tile(p, tile, first_x_row, lane, before, c);
@@ -651,27 +844,37 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk, int warp,
                          int lane) {
     float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
+    const u8* sent = (u8*)(exchanged + WARPS * EXCHANGED * 32);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    for (int unit = share.first, i = 0; unit < share.last;) {
-        const int begin = unit, row = unit / share.column_blocks, end = (row + 1) * share.column_blocks;
+    for (int i = 0; i < share.stages();) {
+        const bool of_a = i < share.shrinks;
+        const int begin = share.unit(i), row = begin / share.column_blocks, end = (row + 1) * share.column_blocks;
+        const int last = min(i + end - begin, of_a ? share.shrinks : share.stages());
+        const bool divided = last - i < end - begin;
+        if (p.rank && !of_a && begin % share.column_blocks == 0)
+            Tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane).prefetch_b(p, lane);
         float4 c[TILES][NT] = {};
-        for (; unit < min(end, share.last); unit++, i++) {
+        for (; i < last; i++) {
             const int stage = i % STAGES;
             barrier_wait(full + stage, (i / STAGES) & 1);
             const u32 address = shared_address(stages + stage * STAGE_BYTES);
             if constexpr (FEW)
                 multiply_few(p, address, warp, lane, c);
+            else if (of_a)
+                shrink_many(address, warp, lane, c[0]);
             else
                 multiply_many(p, address, warp, lane, c[0]);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
         }
         if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
-        if (begin % share.column_blocks)
+        if (of_a)
+            leave_shrink_sums(p, share, row, warp, lane, c[0]);
+        else if (begin % share.column_blocks)
             leave_sums(p, c[0]);
         else
-            finish(p, share, row * BLOCK_ROWS + tile_of(warp) * 16, end, unit < end, shrunk, lane, c[0]);
+            finish(p, share, row * BLOCK_ROWS + tile_of(warp) * 16, end, divided, sent, shrunk, lane, c[0]);
     }
 }
 
@@ -705,6 +908,7 @@ extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
         if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty);
-        if (warp > WARPS && p.rank) shrink(p, share, &shrunk, warp - WARPS - 1, lane);
+        u8* sent = stages + STAGES * STAGE_BYTES + WARPS * EXCHANGED * 32 * sizeof(float4);
+        if (warp > WARPS && p.rank) shrink(p, share, sent, &shrunk, warp - WARPS - 1, lane);
     }
 }

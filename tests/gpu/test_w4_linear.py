@@ -81,7 +81,7 @@ def reference(layers, weights, x, kind, before):
 
 @pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("size", "ranks"), [(SMALL, (0, 16, 40)), (LARGE, (16,))], ids=["small", "7b"])
+@pytest.mark.parametrize(("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (LARGE, (16, 64))], ids=["small", "7b"])
 def test_products_are_those_of_float64(kind, weights_format, size, ranks):
     from qerl.kernels.linear import W4Linear
 
