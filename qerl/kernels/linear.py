@@ -203,7 +203,8 @@ class W4Linear:
         variant = large if blocks >= _LARGE * self._workspace.processors else small
         variant = variant.fitted(width) if variant.few else variant
         row_blocks = -(-m // (8 * variant.nt))
-        workers = min(self._workspace.processors // row_blocks, blocks)
+        # With many rows stages of A take the place of some of W's: everyone is to have one of W's yet.
+        workers = min(self._workspace.processors // row_blocks, blocks if variant.few else max(blocks // 2, 1))
         params = self._params(
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )

@@ -363,8 +363,8 @@ struct Share {
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
-    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are at least as many of W's as
-    // workers, nobody has less than none.
+    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
+    // workers, or one worker, everyone has one of W's.
     __device__ int start(const Params& p, int w) const {
         const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
         if (FEW || !p.rank) return first_unit(units, workers, w);
