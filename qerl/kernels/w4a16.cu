@@ -10,9 +10,8 @@
 // and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
 // x once for 64 rows of W, but takes some 32 cycles longer than its products need.
 //
-// A x is computed once, by all thread blocks together: A is cut into units of 16 rows and 128 columns (few rows of x) or 32
-// rows and a stage's columns, which are divided as W's blocks are. With few rows of x a warp of its own computes them and
-// spreads the sums; with many they are stages ahead of W's, and three warps spread the sums.
+// A x is computed once, by all thread blocks together: units of 32 rows of A are stages ahead of W's. One warp, or three with
+// many rows of x, adds up what all sent. With many rows A x then comes back as a stage behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -25,7 +24,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int WARPS = 8;                        // that multiply: 16 rows of W each
-constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for A x or its sums
+constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for the sums of A x
 constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
 constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
@@ -35,12 +34,14 @@ constexpr int SHRINK_ROWS = 32;                 // of A in a stage
 constexpr int ROWS = NT * 8;
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
+constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 
 enum Mode { PLAIN, RESIDUAL, SILU };
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
 constexpr bool FEW = NT <= 4;           // rows of x: mma.sync
+constexpr int EXCHANGED = NT == 2 ? 2 : 1;  // tiles of rows of x whose sums warps exchange at a time
 constexpr int TILES = FEW ? 2 : 1;      // of 16 rows of W that a warp multiplies, with 1 / TILES of a stage's columns
 
 struct alignas(64) TensorMap {
@@ -51,12 +52,10 @@ struct Params {
     TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
     TensorMap a_map;        // of A likewise, SHRINK_ROWS rows
     const u8* weights;
-    const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with SILU [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
-    const u16* lora_a;      // [parts * rank, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
-    u16* shrunk;            // [row blocks * ROWS, parts * rank]: A x, scaled; with few rows of x EMPTY before and after
+    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled; with few rows of x EMPTY before and after
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
     uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
@@ -156,7 +155,7 @@ __device__ __forceinline__ bool half_empty(const uint4& v) {
     return half_empty(v.x) || half_empty(v.y) || half_empty(v.z) || half_empty(v.w);
 }
 
-// Adds to SUMS sums what COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
+// Adds to SUMS sums what up to COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
 // next sender's `sender_step` further, the next sum's `sum_step`; `some` of the senders exist.
 template <int SUMS, int COUNT>
 __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_step, size_t sum_step, int some) {
@@ -164,27 +163,28 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
-        for (int n = 0; n < SUMS; n++) v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+        for (int n = 0; n < SUMS; n++) v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
+    for (bool missing = true; missing;) {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++)
+                if (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++) missing |= is_empty(v[i][n]);
+    }
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             if (i >= some) continue;
-            while (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
             from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
         }
-}
-
-// Another thread block may have written it, so not from L1.
-__device__ __forceinline__ uint4 load_once(const uint4* pointer) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(pointer)
-                 : "memory");
-    return v;
 }
 
 // --- registers ---
@@ -331,24 +331,22 @@ __device__ __forceinline__ int first_unit(int units, int workers, int worker) { 
 // Whose unit it is, where there are at least as many units as workers.
 __device__ __forceinline__ int worker_of(int units, int workers, int unit) { return (int)(((u32)(unit + 1) * workers - 1) / units); }
 
-// The same for A: units of 16 x BLOCK_COLUMNS, or with many rows of x of SHRINK_ROWS x STAGE_COLUMNS.
+// The same for A: units are blocks of SHRINK_ROWS x STAGE_COLUMNS.
 struct ShrinkUnits {
-    int blocks, units, workers;  // blocks: units of the same rows
+    int units, workers;
 
     __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
-        constexpr int rows = FEW ? 16 : SHRINK_ROWS;
-        blocks = p.columns / (FEW ? BLOCK_COLUMNS : STAGE_COLUMNS);
-        units = (p.parts * p.rank + rows - 1) / rows * blocks;
+        units = (p.parts * p.rank + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
         workers = min(all_workers, units);
     }
     __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
     __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
 };
 
-// What a thread block has to do: of W, units are blocks of BLOCK_ROWS x STAGE_COLUMNS.
+// What a thread block has to do, stage by stage: units of A, then of W, blocks of BLOCK_ROWS x STAGE_COLUMNS.
 struct Share {
-    int worker, workers, row_block, column_blocks, first, last;
-    int first_shrink, shrinks;  // units of A that are stages, ahead of W's
+    int worker, workers, row_block, column_blocks;
+    int first_shrink, shrinks, first, last;
 
     __device__ Share(const Params& p) {
         row_block = blockIdx.x % p.row_blocks;
@@ -357,19 +355,53 @@ struct Share {
         column_blocks = p.columns / STAGE_COLUMNS;
         first = start(p, worker), last = start(p, worker + 1);
         const ShrinkUnits a(p, workers);
-        first_shrink = a.start(worker), shrinks = FEW ? 0 : a.start(worker + 1) - first_shrink;
+        first_shrink = a.start(worker), shrinks = a.start(worker + 1) - first_shrink;
     }
     __device__ __forceinline__ int stages() const { return shrinks + last - first; }
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
-    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
-    // workers, or one worker, everyone has one of W's.
+    // With many rows of x stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as
+    // many of W's as workers, or one worker, everyone has one of W's. With few rows those of A are done in passing.
     __device__ int start(const Params& p, int w) const {
         const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
         if (FEW || !p.rank) return first_unit(units, workers, w);
         const ShrinkUnits a(p, workers);
         return first_unit(units + a.units, workers, w) - a.start(w);
+    }
+};
+
+__device__ __forceinline__ int part_of(const Params& p, int row) { return (row >= p.part_end[0]) + (row >= p.part_end[1]); }
+
+// The tiles of A x that a row of blocks needs, where they come as stages: those of all its parts.
+struct Expansion {
+    int first, tiles;
+
+    __device__ __forceinline__ Expansion(const Params& p, int row) {
+        const int per_part = p.rank / 16, low = p.mode == SILU ? 0 : part_of(p, row * BLOCK_ROWS);
+        const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * BLOCK_ROWS, p.rows) - 1);
+        first = low * per_part, tiles = FEW ? 0 : (high + 1 - low) * per_part;
+    }
+    __device__ __forceinline__ int stages() const { return (tiles + EXPAND_TILES - 1) / EXPAND_TILES; }
+};
+
+// The stages in their order, as one thread copies them: without divisions a step.
+struct Walk {
+    int i, row, column, expansion;  // unit and, if not 0, the number of the stage of A x behind it
+
+    __device__ __forceinline__ explicit Walk(const Share& share) : i(0), expansion(0) { enter(share); }
+    __device__ __forceinline__ void enter(const Share& share) {
+        row = share.unit(i) / share.column_blocks, column = share.unit(i) % share.column_blocks;
+    }
+    __device__ __forceinline__ void advance(const Params& p, const Share& share) {
+        const bool ends = i >= share.shrinks && (column + 1 == share.column_blocks || i + 1 == share.stages());
+        if (!FEW && p.rank && ends && row * share.column_blocks >= share.first && expansion < Expansion(p, row).stages()) {
+            expansion++;
+            return;
+        }
+        expansion = 0, i++, column++;
+        if (i == share.shrinks) enter(share);
+        if (column == share.column_blocks) column = 0, row++;
     }
 };
 
@@ -380,108 +412,90 @@ __device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stag
     bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
 }
 
-__device__ __forceinline__ void copy_shrink(const Params& p, int unit, u8* stage, u64* full) {
-    const int column_blocks = p.columns / STAGE_COLUMNS;
+__device__ __forceinline__ void copy_shrink(const Params& p, const Walk& at, u8* stage, u64* full) {
     barrier_expect(full, STAGE_COLUMNS / 64 * (SHRINK_PART_BYTES + X_PART_BYTES));
-    tensor_copy(stage, &p.a_map, unit % column_blocks * STAGE_COLUMNS, unit / column_blocks * SHRINK_ROWS, full);
+    tensor_copy(stage, &p.a_map, at.column * STAGE_COLUMNS, at.row * SHRINK_ROWS, full);
+}
+
+__device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const Walk& at, u8* stage, u64* full) {
+    const Expansion expansion(p, at.row);
+    const int first = (at.expansion - 1) * EXPAND_TILES, tiles = min(expansion.tiles - first, EXPAND_TILES);
+    const u8* from = (const u8*)p.shrunk + ((size_t)share.row_block * p.parts * p.rank / 16 + expansion.first + first) * EXPAND_TILE_BYTES;
+    barrier_expect(full, tiles * EXPAND_TILE_BYTES);
+    bulk_copy(stage + WEIGHT_BYTES, from, tiles * EXPAND_TILE_BYTES, full);
 }
 
 // One thread.
-__device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* empty) {
-    const int count = share.stages();
-    const auto copy_constants = [&](int i, int stage) {
+__device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk) {
+    const auto copy_constants = [&](const Walk& at, int stage) {
         u8* to = stages + stage * STAGE_BYTES;
-        if (i < share.shrinks)
-            copy_shrink(p, share.unit(i), to, full + stage);
+        if (at.i < share.shrinks)
+            copy_shrink(p, at, to, full + stage);
         else
-            copy_weights(p, share.unit(i), to, full + stage);
+            copy_weights(p, share.unit(at.i), to, full + stage);
     };
-    for (int i = 0; i < min(count, STAGES); i++) copy_constants(i, i);
+    int early = 0;
+    for (Walk at(share); early < STAGES && at.i < share.stages() && !at.expansion; early++, at.advance(p, share))
+        copy_constants(at, early);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
     wait_for_earlier_kernels();
-    int column = share.unit(0) % share.column_blocks * STAGE_COLUMNS, stage = 0, round = 0;
-    for (int i = 0; i < count; i++) {
-        if (i == share.shrinks) column = share.first % share.column_blocks * STAGE_COLUMNS;
-        if (round) {
-            barrier_wait(empty + stage, (round - 1) & 1);
-            copy_constants(i, stage);
+    int stage = 0, round = 0;
+    for (Walk at(share); at.i < share.stages(); at.advance(p, share)) {
+        if (round) barrier_wait(empty + stage, (round - 1) & 1);
+        if (at.expansion) {
+            barrier_wait(shrunk, 0);
+            asm volatile("fence.proxy.async;" ::: "memory");
+            copy_shrunk(p, share, at, stages + stage * STAGE_BYTES, full + stage);
+        } else {
+            if (round || stage >= early) copy_constants(at, stage);
+            u8* x = stages + stage * STAGE_BYTES + WEIGHT_BYTES;
+            tensor_copy(x, &p.x_map, at.column * STAGE_COLUMNS, share.row_block * ROWS, full + stage);
         }
-        tensor_copy(stages + stage * STAGE_BYTES + WEIGHT_BYTES, &p.x_map, column, share.row_block * ROWS, full + stage);
-        column = column + STAGE_COLUMNS == p.columns ? 0 : column + STAGE_COLUMNS;
         if (++stage == STAGES) stage = 0, round++;
     }
 }
 
+// 16 columns of x, or 32 with one tile of rows, from `chunk` of 8 columns on, as operands; `x` is where this lane reads.
+__device__ __forceinline__ void load_x(u32 x, int chunk, int lane, u32 b[NT == 4 ? 8 : 4]) {
+    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
+    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
+    const u32 swizzled = ((chunk + (NT == 1 ? lane / 8 : lane / 8 % 2)) ^ lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128 + swizzled);
+}
+
 // --- A x ---
 
-// 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
-// definition gives it: the sum is over the same columns, and loads are of 16 bytes.
-struct ShrinkOperand {
-    uint4 rows[2][4];  // of A: g and g + 8
-
-    __device__ __forceinline__ void load(const Params& p, int tile, int column) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
-    }
-
-    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
-            uint4 b[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(x + k * 32));
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const u32 first[4] = {rows[0][k].x, rows[1][k].x, rows[0][k].y, rows[1][k].y};
-                const u32 second[4] = {rows[0][k].z, rows[1][k].z, rows[0][k].w, rows[1][k].w};
-                multiply_add(c[n], first, b[k].x, b[k].y);
-                multiply_add(c[n], second, b[k].z, b[k].w);
-            }
-        }
-    }
-};
-
-// Where a thread block's sums of a tile of 16 rows of A go; `first_unit` is the first of the tile's units.
+// Where a thread block's sums of a tile of 16 rows of A go.
 __device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
     const int tiles = p.parts * p.rank / 16;
     return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
 }
 
-// A warp computes its share of A x, for few rows of x.
-__device__ void shrink_few(const Params& p, const Share& share, int lane) {
-    const ShrinkUnits units(p, share.workers);
-    const int blocks = units.blocks, first = units.start(share.worker), last = units.start(share.worker + 1);
-    ShrinkOperand a;
-    if (first < last) a.load(p, first / blocks, first % blocks * BLOCK_COLUMNS);
-    // The rest on its way to L2: a row's 256 bytes a lane.
-    for (int unit = first + 1; unit < last; unit++)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lora_a + (size_t)(unit / blocks * 16 + lane / 2) * p.columns +
-                                                      unit % blocks * BLOCK_COLUMNS + lane % 2 * 64));
-    wait_for_earlier_kernels();
-    for (int unit = first; unit < last;) {
-        const int tile = unit / blocks, end = min(last, (tile + 1) * blocks);
-        float4 c[NT] = {};
-        for (; unit < end; unit++) {
-            if (unit != first) a.load(p, tile, unit % blocks * BLOCK_COLUMNS);
-            a.multiply(p, share.row_block * ROWS, unit % blocks * BLOCK_COLUMNS, c);
-        }
-        uint4* sums = shrink_sums(p, share, tile, share.worker - units.sender(tile * blocks));
+// A stage of A x. Few rows of x: a warp takes 16 rows of A and a quarter of the columns.
+__device__ __forceinline__ void shrink_few(u32 stage, int warp, int lane, float4 c[NT]) {
+    const u32 from = stage + warp / 2 * SHRINK_PART_BYTES + (warp % 2 * 16 + lane % 16) * 128;
+    const u32 x = stage + WEIGHT_BYTES + warp / 2 * X_PART_BYTES + ((NT == 1 ? 0 : lane / 16 * 8) + lane % 8) * 128;
+    u32 b[NT == 4 ? 8 : 4];
 #pragma unroll
-        for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
+    for (int j = 0; j < 4; j++) {
+        u32 a[4];
+        load_matrices(a, from + ((j * 2 + lane / 16) ^ lane % 8) * 16);
+        if (NT > 1 || j % 2 == 0) load_x(x, 2 * j, lane, b);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const int k = NT == 1 ? j % 2 : n;
+            multiply_add(c[n], a, b[2 * k], b[2 * k + 1]);
+        }
     }
 }
 
-// A stage of A x, for many rows of x.
-__device__ __forceinline__ void shrink_many(u32 stage, int warp, int lane, float4 c[NT]) {
+// Many rows of x: each group of four warps takes half of the columns. Of the 64 rows of A that it reads those behind
+// SHRINK_ROWS are something else, and so are their sums.
+__device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
     constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
-    const u64 x = matrix_descriptor(stage + WEIGHT_BYTES + warp / 4 * PARTS * X_PART_BYTES);
     const u64 a = matrix_descriptor(stage + warp / 4 * PARTS * SHRINK_PART_BYTES);
+    const u64 x = matrix_descriptor(stage + WEIGHT_BYTES + warp / 4 * PARTS * X_PART_BYTES);
     begin_products();
 #pragma unroll
     for (int k = 0; k < PARTS * 4; k++)
@@ -490,15 +504,46 @@ __device__ __forceinline__ void shrink_many(u32 stage, int warp, int lane, float
     wait_for_products<0>();
 }
 
-// Sums of SHRINK_ROWS rows of A over half of the columns of this thread block's stages.
-__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane,
+// Sends the sums of a thread block's stages of 32 rows of A; `row` counts those.
+__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, float4* memory, int row, int warp, int lane,
                                                   const float4 c[NT]) {
     const ShrinkUnits units(p, share.workers);
-    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * units.blocks);
-    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
-    uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4);
+    const int tiles = p.parts * p.rank / 16, sender = share.worker - units.sender(row * share.column_blocks);
+    if constexpr (FEW) {
+        const int tile = row * 2 + warp % 2;
 #pragma unroll
-    for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
+        for (int first = 0; first < NT; first += EXCHANGED) {
+#pragma unroll
+            for (int n = 0; n < EXCHANGED; n++) memory[(n * WARPS + warp) * 32 + lane] = c[first + n];
+            asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
+            if (warp / 2 < EXCHANGED && tile < tiles) {
+                float4 sum = {0, 0, 0, 0};
+#pragma unroll
+                for (int quarter = 0; quarter < 4; quarter++) {
+                    const float4 v = memory[(warp / 2 * WARPS + quarter * 2 + warp % 2) * 32 + lane];
+                    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
+                }
+                send(shrink_sums(p, share, tile, sender) + (first + warp / 2) * 32 + lane, sum);
+            }
+            asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
+        }
+    } else {
+        const int tile = row * 2 + warp % 4;
+        if (warp % 4 >= 2 || tile >= tiles) return;
+        uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
+#pragma unroll
+        for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
+    }
+}
+
+// Where A x of a row of this row block and of row `a` of a tile of A goes. With many rows of x tiles lie as products read
+// them: rows of 32 bytes, whose halves are swapped in every other four rows, columns in the order of `LoraOperand`.
+__device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
+    const int width = p.parts * p.rank;
+    u16* block = p.shrunk + (size_t)share.row_block * ROWS * width;
+    if constexpr (FEW) return block + row * width + tile * 16 + a;
+    const int half = a / 2 % 2 ^ row / 4 % 2;
+    return block + tile * ROWS * 16 + row * 16 + half * 8 + a / 4 * 2 + a % 2;
 }
 
 // Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
@@ -507,14 +552,13 @@ constexpr int SENDER_GROUPS = FEW ? 8 : 2, SENDERS_AT_A_TIME = FEW ? 17 : 8, SUM
 // Adds up A x, in the senders' order; the sums are shared out among all warps that do.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
     const ShrinkUnits units(p, share.workers);
-    const int width = p.parts * p.rank, per_tile = FEW ? 1 : SHRINK_ROWS / 16;
     const int group = lane / SUM_LANES, g = lane % SUM_LANES;
-    for (int item = number * share.workers + share.worker; item < width / 16 * NT * SENDER_GROUPS;
+    for (int item = number * share.workers + share.worker; item < p.parts * p.rank / 16 * NT * SENDER_GROUPS;
          item += SHRINKERS * share.workers) {
         const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
-        const int unit = tile / per_tile * units.blocks;
-        const int senders = (units.sender(unit + units.blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
+        const int unit = tile / 2 * share.column_blocks;
+        const int senders = (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
         const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
@@ -527,12 +571,15 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
             c.z += __shfl_xor_sync(~0u, c.z, other), c.w += __shfl_xor_sync(~0u, c.w, other);
         }
         // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
-        const int row = share.row_block * ROWS + n * 8 + place % 4 * 2;
+        const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
         const float factor = p.lora_factor[tile * 16 / p.rank];
         const u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
-        u16* out = p.shrunk + (size_t)row * width + tile * 16 + place / 4;
-        if (group == 0 && row < p.m) publish(out, even), publish(out + 8, even >> 16);
-        if (group == 0 && row + 1 < p.m) publish(out + width, odd), publish(out + width + 8, odd >> 16);
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            if (group) continue;
+            if (row < rows) publish(shrunk_place(p, share, row, tile, place / 4 + 8 * high), even >> 16 * high);
+            if (row + 1 < rows) publish(shrunk_place(p, share, row + 1, tile, place / 4 + 8 * high), odd >> 16 * high);
+        }
         if constexpr (!FEW) {
             __syncwarp();
             if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
@@ -549,13 +596,19 @@ __device__ void fetch_shrunk(const Params& p, const Share& share, u8* to, u64* s
     for (int first = lane; first < count; first += BATCH * 32) {
         uint4 v[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) v[i] = look(from + min(first + i * 32, count - 1));
+        for (int i = 0; i < BATCH; i++) v[i] = {first + i * 32 < count ? EMPTY : 0, 0, 0, 0};
+        for (bool missing = true; missing;) {
+            missing = false;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (half_empty(v[i])) v[i] = look(from + first + i * 32);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) missing |= half_empty(v[i]);
+        }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int at = first + i * 32;
-            if (at >= count) continue;
-            while (half_empty(v[i])) v[i] = look(from + at);
-            *(uint4*)(to + at / width * shrunk_stride(p) + at % width * 16) = v[i];
+            if (at < count) *(uint4*)(to + at / width * shrunk_stride(p) + at % width * 16) = v[i];
         }
     }
     __syncwarp();
@@ -578,17 +631,12 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
 }
 
-// What the warps for A x do; they tell the others by `shrunk` that it is there.
+// What the warps for the sums of A x do; they tell the others by `shrunk` that it is there.
 __device__ void shrink(const Params& p, const Share& share, u8* to, u64* shrunk, int number, int lane) {
-    if constexpr (FEW) {
-        shrink_few(p, share, lane);
-        share_sums(p, share, number, lane);
-        fetch_shrunk(p, share, to, shrunk, lane);
-    } else {
-        wait_for_earlier_kernels();
-        share_sums(p, share, number, lane);
-        if (number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
-    }
+    wait_for_earlier_kernels();
+    share_sums(p, share, number, lane);
+    if constexpr (FEW) fetch_shrunk(p, share, to, shrunk, lane);
+    if (!FEW && number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
 }
 
 // --- W x ---
@@ -596,15 +644,6 @@ __device__ void shrink(const Params& p, const Share& share, u8* to, u64* shrunk,
 __device__ __forceinline__ void unpack_group(const Params& p, const uint4& words, const uint4& scales, int half, int j, u32 a[4]) {
     const u32 low = scale_pair(half ? scales.y : scales.x, j % 2, p), high = scale_pair(half ? scales.w : scales.z, j % 2, p);
     unpack(component(words, j), twice(low, j / 2), twice(high, j / 2), a);
-}
-
-// 16 columns of x, or 32 with one tile of rows, from `chunk` of 8 columns on, as operands; `x` is where this lane reads.
-__device__ __forceinline__ void load_x(u32 x, int chunk, int lane, u32 b[NT == 4 ? 8 : 4]) {
-    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
-    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
-    const u32 swizzled = ((chunk + (NT == 1 ? lane / 8 : lane / 8 % 2)) ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128 + swizzled);
 }
 
 // Few rows of x: each warp reads them into registers.
@@ -665,7 +704,6 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
 // Which of a block's 16-row tiles a warp has after `exchange_tiles`.
 __device__ __forceinline__ int tile_of(int warp) { return FEW ? warp % 4 * 2 + warp / 4 : warp; }
 
-constexpr int EXCHANGED = NT == 2 ? 2 : 1;  // tiles of rows of x at a time: what memory there is
 
 // The two warps that have halves of the columns of the same two tiles give each other one tile's sums.
 __device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
@@ -704,8 +742,6 @@ __device__ void add_sums(const Params& p, const Share& share, int end, float4 c[
             receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * WARPS * 32, step, WARPS * 32, peers - peer);
 }
 
-__device__ __forceinline__ int part_of(const Params& p, int row) { return (row >= p.part_end[0]) + (row >= p.part_end[1]); }
-
 // Where a tile's rows stand in the layers, and what is read before their sums are there.
 struct Tile {
     int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
@@ -732,44 +768,83 @@ struct Tile {
     }
 };
 
-constexpr int RANKS_AT_A_TIME = NT <= 2 ? 4 : 1;  // tiles of 16, whose operands are in registers
+constexpr int RANKS_AT_A_TIME = FEW ? 4 : EXPAND_TILES;  // tiles of 16, whose operands are in registers
 
-// 16 columns of B and A x each: lane t of a quad has four in a row, in place of those that the operand's definition gives it.
+// Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
+// definition gives it.
 struct LoraOperand {
     uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
 
-    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane) {
-        if (tile.row >= p.rows) return;
+    // `first` and `tiles`: of all parts' tiles, one behind the other; those of other parts than the row's are zero.
+    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int tiles, int lane) {
+        const int per_part = p.rank / 16;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            const int column = min(first + j * 16, p.rank - 16) + lane % 4 * 4;
-            low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
+            low[j] = high[j] = {0, 0};
+            if (j >= tiles || tile.row >= p.rows) continue;
+            const int part = (first + j) / per_part, column = (first + j) % per_part * 16 + lane % 4 * 4;
+            if (part == tile.low_part) low[j] = *(const uint2*)(tile.b_low + column);
+            if (part == tile.high_part) high[j] = *(const uint2*)(tile.b_high + column);
         }
     }
 };
 
-// B (A x); `shrunk` is A x of this row block, rows of `stride` bytes.
-__device__ __forceinline__ void add_lora(const Params& p, const Tile& tile, LoraOperand& b, const u8* shrunk, int stride,
-                                         int lane, float4 c[NT]) {
+// B (A x) for few rows of x; `shrunk` is A x in shared memory. The first tiles of B are there already.
+__device__ __forceinline__ void add_lora(const Params& p, const Tile& tile, LoraOperand& b, const u8* shrunk, int lane, float4 c[NT]) {
     if (tile.row >= p.rows) return;
+    const int stride = shrunk_stride(p), begin = tile.low_part * p.rank / 16, end = (tile.high_part + 1) * p.rank / 16;
     shrunk += lane / 4 * stride + lane % 4 * 8;
-    for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
-        if (first) b.load(p, tile, first, lane);
+    for (int first = begin; first < end; first += RANKS_AT_A_TIME) {
+        if (first > begin) b.load(p, tile, first, end - first, lane);
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            const int column = first + j * 16;
-            if (column >= p.rank) break;
-            for (int part = tile.low_part; part <= tile.high_part; part++) {
-                const bool low = part == tile.low_part, high = part == tile.high_part;
-                const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
-                const u8* row = shrunk + (part * p.rank + column) * 2;
+            if (first + j >= end) break;
+            const u32 a[4] = {b.low[j].x, b.high[j].x, b.low[j].y, b.high[j].y};
+            const u8* row = shrunk + (first + j) * 32;
 #pragma unroll
-                for (int n = 0; n < NT; n++, row += 8 * stride) {
-                    const uint2 s = *(const uint2*)row;
-                    multiply_add(c[n], a, s.x, s.y);
-                }
+            for (int n = 0; n < NT; n++, row += 8 * stride) {
+                const uint2 v = *(const uint2*)row;
+                multiply_add(c[n], a, v.x, v.y);
             }
         }
+    }
+}
+
+// Where a tile of A x is in a stage: rows of 32 bytes, groups of 8 rows 256 bytes apart, 32-byte swizzle.
+__device__ __forceinline__ u64 shrunk_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(256 >> 4) << 32 | (u64)3 << 62;
+}
+
+// COUNT tiles from shared memory, of which `tiles` exist; B is zero for the others.
+template <int COUNT>
+__device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int tiles, float4 c[NT]) {
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const u32 a[4] = {b.low[j].x, b.high[j].x, b.low[j].y, b.high[j].y};
+        multiply_add_shared(c, a, shrunk_descriptor(x + (j < tiles ? j : 0) * EXPAND_TILE_BYTES));
+    }
+    commit_products();
+    wait_for_products<0>();
+}
+
+// The same for many rows of x: tiles of A x come as stages.
+__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, u8* stages, u64* full, u64* empty, int& i,
+                                                int lane, LoraOperand& b, float4 c[NT]) {
+    const Expansion expansion(p, row);
+    for (int first = 0; first < expansion.tiles; first += EXPAND_TILES, i++) {
+        const int stage = i % STAGES, tiles = min(expansion.tiles - first, EXPAND_TILES);
+        if (first) b.load(p, tile, expansion.first + first, tiles, lane);
+        barrier_wait(full + stage, (i / STAGES) & 1);
+        const u32 x = shared_address(stages + stage * STAGE_BYTES + WEIGHT_BYTES);
+        if (tiles <= 2)
+            multiply_shrunk<2>(b, x, tiles, c);
+        else if (tiles <= 4)
+            multiply_shrunk<4>(b, x, tiles, c);
+        else
+            multiply_shrunk<EXPAND_TILES>(b, x, tiles, c);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + stage);
     }
 }
 
@@ -817,25 +892,29 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
     for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-// `sent`: A x in shared memory, for few rows of x.
-__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, int end, bool divided, const u8* sent,
-                                       u64* shrunk, int lane, float4 c[NT]) {
-    Tile tile(p, row, lane);
+// The last of a row of blocks; `sent`: A x in shared memory, for few rows of x. `i` stages have been before.
+__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, u8* stages, u64* full, u64* empty,
+                                       int& i, const u8* sent, u64* shrunk, int warp, int lane, float4 c[NT]) {
+    Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
     LoraOperand b;
-    if (p.rank) b.load(p, tile, 0, lane);
+    if (FEW && p.rank) {
+        const int begin = tile.low_part * p.rank / 16;
+        b.load(p, tile, begin, (tile.high_part + 1) * p.rank / 16 - begin, lane);
+    }
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
     // A x is there last: the others' sums come first.
-    if (divided) add_sums(p, share, end, c);
+    if (divided) add_sums(p, share, (row + 1) * share.column_blocks, c);
     scale_sums(p, tile, c);
-    if (p.rank) {
-        const int width = p.parts * p.rank;
+    if (FEW && p.rank) {
         barrier_wait(shrunk, 0);
-        if constexpr (FEW)
-            add_lora(p, tile, b, sent, shrunk_stride(p), lane, c);
-        else
-            add_lora(p, tile, b, (const u8*)(p.shrunk + (size_t)first_x_row * width), width * 2, lane, c);
+        add_lora(p, tile, b, sent, lane, c);
+    }
+    if (!FEW && p.rank) {
+        const Expansion expansion(p, row);
+        b.load(p, tile, expansion.first, expansion.tiles, lane);
+        add_lora_stages(p, tile, row, stages, full, empty, i, lane, b, c);
     }
     if constexpr (!FEW) load_residual(p, tile, first_x_row, lane, before);
     finish_tile(p, tile, first_x_row, lane, before, c);
@@ -847,34 +926,40 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
     const u8* sent = (u8*)(exchanged + WARPS * EXCHANGED * 32);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    for (int i = 0; i < share.stages();) {
-        const bool of_a = i < share.shrinks;
-        const int begin = share.unit(i), row = begin / share.column_blocks, end = (row + 1) * share.column_blocks;
-        const int last = min(i + end - begin, of_a ? share.shrinks : share.stages());
-        const bool divided = last - i < end - begin;
+    for (int done = 0, i = 0; done < share.stages();) {
+        const bool of_a = done < share.shrinks;
+        const int begin = share.unit(done), row = begin / share.column_blocks, end = (row + 1) * share.column_blocks;
+        const int last = min(done + end - begin, of_a ? share.shrinks : share.stages());
+        const bool divided = last - done < end - begin;
         if (p.rank && !of_a && begin % share.column_blocks == 0)
             Tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane).prefetch_b(p, lane);
         float4 c[TILES][NT] = {};
-        for (; i < last; i++) {
+        for (; done < last; done++, i++) {
             const int stage = i % STAGES;
             barrier_wait(full + stage, (i / STAGES) & 1);
             const u32 address = shared_address(stages + stage * STAGE_BYTES);
-            if constexpr (FEW)
+            if (of_a) {
+                if constexpr (FEW)
+                    shrink_few(address, warp, lane, c[0]);
+                else
+                    shrink_many(address, warp, c[0]);
+            } else if constexpr (FEW) {
                 multiply_few(p, address, warp, lane, c);
-            else if (of_a)
-                shrink_many(address, warp, lane, c[0]);
-            else
+            } else {
                 multiply_many(p, address, warp, lane, c[0]);
+            }
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
         }
+        if (of_a) {
+            leave_shrink_sums(p, share, exchanged, row, warp, lane, c[0]);
+            continue;
+        }
         if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
-        if (of_a)
-            leave_shrink_sums(p, share, row, warp, lane, c[0]);
-        else if (begin % share.column_blocks)
+        if (begin % share.column_blocks)
             leave_sums(p, c[0]);
         else
-            finish(p, share, row * BLOCK_ROWS + tile_of(warp) * 16, end, divided, sent, shrunk, lane, c[0]);
+            finish(p, share, row, divided, stages, full, empty, i, sent, shrunk, warp, lane, c[0]);
     }
 }
 
@@ -907,7 +992,7 @@ extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
         multiply(p, share, stages, full, empty, &shrunk, warp, lane);
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-        if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty);
+        if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty, &shrunk);
         u8* sent = stages + STAGES * STAGE_BYTES + WARPS * EXCHANGED * 32 * sizeof(float4);
         if (warp > WARPS && p.rank) shrink(p, share, sent, &shrunk, warp - WARPS - 1, lane);
     }
