@@ -65,7 +65,7 @@ class _Variant:
 
     @property
     def threads(self) -> int:
-        """Warps that multiply, one that copies, one or three for the sums of A x."""
+        """Warps that multiply, one that copies, one or three for A x or its sums."""
         return 32 * (8 + 1 + (1 if self.few else 3))
 
 
@@ -90,7 +90,7 @@ _VARIANTS = (
 )
 #: What memory for sums holds until they are there, in the kernel's source too.
 _EMPTY = -1
-#: Rows of A in a stage.
+#: Rows of A in a stage, with many rows of x.
 _SHRINK_ROWS = 32
 _MOST_ROWS = 8 * _VARIANTS[-1][0].nt
 
@@ -98,8 +98,10 @@ _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
     a_map=ctypes.c_uint8 * 128,
     weights=_POINTER,
+    x=_POINTER,
     out=_POINTER,
     bias=_POINTER,
+    lora_a=_POINTER,
     lora_b=_POINTER * 3,
     shrunk=_POINTER,
     sums=_POINTER,
@@ -213,8 +215,9 @@ class W4Linear:
 
     def _senders(self, variant: _Variant, workers: int) -> int:
         """Of sums of 16 rows of A x, at most; as in the kernel, units of A are divided among its thread blocks."""
-        blocks = self.tiles.columns // variant.columns
-        units = -(-len(self.tiles.parts) * self.rank // _SHRINK_ROWS) * blocks
+        rows, columns = (16, layout.BLOCK_COLUMNS) if variant.few else (_SHRINK_ROWS, variant.columns)
+        blocks = self.tiles.columns // columns
+        units = -(-len(self.tiles.parts) * self.rank // rows) * blocks
         least = max(1, units // workers)  # units of a thread block
         return (1 if variant.few else 2) * min(blocks, blocks // least + 2)
 
@@ -230,10 +233,14 @@ class W4Linear:
         ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
         return _Params(
             x_map=x_map,
-            a_map=tensor_map(self._a.flatten(0, 1), _SHRINK_ROWS, variant.columns) if self.rank else x_map,
+            a_map=tensor_map(self._a.flatten(0, 1), _SHRINK_ROWS, variant.columns)
+            if self.rank and not variant.few
+            else x_map,
             weights=address(tiles.data),
+            x=address(x),
             out=address(out),
             bias=address(self._bias),
+            lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
             shrunk=address(get(shrunk, row_blocks * 4 * variant.nt * width, _EMPTY if variant.few else 0)),
             sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),

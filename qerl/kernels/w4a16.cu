@@ -10,8 +10,9 @@
 // and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
 // x once for 64 rows of W, but takes some 32 cycles longer than its products need.
 //
-// A x is computed once, by all thread blocks together: units of 32 rows of A are stages ahead of W's. One warp, or three with
-// many rows of x, adds up what all sent. With many rows A x then comes back as a stage behind the last of a row of blocks.
+// A x is computed once, by all thread blocks together, which divide A as they divide W. With few rows of x a warp of its own
+// computes its share and adds up what all sent; with many, shares are stages ahead of W's, three warps add them up, and A x
+// comes back as a stage behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -24,7 +25,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int WARPS = 8;                        // that multiply: 16 rows of W each
-constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for the sums of A x
+constexpr int SHRINKERS = NT <= 4 ? 1 : 3;      // warps for A x or its sums
 constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
 constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
@@ -52,8 +53,10 @@ struct Params {
     TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
     TensorMap a_map;        // of A likewise, SHRINK_ROWS rows
     const u8* weights;
+    const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with SILU [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
+    const u16* lora_a;      // [parts * rank, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
     u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled; with few rows of x EMPTY before and after
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
@@ -185,6 +188,16 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
         }
+}
+
+// Another thread block may have written it, so not from L1.
+__device__ __forceinline__ uint4 load_once(const uint4* pointer) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(pointer)
+                 : "memory");
+    return v;
 }
 
 // --- registers ---
@@ -331,19 +344,21 @@ __device__ __forceinline__ int first_unit(int units, int workers, int worker) { 
 // Whose unit it is, where there are at least as many units as workers.
 __device__ __forceinline__ int worker_of(int units, int workers, int unit) { return (int)(((u32)(unit + 1) * workers - 1) / units); }
 
-// The same for A: units are blocks of SHRINK_ROWS x STAGE_COLUMNS.
+// The same for A: units are tiles of 16 rows and BLOCK_COLUMNS, or with many rows of x blocks of SHRINK_ROWS x STAGE_COLUMNS.
 struct ShrinkUnits {
-    int units, workers;
+    int units, workers, blocks;  // blocks: units of the same rows
 
     __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
-        units = (p.parts * p.rank + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
+        constexpr int rows = FEW ? 16 : SHRINK_ROWS;
+        blocks = p.columns / (FEW ? BLOCK_COLUMNS : STAGE_COLUMNS);
+        units = (p.parts * p.rank + rows - 1) / rows * blocks;
         workers = min(all_workers, units);
     }
     __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
     __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
 };
 
-// What a thread block has to do, stage by stage: units of A, then of W, blocks of BLOCK_ROWS x STAGE_COLUMNS.
+// What a thread block has to do, stage by stage: with many rows of x units of A, then of W, BLOCK_ROWS x STAGE_COLUMNS.
 struct Share {
     int worker, workers, row_block, column_blocks;
     int first_shrink, shrinks, first, last;
@@ -355,14 +370,14 @@ struct Share {
         column_blocks = p.columns / STAGE_COLUMNS;
         first = start(p, worker), last = start(p, worker + 1);
         const ShrinkUnits a(p, workers);
-        first_shrink = a.start(worker), shrinks = a.start(worker + 1) - first_shrink;
+        first_shrink = a.start(worker), shrinks = FEW ? 0 : a.start(worker + 1) - first_shrink;
     }
     __device__ __forceinline__ int stages() const { return shrinks + last - first; }
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
-    // With many rows of x stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as
-    // many of W's as workers, or one worker, everyone has one of W's. With few rows those of A are done in passing.
+    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
+    // workers, or one worker, everyone has one of W's.
     __device__ int start(const Params& p, int w) const {
         const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
         if (FEW || !p.rank) return first_unit(units, workers, w);
@@ -472,25 +487,64 @@ __device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& shar
     return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
 }
 
-// A stage of A x. Few rows of x: a warp takes 16 rows of A and a quarter of the columns.
-__device__ __forceinline__ void shrink_few(u32 stage, int warp, int lane, float4 c[NT]) {
-    const u32 from = stage + warp / 2 * SHRINK_PART_BYTES + (warp % 2 * 16 + lane % 16) * 128;
-    const u32 x = stage + WEIGHT_BYTES + warp / 2 * X_PART_BYTES + ((NT == 1 ? 0 : lane / 16 * 8) + lane % 8) * 128;
-    u32 b[NT == 4 ? 8 : 4];
+// 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
+// definition gives it: the sum is over the same columns, and loads are of 16 bytes.
+struct ShrinkOperand {
+    uint4 rows[2][4];  // of A: g and g + 8
+
+    __device__ __forceinline__ void load(const Params& p, int tile, int column) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u32 a[4];
-        load_matrices(a, from + ((j * 2 + lane / 16) ^ lane % 8) * 16);
-        if (NT > 1 || j % 2 == 0) load_x(x, 2 * j, lane, b);
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
+    }
+
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const int k = NT == 1 ? j % 2 : n;
-            multiply_add(c[n], a, b[2 * k], b[2 * k + 1]);
+            const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
+            uint4 b[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(x + k * 32));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const u32 first[4] = {rows[0][k].x, rows[1][k].x, rows[0][k].y, rows[1][k].y};
+                const u32 second[4] = {rows[0][k].z, rows[1][k].z, rows[0][k].w, rows[1][k].w};
+                multiply_add(c[n], first, b[k].x, b[k].y);
+                multiply_add(c[n], second, b[k].z, b[k].w);
+            }
         }
+    }
+};
+
+// Few rows of x: a warp computes its share of A x.
+__device__ void shrink_few(const Params& p, const Share& share, int lane) {
+    const ShrinkUnits units(p, share.workers);
+    const int blocks = units.blocks, first = units.start(share.worker), last = units.start(share.worker + 1);
+    ShrinkOperand a;
+    if (first < last) a.load(p, first / blocks, first % blocks * BLOCK_COLUMNS);
+    // The rest on its way to L2: 128 bytes a lane.
+    for (int unit = first + 1; unit < last; unit++)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lora_a + (size_t)(unit / blocks * 16 + lane / 2) * p.columns +
+                                                      unit % blocks * BLOCK_COLUMNS + lane % 2 * 64));
+    wait_for_earlier_kernels();
+    for (int unit = first; unit < last;) {
+        const int tile = unit / blocks, end = min(last, (tile + 1) * blocks);
+        float4 c[NT] = {};
+        for (; unit < end; unit++) {
+            if (unit != first) a.load(p, tile, unit % blocks * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS, unit % blocks * BLOCK_COLUMNS, c);
+        }
+        uint4* sums = shrink_sums(p, share, tile, share.worker - units.sender(tile * blocks));
+#pragma unroll
+        for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
     }
 }
 
-// Many rows of x: each group of four warps takes half of the columns. Of the 64 rows of A that it reads those behind
+// A stage of A x for many rows of x: each group of four warps takes half of the columns. Of the 64 rows of A that it reads those behind
 // SHRINK_ROWS are something else, and so are their sums.
 __device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
     constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
@@ -505,35 +559,13 @@ __device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
 }
 
 // Sends the sums of a thread block's stages of 32 rows of A; `row` counts those.
-__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, float4* memory, int row, int warp, int lane,
-                                                  const float4 c[NT]) {
+__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane, const float4 c[NT]) {
     const ShrinkUnits units(p, share.workers);
-    const int tiles = p.parts * p.rank / 16, sender = share.worker - units.sender(row * share.column_blocks);
-    if constexpr (FEW) {
-        const int tile = row * 2 + warp % 2;
+    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * units.blocks);
+    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
+    uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
 #pragma unroll
-        for (int first = 0; first < NT; first += EXCHANGED) {
-#pragma unroll
-            for (int n = 0; n < EXCHANGED; n++) memory[(n * WARPS + warp) * 32 + lane] = c[first + n];
-            asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
-            if (warp / 2 < EXCHANGED && tile < tiles) {
-                float4 sum = {0, 0, 0, 0};
-#pragma unroll
-                for (int quarter = 0; quarter < 4; quarter++) {
-                    const float4 v = memory[(warp / 2 * WARPS + quarter * 2 + warp % 2) * 32 + lane];
-                    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
-                }
-                send(shrink_sums(p, share, tile, sender) + (first + warp / 2) * 32 + lane, sum);
-            }
-            asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
-        }
-    } else {
-        const int tile = row * 2 + warp % 4;
-        if (warp % 4 >= 2 || tile >= tiles) return;
-        uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
-#pragma unroll
-        for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
-    }
+    for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
 }
 
 // Where A x of a row of this row block and of row `a` of a tile of A goes. With many rows of x tiles lie as products read
@@ -557,8 +589,8 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
          item += SHRINKERS * share.workers) {
         const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
-        const int unit = tile / 2 * share.column_blocks;
-        const int senders = (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
+        const int unit = (FEW ? tile : tile / 2) * units.blocks;
+        const int senders = (units.sender(unit + units.blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
         const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
@@ -631,9 +663,12 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
 }
 
-// What the warps for the sums of A x do; they tell the others by `shrunk` that it is there.
+// What the warps for A x do; they tell the others by `shrunk` that it is there.
 __device__ void shrink(const Params& p, const Share& share, u8* to, u64* shrunk, int number, int lane) {
-    wait_for_earlier_kernels();
+    if constexpr (FEW)
+        shrink_few(p, share, lane);
+    else
+        wait_for_earlier_kernels();
     share_sums(p, share, number, lane);
     if constexpr (FEW) fetch_shrunk(p, share, to, shrunk, lane);
     if (!FEW && number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
@@ -768,15 +803,24 @@ struct Tile {
     }
 };
 
-constexpr int RANKS_AT_A_TIME = FEW ? 4 : EXPAND_TILES;  // tiles of 16, whose operands are in registers
+constexpr int RANKS_AT_A_TIME = NT <= 2 ? 4 : FEW ? 1 : EXPAND_TILES;  // tiles of 16, whose operands are in registers
 
 // Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
 // definition gives it.
 struct LoraOperand {
     uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
 
-    // `first` and `tiles`: of all parts' tiles, one behind the other; those of other parts than the row's are zero.
-    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int tiles, int lane) {
+    // From column `first` on, of the parts of both halves of the rows.
+    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane) {
+        if (tile.row >= p.rows) return;
+#pragma unroll
+        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+            const int column = min(first + j * 16, p.rank - 16) + lane % 4 * 4;
+            low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
+        }
+    }
+    // From the `first` of all parts' tiles on, one behind the other; those of other parts than the rows' are zero.
+    __device__ __forceinline__ void load_tiles(const Params& p, const Tile& tile, int first, int tiles, int lane) {
         const int per_part = p.rank / 16;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
@@ -789,22 +833,26 @@ struct LoraOperand {
     }
 };
 
-// B (A x) for few rows of x; `shrunk` is A x in shared memory. The first tiles of B are there already.
+// B (A x) for few rows of x; `shrunk` is A x in shared memory. The first columns of B are there already.
 __device__ __forceinline__ void add_lora(const Params& p, const Tile& tile, LoraOperand& b, const u8* shrunk, int lane, float4 c[NT]) {
     if (tile.row >= p.rows) return;
-    const int stride = shrunk_stride(p), begin = tile.low_part * p.rank / 16, end = (tile.high_part + 1) * p.rank / 16;
+    const int stride = shrunk_stride(p);
     shrunk += lane / 4 * stride + lane % 4 * 8;
-    for (int first = begin; first < end; first += RANKS_AT_A_TIME) {
-        if (first > begin) b.load(p, tile, first, end - first, lane);
+    for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
+        if (first) b.load(p, tile, first, lane);
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            if (first + j >= end) break;
-            const u32 a[4] = {b.low[j].x, b.high[j].x, b.low[j].y, b.high[j].y};
-            const u8* row = shrunk + (first + j) * 32;
+            const int column = first + j * 16;
+            if (column >= p.rank) break;
+            for (int part = tile.low_part; part <= tile.high_part; part++) {
+                const bool low = part == tile.low_part, high = part == tile.high_part;
+                const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
+                const u8* row = shrunk + (part * p.rank + column) * 2;
 #pragma unroll
-            for (int n = 0; n < NT; n++, row += 8 * stride) {
-                const uint2 v = *(const uint2*)row;
-                multiply_add(c[n], a, v.x, v.y);
+                for (int n = 0; n < NT; n++, row += 8 * stride) {
+                    const uint2 v = *(const uint2*)row;
+                    multiply_add(c[n], a, v.x, v.y);
+                }
             }
         }
     }
@@ -834,7 +882,7 @@ __device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& til
     const Expansion expansion(p, row);
     for (int first = 0; first < expansion.tiles; first += EXPAND_TILES, i++) {
         const int stage = i % STAGES, tiles = min(expansion.tiles - first, EXPAND_TILES);
-        if (first) b.load(p, tile, expansion.first + first, tiles, lane);
+        if (first) b.load_tiles(p, tile, expansion.first + first, tiles, lane);
         barrier_wait(full + stage, (i / STAGES) & 1);
         const u32 x = shared_address(stages + stage * STAGE_BYTES + WEIGHT_BYTES);
         if (tiles <= 2)
@@ -894,15 +942,9 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
 
 // The last of a row of blocks; `sent`: A x in shared memory, for few rows of x. `i` stages have been before.
 __device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, u8* stages, u64* full, u64* empty,
-                                       int& i, const u8* sent, u64* shrunk, int warp, int lane, float4 c[NT]) {
-    Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
+                                       int& i, const u8* sent, u64* shrunk, const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
-    LoraOperand b;
-    if (FEW && p.rank) {
-        const int begin = tile.low_part * p.rank / 16;
-        b.load(p, tile, begin, (tile.high_part + 1) * p.rank / 16 - begin, lane);
-    }
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
     // A x is there last: the others' sums come first.
     if (divided) add_sums(p, share, (row + 1) * share.column_blocks, c);
@@ -913,7 +955,7 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
     }
     if (!FEW && p.rank) {
         const Expansion expansion(p, row);
-        b.load(p, tile, expansion.first, expansion.tiles, lane);
+        b.load_tiles(p, tile, expansion.first, expansion.tiles, lane);
         add_lora_stages(p, tile, row, stages, full, empty, i, lane, b, c);
     }
     if constexpr (!FEW) load_residual(p, tile, first_x_row, lane, before);
@@ -927,39 +969,43 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
     for (int done = 0, i = 0; done < share.stages();) {
-        const bool of_a = done < share.shrinks;
+        const bool of_a = !FEW && done < share.shrinks;
         const int begin = share.unit(done), row = begin / share.column_blocks, end = (row + 1) * share.column_blocks;
         const int last = min(done + end - begin, of_a ? share.shrinks : share.stages());
         const bool divided = last - done < end - begin;
-        if (p.rank && !of_a && begin % share.column_blocks == 0)
-            Tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane).prefetch_b(p, lane);
+        const bool finishes = !of_a && begin % share.column_blocks == 0;
+        // B takes as long as a stage: with few rows of x it waits in registers, or in L2 as far as they don't suffice.
+        LoraOperand b;
+        if (p.rank && finishes) {
+            const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
+            if (FEW) b.load(p, tile, 0, lane);
+            if (!FEW || p.rank > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
+        }
         float4 c[TILES][NT] = {};
         for (; done < last; done++, i++) {
             const int stage = i % STAGES;
             barrier_wait(full + stage, (i / STAGES) & 1);
             const u32 address = shared_address(stages + stage * STAGE_BYTES);
-            if (of_a) {
-                if constexpr (FEW)
-                    shrink_few(address, warp, lane, c[0]);
-                else
-                    shrink_many(address, warp, c[0]);
-            } else if constexpr (FEW) {
+            if constexpr (FEW)
                 multiply_few(p, address, warp, lane, c);
-            } else {
+            else if (of_a)
+                shrink_many(address, warp, c[0]);
+            else
                 multiply_many(p, address, warp, lane, c[0]);
-            }
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
         }
         if (of_a) {
-            leave_shrink_sums(p, share, exchanged, row, warp, lane, c[0]);
+            leave_shrink_sums(p, share, row, warp, lane, c[0]);
             continue;
         }
         if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
-        if (begin % share.column_blocks)
+        if (!finishes) {
             leave_sums(p, c[0]);
-        else
-            finish(p, share, row, divided, stages, full, empty, i, sent, shrunk, warp, lane, c[0]);
+            continue;
+        }
+        const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
+        finish(p, share, row, divided, stages, full, empty, i, sent, shrunk, tile, b, lane, c[0]);
     }
 }
 
