@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -44,24 +44,12 @@ class _Variant:
         """Rows, which two thread blocks of different layers share a multiprocessor for."""
         return self.nt <= 4
 
-    def fitted(self, lora_columns: int) -> _Variant:
-        """With the most stages that leave memory for A x, `lora_columns` wide."""
-        room = _SHARED_BYTES - self._besides(lora_columns)
-        return replace(self, stages=max(1, min(self.stages, room // self._stage_bytes)))
-
-    def shared_bytes(self, lora_columns: int) -> int:
-        """Of a thread block."""
-        used = self.stages * self._stage_bytes + self._besides(lora_columns)
-        return max(used, _ALONE_BYTES if self.alone else 0)
-
     @property
-    def _stage_bytes(self) -> int:
-        return layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-
-    def _besides(self, lora_columns: int) -> int:
-        """What aligns the first stage, and with few rows the sums that warps exchange and A x."""
-        exchanged = 4096 * (2 if self.nt == 2 else 1)
-        return 1024 + (exchanged + 8 * self.nt * (2 * lora_columns + 32) if self.few else 0)
+    def shared_bytes(self) -> int:
+        """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
+        stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
+        exchanged = 4096 * min(self.nt, 2) if self.few else 0
+        return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
 
     @property
     def threads(self) -> int:
@@ -73,8 +61,6 @@ class _Variant:
 #: block takes the place of one, two end up on another multiprocessor, and all wait for it: 28 % of a step at one
 #: sequence.
 _ALONE_BYTES = 116000
-#: That two thread blocks of different layers have each; a multiprocessor has 228 KiB, of which each takes 1 for itself.
-_SHARED_BYTES = 115200
 #: Stages of a thread block from which on a layer is large.
 _LARGE = 6
 #: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 32 rows a
@@ -90,7 +76,9 @@ _VARIANTS = (
 )
 #: What memory for sums holds until they are there, in the kernel's source too.
 _EMPTY = -1
-#: Rows of A in a stage, with many rows of x.
+#: Into how many spans of columns A x is divided with few rows, by how many rows A has.
+_SPANS = (8, 40)
+#: Rows of A in a stage, with many rows.
 _SHRINK_ROWS = 32
 _MOST_ROWS = 8 * _VARIANTS[-1][0].nt
 
@@ -111,7 +99,19 @@ _Params = params_struct(
     lora_factor=ctypes.c_float * 3,
     part_end=ctypes.c_int * 3,
     **dict.fromkeys(
-        ("m", "rows", "columns", "rank", "parts", "mode", "scale_multiplier", "scale_offset", "row_blocks", "senders"),
+        (
+            "m",
+            "rows",
+            "columns",
+            "rank",
+            "parts",
+            "mode",
+            "scale_multiplier",
+            "scale_offset",
+            "row_blocks",
+            "senders",
+            "span",
+        ),
         ctypes.c_int,
     ),
 )
@@ -199,9 +199,7 @@ class W4Linear:
                 raise ValueError("activations must be contiguous bfloat16")
         small, large = next((pair for pair in _VARIANTS if m <= 8 * pair[0].nt), _VARIANTS[-1])
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
-        width = len(self.tiles.parts) * self.rank
         variant = large if blocks >= _LARGE * self._workspace.processors else small
-        variant = variant.fitted(width) if variant.few else variant
         row_blocks = -(-m // (8 * variant.nt))
         # With many rows stages of A take the place of some of W's: everyone is to have one of W's yet.
         workers = min(self._workspace.processors // row_blocks, blocks if variant.few else max(blocks // 2, 1))
@@ -209,27 +207,30 @@ class W4Linear:
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
         options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
-        shared_bytes = variant.shared_bytes(width)
-        function = load("w4a16.cu", "w4a16", options, shared_bytes, x.get_device())
-        launch(function, workers * row_blocks, variant.threads, shared_bytes, params)
+        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
+        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
 
-    def _senders(self, variant: _Variant, workers: int) -> int:
-        """Of sums of 16 rows of A x, at most; as in the kernel, units of A are divided among its thread blocks."""
-        rows, columns = (16, layout.BLOCK_COLUMNS) if variant.few else (_SHRINK_ROWS, variant.columns)
-        blocks = self.tiles.columns // columns
-        units = -(-len(self.tiles.parts) * self.rank // rows) * blocks
+    def _division(self, variant: _Variant, workers: int) -> tuple[int, int]:
+        """Of A x: how many thread blocks send sums of 16 rows of A at most, and with few rows the columns of each."""
+        width = len(self.tiles.parts) * self.rank
+        if variant.few:
+            blocks = self.tiles.columns // layout.BLOCK_COLUMNS
+            most = min(max(self._workspace.processors // max(width // 16, 1), _SPANS[0]), _SPANS[1])
+            span = -(-blocks // most)
+            return -(-blocks // span), span
+        blocks = self.tiles.columns // variant.columns
+        units = -(-width // _SHRINK_ROWS) * blocks
         least = max(1, units // workers)  # units of a thread block
-        return (1 if variant.few else 2) * min(blocks, blocks // least + 2)
+        return 2 * min(blocks, blocks // least + 2), 0
 
     def _params(
         self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int, workers: int
     ) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get
         width = parts * self.rank
-        senders = self._senders(variant, workers)
+        senders, span = self._division(variant, workers)
         multiplier, offset = tiles.scale_decode
         x_map = tensor_map(x, 8 * variant.nt, variant.columns)
-        shrunk = "shrunk, empty" if variant.few else "shrunk"
         ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
         return _Params(
             x_map=x_map,
@@ -242,7 +243,7 @@ class W4Linear:
             bias=address(self._bias),
             lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
-            shrunk=address(get(shrunk, row_blocks * 4 * variant.nt * width, _EMPTY if variant.few else 0)),
+            shrunk=address(get("shrunk", row_blocks * 4 * variant.nt * width)),
             sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * width * senders * variant.nt * 8, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
@@ -259,6 +260,7 @@ class W4Linear:
             scale_offset=offset - (1 << 32) if offset >= 1 << 31 else offset,
             row_blocks=row_blocks,
             senders=senders,
+            span=span,
         )
 
 

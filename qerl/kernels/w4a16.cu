@@ -10,9 +10,9 @@
 // and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
 // x once for 64 rows of W, but takes some 32 cycles longer than its products need.
 //
-// A x is computed once, by all thread blocks together, which divide A as they divide W. With few rows of x a warp of its own
-// computes its share and adds up what all sent; with many, shares are stages ahead of W's, three warps add them up, and A x
-// comes back as a stage behind the last of a row of blocks.
+// A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
+// shares are stages ahead of W's. The same warp, or three, adds up what all sent; with many rows A x then comes back as a stage
+// behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -42,7 +42,7 @@ enum Mode { PLAIN, RESIDUAL, SILU };
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
 constexpr bool FEW = NT <= 4;           // rows of x: mma.sync
-constexpr int EXCHANGED = NT == 2 ? 2 : 1;  // tiles of rows of x whose sums warps exchange at a time
+constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x whose sums warps exchange at a time
 constexpr int TILES = FEW ? 2 : 1;      // of 16 rows of W that a warp multiplies, with 1 / TILES of a stage's columns
 
 struct alignas(64) TensorMap {
@@ -58,7 +58,7 @@ struct Params {
     const float* bias;      // [rows] in the order of the tiles, or null
     const u16* lora_a;      // [parts * rank, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
-    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled; with few rows of x EMPTY before and after
+    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
     uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
@@ -67,12 +67,10 @@ struct Params {
     int part_end[3];        // row behind each part
     int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
+    int span;               // few rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-// Of a row of A x in shared memory, in bytes: with it rows don't meet in the same banks.
-__device__ __forceinline__ int shrunk_stride(const Params& p) { return p.parts * p.rank * 2 + 32; }
 
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
@@ -150,13 +148,6 @@ __device__ __forceinline__ void publish(u16* to, u32 value) {
 }
 
 __device__ __forceinline__ bool is_empty(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
-
-// Either of two bfloat16, which come from different warps.
-__device__ __forceinline__ bool half_empty(u32 v) { return (v & 0xFFFF) == 0xFFFF || v >= 0xFFFF0000u; }
-
-__device__ __forceinline__ bool half_empty(const uint4& v) {
-    return half_empty(v.x) || half_empty(v.y) || half_empty(v.z) || half_empty(v.w);
-}
 
 // Adds to SUMS sums what up to COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
 // next sender's `sender_step` further, the next sum's `sum_step`; `some` of the senders exist.
@@ -344,14 +335,12 @@ __device__ __forceinline__ int first_unit(int units, int workers, int worker) { 
 // Whose unit it is, where there are at least as many units as workers.
 __device__ __forceinline__ int worker_of(int units, int workers, int unit) { return (int)(((u32)(unit + 1) * workers - 1) / units); }
 
-// The same for A: units are tiles of 16 rows and BLOCK_COLUMNS, or with many rows of x blocks of SHRINK_ROWS x STAGE_COLUMNS.
+// The same for A with many rows of x: units are blocks of SHRINK_ROWS x STAGE_COLUMNS.
 struct ShrinkUnits {
-    int units, workers, blocks;  // blocks: units of the same rows
+    int units, workers;
 
     __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
-        constexpr int rows = FEW ? 16 : SHRINK_ROWS;
-        blocks = p.columns / (FEW ? BLOCK_COLUMNS : STAGE_COLUMNS);
-        units = (p.parts * p.rank + rows - 1) / rows * blocks;
+        units = FEW ? 0 : (p.parts * p.rank + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
         workers = min(all_workers, units);
     }
     __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
@@ -370,7 +359,7 @@ struct Share {
         column_blocks = p.columns / STAGE_COLUMNS;
         first = start(p, worker), last = start(p, worker + 1);
         const ShrinkUnits a(p, workers);
-        first_shrink = a.start(worker), shrinks = FEW ? 0 : a.start(worker + 1) - first_shrink;
+        first_shrink = a.start(worker), shrinks = a.start(worker + 1) - first_shrink;
     }
     __device__ __forceinline__ int stages() const { return shrinks + last - first; }
     __device__ __forceinline__ int unit(int stage) const {
@@ -380,7 +369,6 @@ struct Share {
     // workers, or one worker, everyone has one of W's.
     __device__ int start(const Params& p, int w) const {
         const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
-        if (FEW || !p.rank) return first_unit(units, workers, w);
         const ShrinkUnits a(p, workers);
         return first_unit(units + a.units, workers, w) - a.start(w);
     }
@@ -520,25 +508,21 @@ struct ShrinkOperand {
     }
 };
 
-// Few rows of x: a warp computes its share of A x.
+// Few rows of x: a warp takes 16 rows of A and a span of columns at a time.
 __device__ void shrink_few(const Params& p, const Share& share, int lane) {
-    const ShrinkUnits units(p, share.workers);
-    const int blocks = units.blocks, first = units.start(share.worker), last = units.start(share.worker + 1);
+    const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * p.rank / 16 * p.senders;
     ShrinkOperand a;
-    if (first < last) a.load(p, first / blocks, first % blocks * BLOCK_COLUMNS);
-    // The rest on its way to L2: 128 bytes a lane.
-    for (int unit = first + 1; unit < last; unit++)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lora_a + (size_t)(unit / blocks * 16 + lane / 2) * p.columns +
-                                                      unit % blocks * BLOCK_COLUMNS + lane % 2 * 64));
+    if (share.worker < items) a.load(p, share.worker / p.senders, share.worker % p.senders * p.span * BLOCK_COLUMNS);
     wait_for_earlier_kernels();
-    for (int unit = first; unit < last;) {
-        const int tile = unit / blocks, end = min(last, (tile + 1) * blocks);
+    for (int item = share.worker; item < items; item += share.workers) {
+        const int tile = item / p.senders, sender = item % p.senders;
+        const int begin = sender * p.span, end = min(begin + p.span, blocks);
         float4 c[NT] = {};
-        for (; unit < end; unit++) {
-            if (unit != first) a.load(p, tile, unit % blocks * BLOCK_COLUMNS);
-            a.multiply(p, share.row_block * ROWS, unit % blocks * BLOCK_COLUMNS, c);
+        for (int block = begin; block < end; block++) {
+            if (item != share.worker || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
         }
-        uint4* sums = shrink_sums(p, share, tile, share.worker - units.sender(tile * blocks));
+        uint4* sums = shrink_sums(p, share, tile, sender);
 #pragma unroll
         for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
     }
@@ -561,7 +545,7 @@ __device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
 // Sends the sums of a thread block's stages of 32 rows of A; `row` counts those.
 __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane, const float4 c[NT]) {
     const ShrinkUnits units(p, share.workers);
-    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * units.blocks);
+    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * share.column_blocks);
     if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
     uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
 #pragma unroll
@@ -579,7 +563,7 @@ __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share
 }
 
 // Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
-constexpr int SENDER_GROUPS = FEW ? 8 : 2, SENDERS_AT_A_TIME = FEW ? 17 : 8, SUM_LANES = 32 / SENDER_GROUPS;
+constexpr int SENDER_GROUPS = FEW ? 4 : 2, SENDERS_AT_A_TIME = FEW ? 10 : 8, SUM_LANES = 32 / SENDER_GROUPS;
 
 // Adds up A x, in the senders' order; the sums are shared out among all warps that do.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
@@ -589,8 +573,11 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
          item += SHRINKERS * share.workers) {
         const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
-        const int unit = (FEW ? tile : tile / 2) * units.blocks;
-        const int senders = (units.sender(unit + units.blocks - 1) - units.sender(unit) + 1) * (FEW ? 1 : 2);
+        int senders = p.senders;
+        if constexpr (!FEW) {
+            const int unit = tile / (SHRINK_ROWS / 16) * share.column_blocks;
+            senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
+        }
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
         const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
@@ -612,49 +599,12 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
             if (row < rows) publish(shrunk_place(p, share, row, tile, place / 4 + 8 * high), even >> 16 * high);
             if (row + 1 < rows) publish(shrunk_place(p, share, row + 1, tile, place / 4 + 8 * high), odd >> 16 * high);
         }
-        if constexpr (!FEW) {
-            __syncwarp();
-            if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
-        }
+        __syncwarp();
+        if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
     }
 }
 
-// Few rows of x: A x comes as data that is not EMPTY, and is copied for the warps that multiply. Who is the last to have
-// seen it empties it for the next launch.
-__device__ void fetch_shrunk(const Params& p, const Share& share, u8* to, u64* shrunk, int lane) {
-    constexpr int BATCH = 6;
-    const int width = p.parts * p.rank / 8, count = min(p.m - share.row_block * ROWS, ROWS) * width;
-    uint4* from = (uint4*)p.shrunk + (size_t)share.row_block * ROWS * width;
-    for (int first = lane; first < count; first += BATCH * 32) {
-        uint4 v[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) v[i] = {first + i * 32 < count ? EMPTY : 0, 0, 0, 0};
-        for (bool missing = true; missing;) {
-            missing = false;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (half_empty(v[i])) v[i] = look(from + first + i * 32);
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) missing |= half_empty(v[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int at = first + i * 32;
-            if (at < count) *(uint4*)(to + at / width * shrunk_stride(p) + at % width * 16) = v[i];
-        }
-    }
-    __syncwarp();
-    int seen = 0;
-    if (lane == 0) {
-        barrier_arrive(shrunk);
-        seen = atomicAdd(p.counters + 2 * share.row_block, 1) + 1;
-    }
-    if (__shfl_sync(~0u, seen, 0) < share.workers) return;
-    for (int i = lane; i < count; i += 32) from[i] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
-    if (lane == 0) p.counters[2 * share.row_block] = 0;
-}
-
-// Many rows of x: A x is read from memory when all of it has been counted.
+// Until all of A x has been counted. One thread of a thread block.
 __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk) {
     int* counters = p.counters + 2 * share.row_block;
     while (load_acquire(counters) != p.parts * p.rank / 16 * NT * SENDER_GROUPS) {}
@@ -664,14 +614,13 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk
 }
 
 // What the warps for A x do; they tell the others by `shrunk` that it is there.
-__device__ void shrink(const Params& p, const Share& share, u8* to, u64* shrunk, int number, int lane) {
+__device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
     if constexpr (FEW)
         shrink_few(p, share, lane);
     else
         wait_for_earlier_kernels();
     share_sums(p, share, number, lane);
-    if constexpr (FEW) fetch_shrunk(p, share, to, shrunk, lane);
-    if (!FEW && number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
+    if (number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
 }
 
 // --- W x ---
@@ -833,26 +782,27 @@ struct LoraOperand {
     }
 };
 
-// B (A x) for few rows of x; `shrunk` is A x in shared memory. The first columns of B are there already.
-__device__ __forceinline__ void add_lora(const Params& p, const Tile& tile, LoraOperand& b, const u8* shrunk, int lane, float4 c[NT]) {
+// B (A x) for few rows of x. The first columns of B are there already.
+__device__ __forceinline__ void add_lora(const Params& p, const Share& share, const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
     if (tile.row >= p.rows) return;
-    const int stride = shrunk_stride(p);
-    shrunk += lane / 4 * stride + lane % 4 * 8;
+    const int width = p.parts * p.rank;
+    const u16* shrunk = p.shrunk + (size_t)(share.row_block * ROWS + lane / 4) * width + lane % 4 * 4;
     for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
         if (first) b.load(p, tile, first, lane);
+        for (int part = tile.low_part; part <= tile.high_part; part++) {
+            const bool low = part == tile.low_part, high = part == tile.high_part;
+            uint2 v[RANKS_AT_A_TIME][NT];
 #pragma unroll
-        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            const int column = first + j * 16;
-            if (column >= p.rank) break;
-            for (int part = tile.low_part; part <= tile.high_part; part++) {
-                const bool low = part == tile.low_part, high = part == tile.high_part;
+            for (int j = 0; j < RANKS_AT_A_TIME; j++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    v[j][n] = *(const uint2*)(shrunk + n * 8 * width + part * p.rank + min(first + j * 16, p.rank - 16));
+#pragma unroll
+            for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+                if (first + j * 16 >= p.rank) break;
                 const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
-                const u8* row = shrunk + (part * p.rank + column) * 2;
 #pragma unroll
-                for (int n = 0; n < NT; n++, row += 8 * stride) {
-                    const uint2 v = *(const uint2*)row;
-                    multiply_add(c[n], a, v.x, v.y);
-                }
+                for (int n = 0; n < NT; n++) multiply_add(c[n], a, v[j][n].x, v[j][n].y);
             }
         }
     }
@@ -940,9 +890,9 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
     for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-// The last of a row of blocks; `sent`: A x in shared memory, for few rows of x. `i` stages have been before.
+// The end of a row of blocks, behind `i` stages; `b` holds the first of B with few rows of x.
 __device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, u8* stages, u64* full, u64* empty,
-                                       int& i, const u8* sent, u64* shrunk, const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
+                                       int& i, u64* shrunk, const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
@@ -951,7 +901,7 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
     scale_sums(p, tile, c);
     if (FEW && p.rank) {
         barrier_wait(shrunk, 0);
-        add_lora(p, tile, b, sent, lane, c);
+        add_lora(p, share, tile, b, lane, c);
     }
     if (!FEW && p.rank) {
         const Expansion expansion(p, row);
@@ -965,7 +915,6 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk, int warp,
                          int lane) {
     float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
-    const u8* sent = (u8*)(exchanged + WARPS * EXCHANGED * 32);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
     for (int done = 0, i = 0; done < share.stages();) {
@@ -1005,7 +954,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
             continue;
         }
         const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
-        finish(p, share, row, divided, stages, full, empty, i, sent, shrunk, tile, b, lane, c[0]);
+        finish(p, share, row, divided, stages, full, empty, i, shrunk, tile, b, lane, c[0]);
     }
 }
 
@@ -1039,7 +988,6 @@ extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
         if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty, &shrunk);
-        u8* sent = stages + STAGES * STAGE_BYTES + WARPS * EXCHANGED * 32 * sizeof(float4);
-        if (warp > WARPS && p.rank) shrink(p, share, sent, &shrunk, warp - WARPS - 1, lane);
+        if (warp > WARPS && p.rank) shrink(p, share, &shrunk, warp - WARPS - 1, lane);
     }
 }
