@@ -149,16 +149,23 @@ __device__ __forceinline__ void publish(u16* to, u32 value) {
 
 __device__ __forceinline__ bool is_empty(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Adds to SUMS sums what up to COUNT others send, in their order, all reads in flight at once. The first's is at `from`, the
-// next sender's `sender_step` further, the next sum's `sum_step`; `some` of the senders exist.
+// Adds to SUMS sums what up to COUNT others send, in their order. The first's is at `from`, the next sender's `sender_step`
+// further, the next sum's `sum_step`; `some` of the senders exist. What isn't there yet is asked for again all at once; with
+// 32 rows of x one after the other, which takes fewer registers and was 3 to 5 % faster.
 template <int SUMS, int COUNT>
 __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_step, size_t sum_step, int some) {
+    constexpr bool AT_ONCE = NT != 4;
     uint4 v[COUNT][SUMS];
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
-        for (int n = 0; n < SUMS; n++) v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
-    for (bool missing = true; missing;) {
+        for (int n = 0; n < SUMS; n++) {
+            if constexpr (AT_ONCE)
+                v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
+            else
+                v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+        }
+    for (bool missing = AT_ONCE; missing;) {
         missing = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
@@ -175,6 +182,7 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             if (i >= some) continue;
+            while (!AT_ONCE && is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
             from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
@@ -563,7 +571,8 @@ __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share
 }
 
 // Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
-constexpr int SENDER_GROUPS = FEW ? 4 : 2, SENDERS_AT_A_TIME = FEW ? 10 : 8, SUM_LANES = 32 / SENDER_GROUPS;
+constexpr int SENDER_GROUPS = NT <= 2 ? 4 : FEW ? 1 : 2, SENDERS_AT_A_TIME = NT <= 2 ? 10 : 8;
+constexpr int SUM_LANES = 32 / SENDER_GROUPS;
 
 // Adds up A x, in the senders' order; the sums are shared out among all warps that do.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
