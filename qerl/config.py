@@ -769,7 +769,7 @@ class GateSettings(Settings):
 
 
 class DecodeGrid(Settings):
-    """Decode speed of an engine on random weights of Qwen2.5's shapes: a job for each size, format and rank."""
+    """Decode speed of an engine on random weights of Qwen2.5's shapes: a job for each size, format, rank and prompt."""
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
@@ -778,9 +778,11 @@ class DecodeGrid(Settings):
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """0 is no adapter."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
-    """Decoded at once, a point each."""
-    prompt: PositiveInt = 128
+    """Decoded at once, a point each; those that the KV cache has no room for are points without a number."""
+    prompt: NonEmpty[PositiveInt] = [128]
+    """Tokens of a prompt."""
     tokens: PositiveInt = 256
+    """Decoded after it."""
 
 
 class StepGrid(Settings):
@@ -794,11 +796,15 @@ class StepGrid(Settings):
     """Gradient checkpointing."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []
     """Of this project's: caps on the GPU's memory, each a job of its own; none is the whole."""
-    prompts: PositiveInt = 16
-    group_size: PositiveInt = 8
+    prompts: NonEmpty[PositiveInt] = [16]
+    """Of a step."""
+    group_size: NonEmpty[PositiveInt] = [8]
+    """Completions of a prompt."""
     prompt: PositiveInt = 128
     tokens: PositiveInt = 1024
     """Of every completion."""
+    micro_batch: PositiveInt = 16
+    """TRL's: completions of a forward pass; all, where a step has fewer."""
     repeats: PositiveInt = 3
 
 

@@ -33,6 +33,9 @@ from qerl.rollout.sampler import SamplingParams
 
 #: Of the weights: logits near those of a trained model, and hidden states that neither die nor explode.
 _STD = 0.02
+#: No bound on the KV cache: where memory has no room for all sequences, the point is out of memory. With a bound some
+#: would wait for others, and the point be one of fewer sequences.
+_SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
 WEIGHTS = ("bf16", *PACKED_FORMATS)
 
 
@@ -103,7 +106,7 @@ def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: to
 
 def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
     """Figures of a point: `timed`, who samples, and bytes of the weights as they are held then."""
-    sampler = EngineSampler(policy, NativeSettings(), sequences)
+    sampler = EngineSampler(policy, _SETTINGS, sequences)
     sampler.stops = frozenset()
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:

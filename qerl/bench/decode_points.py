@@ -28,7 +28,7 @@ from qerl.rl.failures import OUT_OF_MEMORY
 T = TypeVar("T")
 
 #: Sequences, tokens of a prompt and decoded tokens, unless asked for otherwise: those of the grid.
-SEQUENCES, PROMPT, TOKENS = (DecodeGrid.model_fields[name].default for name in ("sequences", "prompt", "tokens"))
+SEQUENCES, [PROMPT], TOKENS = (DecodeGrid.model_fields[name].default for name in ("sequences", "prompt", "tokens"))
 #: Timed runs of a point.
 REPEATS = 3
 _NO_MEMORY = "out of memory"
@@ -157,6 +157,16 @@ def out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def check_room(pages: int, page: int, sequences: int, length: int) -> None:
+    """OutOfMemoryError where a KV cache of `pages` of `page` tokens can't hold that many sequences of `length`.
+
+    An engine would let some of them wait for others, and the point be one of fewer sequences.
+    """
+    needed = sequences * -(-length // page)
+    if pages < needed:
+        raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
 
 
 def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:

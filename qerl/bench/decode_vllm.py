@@ -22,7 +22,7 @@ import typer
 from safetensors.torch import save_file
 from torch import nn
 
-from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
+from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, check_room, timed
 from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
 from qerl.bench.shapes import model_config, write_shape
 from qerl.bench.sizes import SHAPES, linear_shapes
@@ -109,6 +109,9 @@ def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, A
         outputs = engine.generate(texts, params, lora_request=request, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
+    cache = engine.llm_engine.vllm_config.cache_config
+    # vLLM keeps one block free for itself.
+    check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, job.prompt + job.tokens + 1)
     figures = timed(draw, sequences, job.prompt, job.tokens)
     sampler = f"vLLM {vllm.__version__}"
     return figures | {

@@ -75,35 +75,46 @@ def state(job: Job, settings: ShapesSettings, own: Path) -> str:
 
 
 def _decodes(grid: DecodeGrid) -> Iterator[Job]:
-    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
+    for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
         _check(grid.engine, size, weights)
-        options = {"size": size, "weights": weights, "rank": rank, "prompt": grid.prompt, "tokens": grid.tokens}
+        options = {"size": size, "weights": weights, "rank": rank, "prompt": prompt, "tokens": grid.tokens}
         sequences = [option for number in grid.sequences for option in ("--sequences", str(number))]
-        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompt}x{grid.tokens}"
+        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{prompt}x{grid.tokens}"
         yield Job(id, _DECODE[grid.engine], (*_options(options), *sequences), tuple(grid.sequences))
 
 
 def _steps(grid: StepGrid) -> Iterator[Job]:
+    if grid.memory_gb and grid.system == "trl":
+        raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
-    for size, weights, rank, recompute, cap in product(grid.sizes, grid.weights, grid.ranks, grid.recompute, caps):
-        _check(grid.system, size, weights)
-        if cap and grid.system == "trl":
-            raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
-        options = {
-            "shape": size,
-            "weights": weights,
-            "rank": rank,
-            "prompts": grid.prompts,
-            "group": grid.group_size,
-            "prompt-tokens": grid.prompt,
-            "completion-tokens": grid.tokens,
-            "repeats": grid.repeats,
-        } | ({"memory-gb": f"{cap:g}"} if cap else {})
-        no = "" if recompute else "no-"
-        # TRL's is a switch, ours has a third value.
-        own = ["--recompute", str(recompute).lower()] if grid.system == "qerl" else [f"--{no}recompute"]
-        id = f"step-{grid.system}-{size}-{weights}-r{rank}-{no}recompute" + (f"-{cap:g}gb" if cap else "")
-        yield Job(id, _STEP[grid.system], (*_options(options), *own))
+    policies, works = product(grid.sizes, grid.weights, grid.ranks), product(grid.prompts, grid.group_size)
+    for policy, work, recompute, cap in product(policies, works, grid.recompute, caps):
+        yield _step(grid, policy, work, recompute, cap)
+
+
+def _step(
+    grid: StepGrid, policy: tuple[str, str, int], work: tuple[int, int], recompute: bool, cap: float | None
+) -> Job:
+    (size, weights, rank), (prompts, group) = policy, work
+    _check(grid.system, size, weights)
+    options = {
+        "shape": size,
+        "weights": weights,
+        "rank": rank,
+        "prompts": prompts,
+        "group": group,
+        "prompt-tokens": grid.prompt,
+        "completion-tokens": grid.tokens,
+        "repeats": grid.repeats,
+    } | ({"memory-gb": f"{cap:g}"} if cap else {})
+    no = "" if recompute else "no-"
+    # TRL's is a switch, ours has a third value.
+    own = ["--recompute", str(recompute).lower()]
+    if grid.system == "trl":
+        own = ["--micro-batch", str(min(grid.micro_batch, prompts * group)), f"--{no}recompute"]
+    lengths = f"{prompts}x{group}-{grid.prompt}x{grid.tokens}"
+    id = f"step-{grid.system}-{size}-{weights}-r{rank}-{lengths}-{no}recompute" + (f"-{cap:g}gb" if cap else "")
+    return Job(id, _STEP[grid.system], (*_options(options), *own))
 
 
 def _options(values: dict[str, object]) -> list[str]:

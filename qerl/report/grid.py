@@ -7,6 +7,7 @@ compared on one machine only. `percent_of_floor` is the floor of `qerl.bench.roo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
@@ -19,7 +20,7 @@ from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, 
 from qerl.bench.sizes import SHAPES
 from qerl.config import WeightFormat
 from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
-from qerl.report.grid_paper import write_paper_tables
+from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.intervals import ratio_interval
 from qerl.report.results import ResultError, read
 from qerl.report.shapes import OK, Measured, Provenance, Stored
@@ -34,10 +35,16 @@ _GB = 1e9
 _KEY = ["engine", "weights", "rank"]
 #: Tokens of a prompt and decoded ones: points of other lengths are other tables.
 _LENGTHS = ["prompt", "tokens"]
+#: What the ratio of two weights is told by.
+_CROSSED = ["size", "engine", "rank", *_LENGTHS]
 _MEASURE = "`qerl grid` lists the commands that measure"
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
+_CROSSES = (
+    "crosses 1 at: the number of sequences, interpolated over its logarithm; > n: NVFP4 is the faster at all numbers, "
+    "≤ n: at none"
+)
 _FLOOR = (
     "the floor is the least time of a step, its bytes over the bandwidth of a copy or its FLOPs over the rate of a "
     "BF16 product, both measured in the same job; NF4 counts with double quantization"
@@ -135,7 +142,7 @@ class GrpoStep(Stored):
 
 
 def load_points(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a point of decode files, sorted by size, engine, weights, rank and sequences.
+    """One row a point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
 
     Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
     the floor's where there are no ceilings. A ResultError where there are no points, and where two files have the same.
@@ -151,6 +158,8 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
 
 def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
+
+    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions.
 
     Where a system came to no result there are no numbers, and `status` says why.
     """
@@ -200,11 +209,16 @@ def _step_row(job: GrpoStep) -> dict[str, Any]:
         "size": work.size,
         "weights": work.weights,
         "rank": work.rank,
+        "prompts": work.prompts,
+        "group_size": work.group,
+        "prompt": work.prompt_tokens,
+        "tokens": work.completion_tokens,
         "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens",
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
         "status": job.status,
         "repeats": len(job.steps),
+        "samples": [step.step for step in job.steps],
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job.memory).items()},
         **job.provenance.columns,
@@ -219,7 +233,8 @@ def _memory_parts(memory: StepMemory | None) -> dict[str, float]:
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
     orders = {"size": [*SHAPES], "engine": ENGINES, "weights": get_args(WeightFormat)}
-    return (*(order.index(row[key]) for key, order in orders.items()), row["rank"], row["sequences"])
+    numbers = (row[key] for key in ("rank", *_LENGTHS, "sequences"))
+    return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
 
 
 def _check_once(points: pd.DataFrame) -> None:
@@ -266,14 +281,24 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
 
 
 def crossover(points: pd.DataFrame) -> pd.DataFrame:
-    """NVFP4 over BF16 of each (size, engine, rank), with 95 % intervals; rows that have neither are left out."""
+    """NVFP4 over BF16 of each (size, engine, rank, prompt, tokens), with 95 % intervals, and where it `crosses` 1.
+
+    Rows that have neither are left out.
+    """
     counts = _counts(points)
     rows = []
-    for key, group in points.groupby(["size", "engine", "rank"], sort=False):
+    for key, group in points.groupby(_CROSSED, sort=False):
         found = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
         above, below = ([found.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
-        rows.append(dict(zip(("size", "engine", "rank"), key, strict=True)) | _ratio_columns(counts, above, below))
+        ratios = _ratio_columns(counts, above, below)
+        rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
     return _measured_rows(rows, counts)
+
+
+def contexts(points: pd.DataFrame) -> pd.DataFrame:
+    """Those points that were measured with prompts of several lengths, all else alike."""
+    alike = [name for name in _CROSSED if name != "prompt"]
+    return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
 
 
 def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -339,6 +364,19 @@ def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: It
     return columns
 
 
+def _crosses(counts: Iterable[int], ratios: Row) -> str:
+    """The numbers of sequences where a ratio passes 1; where it never does, on which side of those measured."""
+    measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
+    if not measured:
+        return NOT_MEASURED
+    found = []
+    for (left, before), (right, after) in pairwise(measured):
+        if (before > 1) != (after > 1):
+            found.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
+    (first, ratio), (last, _) = measured[0], measured[-1]
+    return ", ".join(dict.fromkeys(found)) or (f"> {last}" if ratio > 1 else f"≤ {first}")
+
+
 def _ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
     """Ratio of the medians and its interval, or why there is none."""
     if above is None or below is None:
@@ -364,8 +402,9 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of files of points and of GRPO steps.
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, with figures decode-rank<rank>-<lengths> and
-    crossover-rank<rank>-<lengths>, lengths as in 128x256; steps, memory. Tables without a row are left out. ResultError
-    without any file. Of points at the paper's lengths, its tables too (`qerl.report.grid_paper`).
+    crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths contexts-<tokens>, with figures
+    contexts-rank<rank>-<tokens>; steps, memory. Tables without a row are left out. ResultError without any file. Of
+    points and steps at the paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
     decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
@@ -373,9 +412,13 @@ def write_all(files: Sequence[Path], out: Path) -> None:
         points = load_points(decode)
         for lengths, group in points.groupby(_LENGTHS, sort=False):
             _write_decode(group, out, "{}x{}".format(*lengths))
-        write_paper_tables(points, out)
+        for tokens, group in contexts(points).groupby("tokens"):
+            _write_contexts(group, out, f"{tokens}")
+        write_rollout_tables(points, out)
     if steps:
-        _write_steps(load_steps(steps), out)
+        measured = load_steps(steps)
+        _write_steps(measured, out)
+        write_step_tables(measured, out)
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
@@ -383,12 +426,24 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
 
     for size, group in points.groupby("size", sort=False):
         _write_size(str(size), group, out, lengths)
-    title = f"Decode speed of NVFP4 over BF16 by number of sequences; {_lengths(points)}. {_INTERVAL}. {_DASH}"
+    measured = f"by number of sequences; {_lengths(points)}"
+    title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
     _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
     for rank, group in points.groupby("rank"):
         grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:
             grid_figures.crossover_by_sequences(crossover(group), out / f"crossover-rank{rank}-{lengths}")
+
+
+def _write_contexts(points: pd.DataFrame, out: Path, tokens: str) -> None:
+    from qerl.report import grid_figures
+
+    measured = f"by tokens of the prompt and number of sequences; {tokens} decoded"
+    title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
+    _write_counts(crossover(points), out / f"contexts-{tokens}", title, points, times)
+    for rank, group in points.groupby("rank"):
+        if not crossover(group).empty:
+            grid_figures.crossover_by_context(crossover(group), out / f"contexts-rank{rank}-{tokens}")
 
 
 def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> None:

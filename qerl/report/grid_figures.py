@@ -1,12 +1,14 @@
-"""Figures of the speed grid, each as stem.svg and stem.png, a panel a size; an engine has one line style in all."""
+"""Figures of the speed grid, each as stem.svg and stem.png, a panel a size; an engine has one marker in all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
@@ -39,8 +41,34 @@ def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
     groups = list(table.groupby("size", sort=False))
     with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
         for axis, (size, group) in zip(axes, groups, strict=True):
-            _crossover_panel(axis, group)
+            _crossover_panel(axis, group, [_of_engine(engine) for engine in group["engine"]])
             axis.set_title(f"{size}, {_rank(group['rank'].iloc[0])}", loc="left")
+
+
+def crossover_by_context(table: pd.DataFrame, stem: Path) -> None:
+    """Speed of NVFP4 over BF16 by sequences, a panel a (size, engine) and a line a length of prompts, of
+    `grid.crossover` at one rank, with 95 % intervals."""
+    lengths = sorted(set(table["prompt"]))
+    colours = dict(zip(lengths, sns.color_palette("flare", len(lengths)).as_hex(), strict=True))
+    groups = list(table.groupby(["size", "engine"], sort=False))
+    with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
+        for axis, (key, group) in zip(axes, groups, strict=True):
+            size, engine = map(str, key)
+            lines = [
+                _of_engine(engine) | {"color": colours[prompt], "label": f"{prompt:,} tokens"}
+                for prompt in group["prompt"]
+            ]
+            _crossover_panel(axis, group, lines)
+            axis.set_title(f"{size}, {_NAMES[engine]}, {_rank(group['rank'].iloc[0])}", loc="left")
+
+
+def _of_engine(engine: str) -> dict[str, str]:
+    return {
+        "color": _ENGINE_COLOURS[engine],
+        "linestyle": _LINES[engine],
+        "marker": _MARKERS[engine],
+        "label": _NAMES[engine],
+    }
 
 
 def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
@@ -71,16 +99,16 @@ def _floors(axis: Axes, points: pd.DataFrame) -> None:
                       va="center", fontsize=5, color="#777777")  # fmt: skip
 
 
-def _crossover_panel(axis: Axes, table: pd.DataFrame) -> None:
+def _crossover_panel(axis: Axes, table: pd.DataFrame, lines: Sequence[Mapping[str, Any]]) -> None:
+    """A line, drawn with the keywords of `lines`, for each row of the table."""
     counts = count_columns(table)
     axis.axhline(1, color="#555555", linewidth=0.8)
-    for row in table.to_dict("records"):
+    for row, keywords in zip(table.to_dict("records"), lines, strict=True):
         there = [count for count in counts if not isinstance(row[count], str)]
         ratio, low, high = (np.array([row[f"{count}{end}"] for count in there], float) for end in ("", "_low", "_high"))
         axis.errorbar(
             [int(count) for count in there], ratio, np.nan_to_num([ratio - low, high - ratio]).clip(0),
-            color=_ENGINE_COLOURS[row["engine"]], linestyle=_LINES[row["engine"]], marker=_MARKERS[row["engine"]],
-            markersize=3, elinewidth=0.7, label=_NAMES[row["engine"]],
+            markersize=3, elinewidth=0.7, **keywords,
         )  # fmt: skip
     axis.set_ylabel("NVFP4 over BF16")
     _sequences_axis(axis, map(int, counts))

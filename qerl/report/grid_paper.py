@@ -1,20 +1,23 @@
-"""The paper's rollout rates (Tables 5 to 9, Figures 1 and 11) beside points of the speed grid at its lengths.
+"""The paper's speeds beside the speed grid's at its lengths: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps
+(Tables 3 and 5 to 8).
 
-Those are prompts of 256 tokens and completions of 2,048. What its batch size counts isn't said: one reading takes it as
-sequences decoded at once, another as prompts of 8 completions each. It measured with vLLM; each engine has tables of
-its own. Rates are of whole rollouts, prompts' time included.
+The lengths are prompts of 256 tokens and completions of 2,048. What the paper's batch size counts isn't said: one
+reading takes it as sequences at once, another as prompts of 8 completions each. It measured with vLLM; each engine has
+tables of its own. So has each system that makes steps, beside its own BF16 LoRA. Rates are of whole rollouts, prompts'
+time included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from qerl.report import layout, printed
-from qerl.report.paper import beside, rollouts, with_ratios
+from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_seconds
 from qerl.report.shapes import OK
 from qerl.report.tables import caption_text, write_table
 
@@ -22,71 +25,123 @@ PROMPT, TOKENS = 256, 2048
 #: Sequences that a batch size of one stands for.
 READINGS = {"sequences": 1, "prompts": 8}
 
-_TABLES = ("table5", "table6", "table7", "table8", "table9")
-_TITLE = "Rollout throughput beside the paper's Table {number}: {engine}, its batch size as {reading} at once"
-_SPEED = (
-    "The paper measured on one H100: tokens/s are shown, but only ratios are compared. 95 % intervals of ratios: "
-    "percentile bootstrap of the medians over the repeats"
-)
+_ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
+_STEP_TABLES = ("table5", "table6", "table7", "table8")
+#: Whether a step recomputes activations, as its file has it; where the system chooses by itself it is neither.
+_CHECKPOINTING = {"true": "on", "false": "off"}
+_COUNTED = {"sequences": "sequences at once", "prompts": f"prompts of {READINGS['prompts']} completions"}
 
 
-def write_paper_tables(points: pd.DataFrame, out: Path) -> None:
+def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     """Write <table>-<engine>-<reading> (.csv, .md, .tex) and figures likewise, for all that the points feed.
 
     points: as `grid.load_points` returns them; those of other lengths are left aside.
     """
     from qerl.report.figures import bars_beside
 
-    points = points[(points["prompt"] == PROMPT) & (points["tokens"] == TOKENS)]
-    for engine, measured in points.groupby("engine", sort=False):
+    for engine, measured in _at_the_papers_lengths(points).groupby("engine", sort=False):
         for reading, sequences in READINGS.items():
-            bench = _as_bench(measured, sequences)
-            for name in _TABLES:
-                _write_table(name, str(engine), reading, bench, out)
+            bench = _as_rollouts(measured, sequences)
+            for name in _ROLLOUT_TABLES:
+                title = f"Rollout throughput beside the paper's {_told(name, str(engine), reading)}"
+                frame = _beside([name], ["rollout"], rollouts(bench))
+                _write(frame, out / f"{name}-{engine}-{reading}", title, bench)
             for name, files in printed.BARS.items():
-                frame = _beside(files, bench)
-                if _feeds(frame):
+                frame = _beside(files, ["rollout"], rollouts(bench))
+                if (frame["status"] == OK).any():
                     bars_beside(frame, out / f"{name}-{engine}-{reading}")
 
 
-def _write_table(name: str, engine: str, reading: str, bench: pd.DataFrame, out: Path) -> None:
-    frame = _beside([name], bench)
-    if not _feeds(frame):
+def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
+    """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off, since the paper doesn't
+    say which its Table 3 is; likewise.
+
+    measured: as `grid.load_steps` returns them; those of other lengths or under a cap of memory are left aside.
+    """
+    plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
+    at_lengths = _at_the_papers_lengths(measured[plain])
+    for system, own in at_lengths.groupby(at_lengths["system"].str.split().str[0], sort=False):
+        for reading, sequences in READINGS.items():
+            bench, stem = _as_steps(own, str(system), sequences), f"{str(system).lower()}-{reading}"
+            if bench.empty:
+                continue
+            for name in _STEP_TABLES:
+                _write_steps(name, bench, out / f"{name}-{stem}", _told(name, str(system), reading))
+            for on, group in bench.groupby("gradient_checkpointing"):
+                title = f"{_told('table3', str(system), reading)}, {'with' if on else 'without'} gradient checkpointing"
+                _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
+
+
+def _write_steps(name: str, bench: pd.DataFrame, stem: Path, told: str) -> None:
+    held = bench.dropna(subset="size_bytes")
+    frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(held, "weights in memory")])
+    _write(frame, stem, f"GRPO step beside the paper's {told}; sizes of ours are those in memory", bench)
+
+
+def _told(table: str, system: str, reading: str) -> str:
+    return f"Table {table.removeprefix('table')}: {system}, its batch size as {_COUNTED[reading]}"
+
+
+def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:
+    if not any(map(layout.measured, frame.to_dict("records"))):
         return
-    title = _TITLE.format(number=name.removeprefix("table"), engine=engine, reading=reading)
-    shown, footnotes = layout.paper_shape(frame)
-    caption = caption_text(f"{title}. {_SPEED}", bench[["machine", "commit"]])
-    write_table(frame, out / f"{name}-{engine}-{reading}", caption, shown, footnotes)
+    shown, footnotes = layout.paper_shape(frame, only_measured=True)
+    write_table(frame, stem, caption_text(f"{title}. {SPEED}", bench[["machine", "commit"]]), shown, footnotes)
 
 
-def _beside(files: Sequence[str], bench: pd.DataFrame) -> pd.DataFrame:
-    """The printed rates of some files, and ours, of the models that the first one has."""
+def _beside(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
+    """The printed numbers of some kinds in some files, and ours, of the models that the first one has."""
     cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
     models = {cell.model for cell in cells if cell.table == files[0]}
-    cells = [cell for cell in cells if cell.kind == "rollout" and cell.model in models]
-    return beside(with_ratios(cells), rollouts(bench))
+    cells = [cell for cell in cells if cell.kind in kinds and cell.model in models]
+    return beside(with_seconds(with_ratios(cells)), results)
 
 
-def _feeds(frame: pd.DataFrame) -> bool:
-    return bool((frame["status"] == OK).any())
+def _at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
+    return measured[(measured["prompt"] == PROMPT) & (measured["tokens"] == TOKENS)]
 
 
-def _as_bench(points: pd.DataFrame, sequences: int) -> pd.DataFrame:
+def _as_rollouts(points: pd.DataFrame, sequences: int) -> pd.DataFrame:
     """Points in the columns of `results.load_benches`; `sequences` of ours are one of the paper's batch."""
     whole = points[points["sequences"] % sequences == 0]
-    return pd.DataFrame([_row(point, sequences) for point in whole.to_dict("records")])
+    return pd.DataFrame([_rollout(point, sequences) for point in whole.to_dict("records")])
 
 
-def _row(point: dict[Any, Any], sequences: int) -> dict[str, Any]:
+def _rollout(point: dict[Any, Any], sequences: int) -> dict[str, Any]:
     drawn = point["sequences"] * point["tokens"]
-    return {
-        "bench": point["engine"],
-        "model": f"qwen2.5-{point['size'].lower()}",
-        "weights": point["weights"],
-        "rank": point["rank"],
+    return _identity(point, point["engine"]) | {
         "sequences": point["sequences"] // sequences,
         "samples": [drawn / (drawn / rate + point["prompt_seconds"]) for rate in point["samples"]],
-        "status": point["status"],
-        "machine": point["machine"],
-        "commit": point["commit"],
+    }
+
+
+def _as_steps(measured: pd.DataFrame, system: str, sequences: int) -> pd.DataFrame:
+    """Likewise, of steps; where a batch counts prompts, those whose groups are as large as the reading has them."""
+    whole = measured[(measured["group_size"] == sequences) | (sequences == 1)]
+    return pd.DataFrame([_step(step, system, sequences) for step in whole.to_dict("records")])
+
+
+def _step(step: dict[Any, Any], system: str, sequences: int) -> dict[str, Any]:
+    return _identity(step, system) | {
+        "arm": step["weights"],
+        "method": "lora",
+        "prompts": step["prompts"],
+        "group_size": step["group_size"],
+        "gradient_checkpointing": _CHECKPOINTING[step["recompute"]] == "on",
+        "sequences": step["prompts"] * step["group_size"] // sequences,
+        "samples": step["samples"],
+        "size_bytes": 1e9 * step.get("weights/gb", np.nan),
+    }
+
+
+def _identity(row: dict[Any, Any], system: str) -> dict[str, Any]:
+    return {
+        # What is compared is of one bench, and so of one machine.
+        "bench": f"{system} on {row['machine']}",
+        "model": f"qwen2.5-{row['size'].lower()}",
+        "weights": row["weights"],
+        "rank": row["rank"],
+        "status": row["status"],
+        "machine": row["machine"],
+        "commit": row["commit"],
     }

@@ -22,10 +22,6 @@ CAPTIONS = {
 }
 
 
-_SPEED = (
-    "The paper measured on one H100: tokens/s and seconds are shown, but only ratios are compared. 95 % intervals of "
-    "ratios: percentile bootstrap of the medians over the repeats"
-)
 _SCORED = (
     "GSM8K (%): of bases the strict match of lm-eval's stock task, of trained policies the answer between tags, at the "
     "prompt of training: what the paper's scripts score, so that a Δ compares two prompts, as the paper's does. "
@@ -136,7 +132,7 @@ def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
 
 def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame) -> str:
     units = set(frame["unit"])
-    methods = [METHOD] * ("%" in units) + [_SPEED] * ("ratio" in units)
+    methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
     methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
     machines, commits = (", ".join(dict.fromkeys(stamps[column])) for column in ("machine", "commit"))

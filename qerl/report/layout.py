@@ -13,6 +13,7 @@ import pandas as pd
 from qerl.report.formatting import three_digits, training_label, weights_label
 from qerl.report.results import training_name
 from qerl.report.shapes import OK
+from qerl.report.tables import NOT_RUN
 
 #: What the columns of a table tell apart besides the metric; all else is a row.
 _IN_COLUMNS = {
@@ -55,11 +56,24 @@ _UNITS = {
 }
 
 
-def paper_shape(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of the paper's table, each as up to three lines, and the footnotes."""
+def measured(cell: dict[Any, Any]) -> bool:
+    """Whether a cell has something of ours, be it why it failed. A size doesn't count: it is the same in many rows."""
+    return cell["metric"] != "size" and not cell["status"].startswith(NOT_RUN)
+
+
+def paper_shape(frame: pd.DataFrame, only_measured: bool = False) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of the paper's table, each as up to three lines, and the footnotes.
+
+    only_measured: without the rows in which nothing was `measured`.
+    """
     cells = _folded(frame.to_dict("records"))
-    letters = _letters(cells)
     in_columns = _IN_COLUMNS.get(cells[0]["table"], [])
+    keys = {_row_key(cell, in_columns) for cell in cells}
+    constant = [name for name in ("model", "LoRA rank", "batch") if len({dict(key)[name] for key in keys} - {""}) < 2]
+    if only_measured:
+        keys = {_row_key(cell, in_columns) for cell in cells if measured(cell)}
+        cells = [cell for cell in cells if _row_key(cell, in_columns) in keys]
+    letters = _letters(cells)
     order = sorted(cells, key=lambda cell: list(_METRICS).index(cell["metric"]))
     headings = list(dict.fromkeys(_heading(cell, in_columns) for cell in order))
     rows: dict[tuple[tuple[str, str], ...], dict[str, dict[str, Any]]] = {}
@@ -67,7 +81,6 @@ def paper_shape(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         rows.setdefault(_row_key(cell, in_columns), {})[_heading(cell, in_columns)] = cell
     lines = [line for key, row in rows.items() for line in _lines(dict(key), row, headings, letters)]
     shown = pd.DataFrame(lines)
-    constant = [name for name in ("model", "LoRA rank", "batch") if name in shown and len(_values(shown[name])) < 2]
     return shown.drop(columns=[*constant, *(["seeds"] if not any(shown["seeds"]) else [])]), _footnotes(letters)
 
 
@@ -162,7 +175,8 @@ def _ours(cell: dict[Any, Any]) -> str:
         return str(cell["status"])
     if isinstance(cell["ours"], str):
         return cell["ours"]
-    text = _UNITS[cell["unit"]]
+    # The paper has no number and so no unit where it ran out of memory; ours may have one.
+    text = _UNITS["ratio" if cell["metric"].endswith("_speedup") else cell["unit"]]
     ends = f" [{text(cell['ours_low'])}, {text(cell['ours_high'])}]" if not pd.isna(cell["ours_low"]) else ""
     return text(cell["ours"]) + ends
 
@@ -181,10 +195,6 @@ def _scope(cell: dict[Any, Any]) -> str:
     training = [training_label(training_name(cell["method"], cell["noise"] or "off"))] if cell["method"] else []
     noise = ["AQN"] if cell["noise"] not in ("", "off") and not training else []
     return ", ".join([" ".join([*weights, *training, *noise]), *_pairs(cell["setting"]).values()]).strip(", ")
-
-
-def _values(column: pd.Series) -> set[str]:
-    return set(column) - {""}
 
 
 def _remarks(cell: dict[Any, Any]) -> list[str]:

@@ -34,6 +34,11 @@ AVERAGED = ("math500", "aime24", "aime25", "amc23")
 #: stands beside the like of it; a table shows all three for every row.
 _GSM8K, _OWN_PROMPT = "gsm8k", "gsm8k-own-prompt"
 READINGS = (f"{_GSM8K}/strict", f"{_GSM8K}/flexible", f"{_GSM8K}/own-prompt")
+#: What captions say of speeds beside the paper's.
+SPEED = (
+    "The paper measured on one H100 of 80 GB: tokens/s and seconds are shown, but only ratios are compared. 95 % "
+    "intervals of ratios: percentile bootstrap of the medians over the repeats"
+)
 #: Units whose numbers depend on the machine: ours and the paper's are shown, but not compared.
 _OF_THE_MACHINE = ("tokens/s", "s")
 
@@ -220,12 +225,12 @@ def _median(samples: Sequence[float]) -> Interval:
     return Interval(float(np.median(samples)), np.nan, np.nan)
 
 
-def sizes(reports: pd.DataFrame) -> Iterator[Result]:
-    """Bytes of each base's weights, in GB."""
+def sizes(reports: pd.DataFrame, source: str = "quantize") -> Iterator[Result]:
+    """Bytes of each base's weights (`size_bytes` by model and weights), in GB."""
     for row in reports.to_dict("records"):
         measure = partial(Interval, row["size_bytes"] / 1e9, np.nan, np.nan)
         yield Result(
-            metric="size", model=row["model"], weights=row["weights"], setting=None, measure=measure, source="quantize"
+            metric="size", model=row["model"], weights=row["weights"], setting=None, measure=measure, source=source
         )
 
 
@@ -290,6 +295,23 @@ def with_readings(cells: Sequence[Cell]) -> list[Cell]:
         if cell.metric == _GSM8K and cell.table in TABLES:
             blank = replace(cell, printed="", inconsistent="", note="")
             extended += [replace(blank, metric=reading) for reading in READINGS]
+    return extended
+
+
+def with_seconds(cells: Sequence[Cell]) -> list[Cell]:
+    """Add cells without a printed number for the seconds of each step, and of the BF16 LoRA that it is compared with,
+    where the paper prints none."""
+    there = {_place(cell) for cell in cells if cell.metric == "step_seconds"}
+    extended = []
+    for cell in cells:
+        extended.append(cell)
+        for weights in ("bf16", cell.weights) if cell.kind == "step" else ():
+            blank = replace(
+                cell, weights=weights, metric="step_seconds", printed="", unit="s", inconsistent="", note=""
+            )
+            if _place(blank) not in there:
+                there.add(_place(blank))
+                extended.append(blank)
     return extended
 
 

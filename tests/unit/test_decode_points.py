@@ -161,6 +161,19 @@ def test_weights_that_do_not_fit_are_rows_that_stay(tmp_path):
     assert decode_points.DecodePoints(out, job()).missing([1, 8]) == []
 
 
+@pytest.mark.parametrize(("pages", "status"), [(6, "ok"), (5, "out of memory")])
+def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, status):
+    """Three sequences of 17 tokens take two pages of 16 each."""
+    out = tmp_path / "out.json"
+
+    def measure(sequences):
+        decode_points.check_room(pages, 16, sequences, 17)
+        return figures(sequences)
+
+    decode_points.DecodePoints(out, job()).run([3], lambda: measure)
+    assert [point["status"] for point in read(out)["points"]] == [status]
+
+
 def test_another_error_is_no_row(tmp_path):
     def measure(sequences):
         raise RuntimeError("a defect")

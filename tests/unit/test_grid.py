@@ -189,6 +189,53 @@ def test_crossover_by_engine_and_rank(files, tmp_path):
     assert vllm["64_low"] == vllm["64_high"] == 0.75
 
 
+@pytest.mark.parametrize(
+    ("speeds", "crosses"),
+    [
+        # Half way between 1.5 and 0.5, on a scale of logarithms: 2 of 1 and 4, 16 of 4 and 64.
+        ({1: 150.0, 4: 50.0}, "2"),
+        ({1: 150.0, 4: 50.0, 64: 150.0}, "2, 16"),
+        ({1: 150.0, 4: 100.0, 64: 50.0}, "4"),
+        ({1: 150.0, 4: 150.0, 64: OUT_OF_MEMORY}, "> 4"),
+        ({1: 50.0, 4: 50.0}, "≤ 1"),
+        ({1: OUT_OF_MEMORY, 4: OUT_OF_MEMORY}, "–"),
+    ],
+)
+def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
+    told = {count: speed if isinstance(speed, str) else [speed] for count, speed in speeds.items()}
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", told),
+        decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
+    ]
+    (row,) = grid.crossover(grid.load_points(files)).to_dict("records")
+    assert row["crosses"] == crosses
+
+
+def test_contexts_are_the_crossover_by_prompt(tmp_path):
+    """At 128 tokens NVFP4 is twice as fast as BF16, then half as fast; at 4,096 1.5 times, then out of memory."""
+    speeds: dict[tuple, dict] = {
+        ("native", "bf16", 128): {1: [100.0], 16: [800.0]},
+        ("native", "nvfp4", 128): {1: [200.0], 16: [400.0]},
+        ("native", "bf16", 4096): {1: [100.0], 16: [500.0]},
+        ("native", "nvfp4", 4096): {1: [150.0], 16: OUT_OF_MEMORY},
+        ("vllm", "bf16", 128): {1: [100.0]},
+        ("vllm", "nvfp4", 128): {1: [100.0]},
+    }
+    files = [
+        decode_file(tmp_path / f"{prompt}", engine, weights, told, prompt=prompt)
+        for (engine, weights, prompt), told in speeds.items()
+    ]
+    grid.write_all(files, tmp_path / "out")
+    rows = pd.read_csv(tmp_path / "out/contexts-256.csv").to_dict("records")
+    assert [(row["engine"], row["prompt"], row["tokens"], row["crosses"]) for row in rows] == [
+        ("native", 128, 256, "6"),  # two thirds of the way from 1 to 16: 16 ** (2 / 3) = 6.3
+        ("native", 4096, 256, "> 1"),
+    ]
+    assert [float(row["1"]) for row in rows] == [2.0, 1.5]
+    assert rows[1]["16"] == "native NVFP4: out of memory"
+    assert {"7B, native, LoRA rank 16", "128 tokens", "4,096 tokens"} <= texts(tmp_path / "out/contexts-rank16-256.svg")
+
+
 def test_machines_are_told_but_not_compared(tmp_path):
     files = [
         decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
@@ -268,7 +315,7 @@ def test_without_ceilings_there_is_no_floor_to_draw(tmp_path):
 
 def test_the_crossover_figure_draws_the_ratios_and_one(files):
     axis = Figure().subplots()
-    grid_figures._crossover_panel(axis, grid.crossover(grid.load_points(files)))
+    grid_figures._crossover_panel(axis, grid.crossover(grid.load_points(files)), [{"label": "a"}, {"label": "b"}])
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
     assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
     assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]

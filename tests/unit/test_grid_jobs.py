@@ -41,10 +41,33 @@ def test_steps_are_jobs_by_recomputation_and_cap():
         "grid",
     )
     found = jobs(settings)
-    assert next(iter(found)) == "step-qerl-tiny-nvfp4-r16-recompute-12gb"
-    assert found["step-qerl-tiny-nvfp4-r16-no-recompute-24.5gb"].command.endswith("--memory-gb 24.5 --recompute false")
-    assert found["step-trl-tiny-bf16-r16-recompute"].command.endswith("--recompute")
+    assert next(iter(found)) == "step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute-12gb"
+    capped = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-no-recompute-24.5gb"]
+    assert capped.command.endswith("--memory-gb 24.5 --recompute false")
+    assert found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"].command.endswith("--micro-batch 16 --recompute")
     assert len(found) == 5
+
+
+def test_steps_are_jobs_by_their_work():
+    """TRL's forward pass takes no more completions than a step has."""
+    work = {"weights": ["bf16"], "prompts": [1, 2], "group_size": [4, 8], "micro_batch": 8}
+    settings = parse(
+        ShapesSettings,
+        {"samples": "committed", "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
+        "grid",
+    )
+    found = jobs(settings)
+    assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
+    told = [job.command.partition("--prompts ")[2].split() for job in found.values()]
+    assert [(words[0], words[2], words[-2]) for words in told] == [
+        ("1", "4", "4"), ("1", "8", "8"), ("2", "4", "8"), ("2", "8", "8"),
+    ]  # fmt: skip
+
+
+def test_prompts_of_several_lengths_are_jobs():
+    found = jobs(grid(prompt=[1024, 16384]))
+    assert list(found) == ["decode-native-tiny-bf16-r4-1024x256", "decode-native-tiny-bf16-r4-16384x256"]
+    assert "--prompt 16384 --tokens 256" in found["decode-native-tiny-bf16-r4-16384x256"].command
 
 
 @pytest.mark.parametrize(
@@ -89,7 +112,22 @@ def test_the_committed_grid_is_whole():
                 for rank in (16, 64):
                     command = found[f"decode-{engine}-{size}-{weights}-r{rank}-128x256"].command
                     assert all(f"--sequences {n}" in command for n in (1, 8, 32, 64, 256))
-    assert "step-qerl-32B-nvfp4-r16-recompute-80gb" in found
+    assert "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb" in found
+
+
+def test_the_committed_grid_has_the_contexts_early_and_the_papers_steps():
+    found = jobs(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
+    names = list(found)
+    contexts = [f"decode-native-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192, 16384)]
+    contexts += [f"decode-vllm-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192)]
+    later = names.index("decode-native-7B-nvfp4-r0-128x256")
+    assert max(map(names.index, contexts)) < later
+    assert min(map(names.index, contexts)) > names.index("decode-transformers-7B-nf4-r64-128x256")
+    # Tables 3 and 5 to 8, a batch of 8 in both readings.
+    for work in ("1x8", "8x8"):
+        for size, weights in (("7B", "nf4"), ("14B", "nf4"), ("3B", "bf16"), ("32B", "bf16"), ("32B", "nvfp4")):
+            for recompute in ("recompute", "no-recompute"):
+                assert f"step-qerl-{size}-{weights}-r16-{work}-256x2048-{recompute}" in found
 
 
 def test_a_configuration_of_shapes_needs_nothing_else():

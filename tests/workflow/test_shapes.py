@@ -8,7 +8,7 @@ import yaml
 from .conftest import copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-POINTS = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompt": 8, "tokens": 4}
+POINTS = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompt": [8], "tokens": 4}
 ARGUMENTS = ("--configfile", "speed.yaml")
 
 

@@ -1,0 +1,156 @@
+"""GRPO steps of the speed grid beside the paper's Tables 3 and 5 to 8."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl.bench.grpo_step_work import Work, memory_of, write_failure, write_result
+from qerl.report import grid, grid_paper
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+def step(
+    root: Path,
+    weights: str,
+    told: list[float] | str,
+    recompute: str = "true",
+    size: str = "7B",
+    work: tuple[int, int, int, int] = (1, 2, 256, 2048),
+    system: str = "qerl",
+    cap: float | None = None,
+) -> Path:
+    """A file as the measurement writes it: seconds of each step, or why there are none; the weights take 5 GB."""
+    prompts, group, prompt, completion = work
+    seconds = [] if isinstance(told, str) else told
+    out = root / f"{system}-{size}-{weights}-{work}-{recompute}-{cap}.json"
+    asked = Work(size, weights, prompts, group, prompt, completion, 16, len(seconds))
+    settings = {"recompute": recompute, "memory_gb": cap}
+    if isinstance(told, str):
+        write_failure(out, f"{system} {weights}", asked, settings, told)
+    else:
+        rows = [{"step": s, "sync": 0.0, "rollout": s / 2, "update": s / 2} for s in seconds]
+        memory = memory_of(20e9, 8 * 10**9, {"weights": 5 * 10**9})
+        write_result(out, f"{system} {weights}", "any", asked, settings, rows, memory)
+    return out
+
+
+def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
+    """The tables by name, by model, weights, setting and metric."""
+    grid_paper.write_step_tables(grid.load_steps(files), out)
+    read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
+    keys = ["model", "weights", "setting", "metric"]
+    return {name: table.fillna({"setting": ""}).set_index(keys).sort_index() for name, table in read.items()}
+
+
+@pytest.fixture
+def files(tmp_path) -> list[Path]:
+    """7B, a prompt of two completions: BF16 30 s, NF4 40 s, NVFP4 20 s, and out of memory without checkpointing."""
+    return [
+        step(tmp_path, "bf16", [30.0, 31.0, 29.0]),
+        step(tmp_path, "nf4", [40.0, 40.0, 40.0]),
+        step(tmp_path, "nvfp4", [20.0, 20.0, 20.0]),
+        step(tmp_path, "bf16", [24.0, 24.0], "false"),
+        step(tmp_path, "nvfp4", OUT_OF_MEMORY, "false"),
+        step(tmp_path, "nvfp4", [50.0], work=(1, 8, 256, 2048)),
+    ]
+
+
+def test_ratios_of_steps_are_compared_and_seconds_only_shown(files, tmp_path):
+    """Table 6 prints 1.2 for NVFP4 at batch 2 with checkpointing, and 5.9 GB."""
+    table = tables(files, tmp_path / "out")["table6-qerl-sequences"]
+    nvfp4 = table.loc["qwen2.5-7b", "nvfp4"]
+    ratio, seconds = nvfp4.loc["bs=2; gc=on", "step_speedup"], nvfp4.loc["bs=2; gc=on", "step_seconds"]
+    assert (float(ratio["printed"]), ratio["ours"], ratio["status"]) == (1.2, 1.5, "ok")
+    assert ratio["difference"] == pytest.approx(0.3)
+    assert 29 / 20 <= ratio["ours_low"] <= 1.5 <= ratio["ours_high"] <= 31 / 20
+    assert (seconds["ours"], seconds["unit"]) == (20, "s")
+    assert pd.isna([seconds["printed"], seconds["difference"]]).all()
+    assert table.loc["qwen2.5-7b", "bf16", "bs=2; gc=on", "step_seconds"]["ours"] == 30
+    size = nvfp4.loc["bs=2", "size"]
+    assert (size["ours"], size["difference"]) == (5, pytest.approx(-0.9))
+
+
+def test_steps_that_failed_or_have_no_base_say_so(files, tmp_path):
+    nvfp4 = tables(files, tmp_path / "out")["table6-qerl-sequences"].loc["qwen2.5-7b", "nvfp4"]
+    assert nvfp4.loc["bs=2; gc=off", "step_speedup"]["status"] == OUT_OF_MEMORY
+    assert nvfp4.loc["bs=8; gc=on", "step_speedup"]["status"] == "BF16 LoRA not run"
+    assert nvfp4.loc["bs=8; gc=on", "step_seconds"]["ours"] == 50
+
+
+def test_table_3_is_made_with_and_without_checkpointing(files, tmp_path):
+    """It prints 0.8 for NF4 and 1.5 for NVFP4 at batch 2; people see no rows but of what was measured."""
+    found = tables(files, tmp_path / "out")
+    on, off = (found[f"table3-qerl-sequences-gc-{gc}"].loc["qwen2.5-7b"] for gc in ("on", "off"))
+    at = "bs=2", "step_speedup"
+    assert [on.loc[(weights, *at), "ours"] for weights in ("bf16", "nf4", "nvfp4")] == [1, 0.75, 1.5]
+    assert [on.loc[(weights, *at), "printed"] for weights in ("nf4", "nvfp4")] == [0.8, 1.5]
+    assert off.loc[("bf16", *at), "ours"] == 1
+    assert off.loc[("nf4", *at), "status"] == "not run"
+    text = (tmp_path / "out/table3-qerl-sequences-gc-off.md").read_text()
+    assert "without gradient checkpointing" in text
+    assert "NF4" not in text
+    assert "14b" not in text
+    assert text.count("| paper") == 2
+
+
+def test_a_batch_of_prompts_is_one_of_groups_of_eight(tmp_path):
+    files = [step(tmp_path, "bf16", [8.0], work=(2, group, 256, 2048)) for group in (4, 8)]
+    found = tables([*files, step(tmp_path, "nvfp4", [4.0], work=(2, 8, 256, 2048))], tmp_path / "out")
+    prompts, sequences = (found[f"table6-qerl-{reading}"].loc["qwen2.5-7b"] for reading in ("prompts", "sequences"))
+    assert prompts.loc[("nvfp4", "bs=2; gc=on", "step_speedup"), "ours"] == 2
+    assert sequences.loc[("bf16", "bs=8; gc=on", "step_seconds"), "ours"] == 8
+    assert sequences.loc[("nvfp4", "bs=8; gc=on", "step_seconds"), "status"] == "not run"
+
+
+def test_the_paper_s_seconds_and_its_failures_stand_beside_ours(tmp_path):
+    """Table 8: BF16 was out of memory, NVFP4 took 10.6 s with checkpointing; Table 7: both were, without it."""
+    files = [
+        step(tmp_path, "bf16", OUT_OF_MEMORY, size="32B"),
+        step(tmp_path, "nvfp4", [9.0], size="32B"),
+        step(tmp_path, "bf16", [8.0], "false", size="14B", work=(1, 8, 256, 2048)),
+        step(tmp_path, "nvfp4", [5.0], "false", size="14B", work=(1, 8, 256, 2048)),
+    ]
+    table = tables(files, tmp_path / "out")["table8-qerl-sequences"].loc["qwen2.5-32b"]
+    bf16 = table.loc["bf16", "bs=2; gc=on", "step_speedup"]
+    seconds = table.loc["nvfp4", "bs=2; gc=on", "step_seconds"]
+    assert (bf16["printed"], bf16["status"]) == (OUT_OF_MEMORY, OUT_OF_MEMORY)
+    assert (float(seconds["printed"]), seconds["ours"], np.isnan(seconds["difference"])) == (10.6, 9, True)
+    text = (tmp_path / "out/table7-qerl-sequences.md").read_text()
+    assert all(words in text for words in (OUT_OF_MEMORY, "1.60×", "1.00×"))
+
+
+def test_what_is_not_the_papers_work_is_left_out(tmp_path):
+    files = [
+        step(tmp_path, "bf16", [1.0], work=(1, 2, 128, 2048)),
+        step(tmp_path, "bf16", [1.0], work=(1, 2, 256, 1024)),
+        step(tmp_path, "bf16", [1.0], recompute="auto"),
+        step(tmp_path, "bf16", [1.0], cap=24.0),
+        step(tmp_path, "bf16", [1.0], work=(3, 3, 256, 2048)),
+    ]
+    assert tables(files, tmp_path / "out") == {}
+
+
+def test_each_system_and_each_machine_has_its_own_base(tmp_path):
+    files = [
+        step(tmp_path, "bf16", [30.0]),
+        step(tmp_path, "bf16", [60.0], system="TRL 1.16.0"),
+        step(tmp_path, "nf4", [40.0], system="TRL 1.16.0"),
+        step(tmp_path, "nvfp4", [10.0]),
+    ]
+    elsewhere = json.loads(files[-1].read_text())
+    elsewhere["provenance"]["machine"]["label"] = "another GPU"
+    files[-1].write_text(json.dumps(elsewhere))
+    found = tables(files, tmp_path / "out")
+    trl, qerl = (found[f"table3-{system}-sequences-gc-on"].loc["qwen2.5-7b"] for system in ("trl", "qerl"))
+    assert trl.loc[("nf4", "bs=2", "step_speedup"), "ours"] == 1.5
+    assert qerl.loc[("nvfp4", "bs=2", "step_speedup"), "status"] == "BF16 LoRA not run"
+    assert "another GPU" in (tmp_path / "out/table3-qerl-sequences-gc-on.md").read_text()
