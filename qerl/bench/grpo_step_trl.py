@@ -40,6 +40,7 @@ from qerl.bench.grpo_step_work import (
     questions,
     shape_name,
     text_reward,
+    write_failure,
     write_result,
 )
 from qerl.bench.shapes import write_shape
@@ -196,6 +197,11 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
     return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
 
 
+def _system(work: Work, own: dict[str, Any]) -> str:
+    name = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
+    return name if own["correction"] or own["sampler"] != "vllm" else f"{name} without correction"
+
+
 def _sampler(trainer: TimedTrainer, weights: str) -> str:
     if not trainer.use_vllm:
         return f"transformers' generate on {weights}"
@@ -223,11 +229,8 @@ def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
     log.info("%s", timed)
     if not any(row["grad_norm"] for row in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
-    system = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
-    if own["sampler"] == "vllm" and not own["correction"]:
-        system += " without correction"
     memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
-    write_result(out, system, _sampler(trainer, work.weights), work, own, timed, memory)
+    write_result(out, _system(work, own), _sampler(trainer, work.weights), work, own, timed, memory)
 
 
 def main(
@@ -255,6 +258,7 @@ def main(
     `weights`: bf16 or nf4; `sampler`: vllm or transformers; `micro_batch`: completions of a forward pass; `recompute`:
     gradient checkpointing; `correction`: TRL's importance weights between vLLM and the trainer, its default, which cost
     another forward pass; `vllm_memory`: share of the GPU for vLLM; without `checkpoint` it is written for this run.
+    Out of memory is a result, too.
     """
     if weights not in ("bf16", "nf4") or sampler not in ("vllm", "transformers"):
         raise typer.BadParameter("weights are bf16 or nf4, the sampler is vllm or transformers")
@@ -270,8 +274,11 @@ def main(
         "optimizer": optimizer,
     }
     _check(work, own)
-    with TemporaryDirectory() as folder:
-        _run(work, own, checkpoint or Path(folder) / "model", out)
+    try:
+        with TemporaryDirectory() as folder:
+            _run(work, own, checkpoint or Path(folder) / "model", out)
+    except torch.cuda.OutOfMemoryError:
+        write_failure(out, _system(work, own), work, own, "out of memory")
 
 
 if __name__ == "__main__":

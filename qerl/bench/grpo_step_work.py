@@ -30,7 +30,7 @@ TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
 WARMUP = 1
 #: The parts of a step that are timed, in its order; the step has all of them and little else.
 PARTS = ("sync", "rollout", "update")
-_REWARDS = 8
+_REWARDS = 2**16
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> li
 
 
 def text_reward(text: str) -> float:
-    """0 to 1 in eighths, by a hash of the completion: it differs within a group, and costs nothing."""
+    """0 to 1, by a hash of the completion: it differs within a group of two already, and costs nothing."""
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 

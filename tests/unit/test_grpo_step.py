@@ -93,8 +93,8 @@ def test_questions_have_the_length_that_was_asked_for(tmp_path):
 
 def test_rewards_differ_between_texts_and_stay():
     rewards = [text_reward(f"{number}") for number in range(64)]
-    assert len(set(rewards)) == 8
-    assert min(rewards) == 0
+    assert len(set(rewards)) == 64, "steps with groups of two would often have no gradient"
+    assert min(rewards) >= 0
     assert max(rewards) < 1
     assert rewards == [text_reward(f"{number}") for number in range(64)]
 
