@@ -792,8 +792,8 @@ class StepGrid(Settings):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[PositiveInt] = [16]
-    recompute: NonEmpty[bool] = [True]
-    """Gradient checkpointing."""
+    recompute: NonEmpty[bool | Literal["auto"]] = [True]
+    """Gradient checkpointing; auto by measured memory, this project's alone."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []
     """Of this project's: caps on the GPU's memory, each a job of its own; none is the whole."""
     prompts: NonEmpty[PositiveInt] = [16]

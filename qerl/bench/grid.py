@@ -86,6 +86,8 @@ def _decodes(grid: DecodeGrid) -> Iterator[Job]:
 def _steps(grid: StepGrid) -> Iterator[Job]:
     if grid.memory_gb and grid.system == "trl":
         raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
+    if "auto" in grid.recompute and grid.system == "trl":
+        raise ConfigError("shapes: TRL recomputes or doesn't; leave recompute: auto out of that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
     policies, works = product(grid.sizes, grid.weights, grid.ranks), product(grid.prompts, grid.group_size)
     for policy, work, recompute, cap in product(policies, works, grid.recompute, caps):
@@ -93,7 +95,7 @@ def _steps(grid: StepGrid) -> Iterator[Job]:
 
 
 def _step(
-    grid: StepGrid, policy: tuple[str, str, int], work: tuple[int, int], recompute: bool, cap: float | None
+    grid: StepGrid, policy: tuple[str, str, int], work: tuple[int, int], recompute: bool | str, cap: float | None
 ) -> Job:
     (size, weights, rank), (prompts, group) = policy, work
     _check(grid.system, size, weights)
@@ -107,13 +109,13 @@ def _step(
         "completion-tokens": grid.tokens,
         "repeats": grid.repeats,
     } | ({"memory-gb": f"{cap:g}"} if cap else {})
-    no = "" if recompute else "no-"
+    name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     # TRL's is a switch, ours has a third value.
     own = ["--recompute", str(recompute).lower()]
     if grid.system == "trl":
-        own = ["--micro-batch", str(min(grid.micro_batch, prompts * group)), f"--{no}recompute"]
+        own = ["--micro-batch", str(min(grid.micro_batch, prompts * group)), f"--{name}"]
     lengths = f"{prompts}x{group}-{grid.prompt}x{grid.tokens}"
-    id = f"step-{grid.system}-{size}-{weights}-r{rank}-{lengths}-{no}recompute" + (f"-{cap:g}gb" if cap else "")
+    id = f"step-{grid.system}-{size}-{weights}-r{rank}-{lengths}-{name}" + (f"-{cap:g}gb" if cap else "")
     return Job(id, _STEP[grid.system], (*_options(options), *own))
 
 

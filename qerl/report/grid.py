@@ -458,12 +458,12 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
     medians = f"Seconds of a GRPO step, prompts × completions of each, prompt + completion tokens. {_SAMPLES}"
-    write_table(step_table(steps), out / "steps", caption_text(medians, steps))
+    write_table(step_table(steps), out / "steps", caption_text(medians, steps[["machine", "commit"]]))
     parts = (
         "Memory of a GRPO step at its highest peak by part, GB of 10^9 bytes; the parts without the KV cache make up "
         "the column of that name, a part that a system doesn't tell is in rest"
     )
-    write_table(memory_table(steps), out / "memory", caption_text(parts, steps))
+    write_table(memory_table(steps), out / "memory", caption_text(parts, steps[["machine", "commit"]]))
 
 
 def _lengths(points: pd.DataFrame) -> str:

@@ -34,7 +34,7 @@ def test_steps_are_jobs_by_recomputation_and_cap():
             "samples": "committed",
             "decode": [],
             "steps": [
-                STEP | {"recompute": [True, False], "memory_gb": [12, 24.5]},
+                STEP | {"recompute": [True, False, "auto"], "memory_gb": [12, 24.5]},
                 STEP | {"system": "trl", "weights": ["bf16"]},
             ],
         },
@@ -44,8 +44,15 @@ def test_steps_are_jobs_by_recomputation_and_cap():
     assert next(iter(found)) == "step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute-12gb"
     capped = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-no-recompute-24.5gb"]
     assert capped.command.endswith("--memory-gb 24.5 --recompute false")
+    assert found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].command.endswith("--recompute auto")
     assert found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"].command.endswith("--micro-batch 16 --recompute")
-    assert len(found) == 5
+    assert len(found) == 7
+
+
+def test_trl_does_not_choose_what_it_recomputes():
+    steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
+    with pytest.raises(ConfigError, match="leave recompute: auto out"):
+        jobs(parse(ShapesSettings, {"samples": "committed", "decode": [], "steps": steps}, "grid"))
 
 
 def test_steps_are_jobs_by_their_work():
