@@ -17,6 +17,7 @@ from qerl.kernels.jit import address, defines, launch, load, params_struct, tens
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
 
+_SOURCES = ("w4a16_instructions.cu", "w4a16_work.cu", "w4a16_lora.cu", "w4a16.cu")
 _PLAIN, _RESIDUAL, _SILU = range(3)
 _POINTER = ctypes.c_void_p
 
@@ -207,7 +208,7 @@ class W4Linear:
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
         options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
-        function = load("w4a16.cu", "w4a16", options, variant.shared_bytes, x.get_device())
+        function = load(_SOURCES, "w4a16", options, variant.shared_bytes, x.get_device())
         launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
 
     def _division(self, variant: _Variant, workers: int) -> tuple[int, int]:

@@ -46,5 +46,5 @@ def dense(tiles: Tiles, part: int) -> Tensor:
         scale_multiplier=multiplier,
         scale_offset=offset & 0xFFFF,
     )
-    launch(load("unpack.cu", "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params)
+    launch(load(("unpack.cu",), "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params)
     return out

@@ -1,0 +1,255 @@
+// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's four parts.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ready;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 ready, [%0], %1;\n"
+        "@!ready bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// A stage's part of x or A from (row, column) on: [columns / 64][rows][64]. Rows that the matrix doesn't have become zero.
+__device__ __forceinline__ void tensor_copy(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(0), "r"(row), "r"(column / 64), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// Everything that earlier kernels wrote is visible after this; before it only what no kernel writes may be read.
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ int load_acquire(const int* pointer) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_release(int* pointer, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
+
+__device__ __forceinline__ void send(uint4* to, const float4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(__float_as_uint(v.x)),
+                 "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 look(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void publish(u16* to, u32 value) {
+    asm volatile("st.relaxed.gpu.global.b16 [%0], %1;" ::"l"(to), "h"((u16)value) : "memory");
+}
+
+__device__ __forceinline__ bool is_empty(const uint4& v) {
+    return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
+}
+
+// Adds to SUMS sums what up to COUNT others send, in their order. The first's is at `from`, the next sender's `sender_step`
+// further, the next sum's `sum_step`; `some` of the senders exist. What isn't there yet is asked for again all at once; with
+// 32 rows of x one after the other, which takes fewer registers and was 2 to 3 % faster.
+template <int SUMS, int COUNT>
+__device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_step, size_t sum_step, int some) {
+    constexpr bool AT_ONCE = NT != 4;
+    uint4 v[COUNT][SUMS];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) {
+            if constexpr (AT_ONCE)
+                v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
+            else
+                v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+        }
+    for (bool missing = AT_ONCE; missing;) {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++)
+                if (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < SUMS; n++) missing |= is_empty(v[i][n]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) {
+            if (i >= some) continue;
+            while (!AT_ONCE && is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
+            from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
+            sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
+            sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
+        }
+}
+
+// Another thread block may have written it, so not from L1.
+__device__ __forceinline__ uint4 load_once(const uint4* pointer) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(pointer)
+                 : "memory");
+    return v;
+}
+
+// --- products ---
+
+__device__ __forceinline__ void multiply_add(float4& c, const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 transpose_matrix(u32 a) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+#define F4(c) "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+#define F16(i) F4(c[i]), F4(c[i + 1]), F4(c[i + 2]), F4(c[i + 3])
+#define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+    "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h "," \
+    "%" #i ",%" #j ",%" #k ",%" #l ",%" #m ",%" #n ",%" #o ",%" #p
+#define WGMMA(n, d, a0, a1, a2, a3, x) \
+    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 " \
+    "{" d "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #x ", 1, 1, 1, 0;"
+#define A_AND_X "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x)
+#define D_0 D16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define D_16 D16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
+#define D_32 D16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47)
+#define D_48 D16(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63)
+#define D_64 D16(64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79)
+#define D_80 D16(80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95)
+#define D_96 D16(96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111)
+#define D_112 D16(112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127)
+
+// c += A x of a warp group: each warp has 16 rows of A in registers, all share x, 16 columns of ROWS rows in shared
+// memory. It runs on; a and c must not be touched before `wait_for_products`.
+__device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4], u64 x) {
+#if NT == 8
+    asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
+#elif NT == 16
+    asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
+                 : F16(0), F16(4), F16(8), F16(12)
+                 : A_AND_X);
+#elif NT == 32
+    asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
+                 : A_AND_X);
+#endif
+}
+
+#define WGMMA_A_SHARED(n, d, a, x) \
+    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, %" #a ", %" #x ", 1, 1, 1, 0, 0;"
+
+// The same with 64 rows of A in shared memory.
+__device__ __forceinline__ void multiply_add_both_shared(float4 c[NT], u64 a, u64 x) {
+#if NT == 8
+    asm volatile(WGMMA_A_SHARED(64, D_0 "," D_16, 32, 33) : F16(0), F16(4) : "l"(a), "l"(x));
+#elif NT == 16
+    asm volatile(WGMMA_A_SHARED(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65)
+                 : F16(0), F16(4), F16(8), F16(12)
+                 : "l"(a), "l"(x));
+#elif NT == 32
+    asm volatile(WGMMA_A_SHARED(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
+                 : "l"(a), "l"(x));
+#endif
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the last `PENDING` committed groups have ended.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Where 16 columns of x or A are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }

@@ -1,0 +1,257 @@
+// A x and B (A x): the decode product's third part of four.
+
+// --- A x ---
+
+// Where a thread block's sums of a tile of 16 rows of A go.
+__device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
+    const int tiles = p.parts * p.rank / 16;
+    return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
+}
+
+// 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
+// definition gives it: the sum is over the same columns, and loads are of 16 bytes.
+struct ShrinkOperand {
+    uint4 rows[2][4];  // of A: g and g + 8
+
+    __device__ __forceinline__ void load(const Params& p, int tile, int column) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
+    }
+
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
+            uint4 b[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[k] = load_once((const uint4*)(x + k * 32));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const u32 first[4] = {rows[0][k].x, rows[1][k].x, rows[0][k].y, rows[1][k].y};
+                const u32 second[4] = {rows[0][k].z, rows[1][k].z, rows[0][k].w, rows[1][k].w};
+                multiply_add(c[n], first, b[k].x, b[k].y);
+                multiply_add(c[n], second, b[k].z, b[k].w);
+            }
+        }
+    }
+};
+
+// Few rows of x: a warp takes 16 rows of A and a span of columns at a time.
+__device__ void shrink_few(const Params& p, const Share& share, int lane) {
+    const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * p.rank / 16 * p.senders;
+    ShrinkOperand a;
+    if (share.worker < items) a.load(p, share.worker / p.senders, share.worker % p.senders * p.span * BLOCK_COLUMNS);
+    wait_for_earlier_kernels();
+    for (int item = share.worker; item < items; item += share.workers) {
+        const int tile = item / p.senders, sender = item % p.senders;
+        const int begin = sender * p.span, end = min(begin + p.span, blocks);
+        float4 c[NT] = {};
+        for (int block = begin; block < end; block++) {
+            if (item != share.worker || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
+            a.multiply(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
+        }
+        uint4* sums = shrink_sums(p, share, tile, sender);
+#pragma unroll
+        for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
+    }
+}
+
+// A stage of A x for many rows of x: each group of four warps takes half of the columns. Of the 64 rows of A that it reads
+// those behind SHRINK_ROWS are something else, and so are their sums.
+__device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
+    constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
+    const u64 a = matrix_descriptor(stage + warp / 4 * PARTS * SHRINK_PART_BYTES);
+    const u64 x = matrix_descriptor(stage + WEIGHT_BYTES + warp / 4 * PARTS * X_PART_BYTES);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < PARTS * 4; k++)
+        multiply_add_both_shared(c, a + (k / 4 * SHRINK_PART_BYTES + k % 4 * 32) / 16,
+                                 x + (k / 4 * X_PART_BYTES + k % 4 * 32) / 16);
+    commit_products();
+    wait_for_products<0>();
+}
+
+// Sends the sums of a thread block's stages of 32 rows of A; `row` counts those.
+__device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane,
+                                                  const float4 c[NT]) {
+    const ShrinkUnits units(p, share.workers);
+    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * share.column_blocks);
+    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
+    uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
+#pragma unroll
+    for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
+}
+
+// Where A x of a row of this row block and of row `a` of a tile of A goes. With many rows of x tiles lie as products read
+// them: rows of 32 bytes, whose halves are swapped in every other four rows, columns in the order of `LoraOperand`.
+__device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
+    const int width = p.parts * p.rank;
+    u16* block = p.shrunk + (size_t)share.row_block * ROWS * width;
+    if constexpr (FEW) return block + row * width + tile * 16 + a;
+    const int half = a / 2 % 2 ^ row / 4 % 2;
+    return block + tile * ROWS * 16 + row * 16 + half * 8 + a / 4 * 2 + a % 2;
+}
+
+// Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
+constexpr int SENDER_GROUPS = NT <= 2 ? 4 : FEW ? 1 : 2, SENDERS_AT_A_TIME = NT <= 2 ? 10 : 8;
+constexpr int SUM_LANES = 32 / SENDER_GROUPS;
+
+// Adds up A x, in the senders' order; the sums are shared out among all warps that do.
+__device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
+    const ShrinkUnits units(p, share.workers);
+    const int group = lane / SUM_LANES, g = lane % SUM_LANES;
+    for (int item = number * share.workers + share.worker; item < p.parts * p.rank / 16 * NT * SENDER_GROUPS;
+         item += SHRINKERS * share.workers) {
+        const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
+        const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
+        int senders = p.senders;
+        if constexpr (!FEW) {
+            const int unit = tile / (SHRINK_ROWS / 16) * share.column_blocks;
+            senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
+        }
+        uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
+        const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
+        float4 c = {0, 0, 0, 0};
+        for (int s = group; s < senders; s += SENDERS_AT_A_TIME * SENDER_GROUPS, from += SENDERS_AT_A_TIME * step)
+            receive<1, SENDERS_AT_A_TIME>(&c, from, step, 0, (senders - s + SENDER_GROUPS - 1) / SENDER_GROUPS);
+        __syncwarp();
+#pragma unroll
+        for (int other = SUM_LANES; other < 32; other *= 2) {
+            c.x += __shfl_xor_sync(~0u, c.x, other), c.y += __shfl_xor_sync(~0u, c.y, other);
+            c.z += __shfl_xor_sync(~0u, c.z, other), c.w += __shfl_xor_sync(~0u, c.w, other);
+        }
+        // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
+        const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
+        const float factor = p.lora_factor[tile * 16 / p.rank];
+        const u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            if (group) continue;
+            if (row < rows) publish(shrunk_place(p, share, row, tile, place / 4 + 8 * high), even >> 16 * high);
+            if (row + 1 < rows) publish(shrunk_place(p, share, row + 1, tile, place / 4 + 8 * high), odd >> 16 * high);
+        }
+        __syncwarp();
+        if (lane == 0) add_release(p.counters + 2 * share.row_block, 1);
+    }
+}
+
+// Until all of A x has been counted. One thread of a thread block.
+__device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk) {
+    int* counters = p.counters + 2 * share.row_block;
+    while (load_acquire(counters) != p.parts * p.rank / 16 * NT * SENDER_GROUPS) {}
+    barrier_arrive(shrunk);
+    // Who is the last to have seen it prepares it for the next launch.
+    if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+}
+
+// What the warps for A x do; they tell the others by `shrunk` that it is there.
+__device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
+    if constexpr (FEW)
+        shrink_few(p, share, lane);
+    else
+        wait_for_earlier_kernels();
+    share_sums(p, share, number, lane);
+    if (number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
+}
+
+// --- B (A x) ---
+
+constexpr int RANKS_AT_A_TIME = NT <= 2 ? 4 : FEW ? 1 : EXPAND_TILES;  // tiles of 16, whose operands are in registers
+
+// Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
+// definition gives it.
+struct LoraOperand {
+    uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
+
+    // From column `first` on, of the parts of both halves of the rows.
+    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane) {
+        if (tile.row >= p.rows) return;
+#pragma unroll
+        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+            const int column = min(first + j * 16, p.rank - 16) + lane % 4 * 4;
+            low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
+        }
+    }
+    // From the `first` of all parts' tiles on, one behind the other; those of other parts than the rows' are zero.
+    __device__ __forceinline__ void load_tiles(const Params& p, const Tile& tile, int first, int tiles, int lane) {
+        const int per_part = p.rank / 16;
+#pragma unroll
+        for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+            low[j] = high[j] = {0, 0};
+            if (j >= tiles || tile.row >= p.rows) continue;
+            const int part = (first + j) / per_part, column = (first + j) % per_part * 16 + lane % 4 * 4;
+            if (part == tile.low_part) low[j] = *(const uint2*)(tile.b_low + column);
+            if (part == tile.high_part) high[j] = *(const uint2*)(tile.b_high + column);
+        }
+    }
+};
+
+// B (A x) for few rows of x. The first columns of B are there already.
+__device__ __forceinline__ void add_lora(const Params& p, const Share& share, const Tile& tile, LoraOperand& b, int lane,
+                                         float4 c[NT]) {
+    if (tile.row >= p.rows) return;
+    const int width = p.parts * p.rank;
+    const u16* shrunk = p.shrunk + (size_t)(share.row_block * ROWS + lane / 4) * width + lane % 4 * 4;
+    for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
+        if (first) b.load(p, tile, first, lane);
+        for (int part = tile.low_part; part <= tile.high_part; part++) {
+            const bool low = part == tile.low_part, high = part == tile.high_part;
+            uint2 v[RANKS_AT_A_TIME][NT];
+#pragma unroll
+            for (int j = 0; j < RANKS_AT_A_TIME; j++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    v[j][n] = *(const uint2*)(shrunk + n * 8 * width + part * p.rank + min(first + j * 16, p.rank - 16));
+#pragma unroll
+            for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+                if (first + j * 16 >= p.rank) break;
+                const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
+#pragma unroll
+                for (int n = 0; n < NT; n++) multiply_add(c[n], a, v[j][n].x, v[j][n].y);
+            }
+        }
+    }
+}
+
+// Where a tile of A x is in a stage: rows of 32 bytes, groups of 8 rows 256 bytes apart, 32-byte swizzle.
+__device__ __forceinline__ u64 shrunk_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(256 >> 4) << 32 | (u64)3 << 62;
+}
+
+// COUNT tiles from shared memory, of which `tiles` exist; B is zero for the others.
+template <int COUNT>
+__device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int tiles, float4 c[NT]) {
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const u32 a[4] = {b.low[j].x, b.high[j].x, b.low[j].y, b.high[j].y};
+        multiply_add_shared(c, a, shrunk_descriptor(x + (j < tiles ? j : 0) * EXPAND_TILE_BYTES));
+    }
+    commit_products();
+    wait_for_products<0>();
+}
+
+// The same for many rows of x: tiles of A x come as stages.
+__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, u8* stages, u64* full, u64* empty,
+                                                int& i, int lane, LoraOperand& b, float4 c[NT]) {
+    const Expansion expansion(p, row);
+    for (int first = 0; first < expansion.tiles; first += EXPAND_TILES, i++) {
+        const int stage = i % STAGES, tiles = min(expansion.tiles - first, EXPAND_TILES);
+        if (first) b.load_tiles(p, tile, expansion.first + first, tiles, lane);
+        barrier_wait(full + stage, (i / STAGES) & 1);
+        const u32 x = shared_address(stages + stage * STAGE_BYTES + WEIGHT_BYTES);
+        if (tiles <= 2)
+            multiply_shrunk<2>(b, x, tiles, c);
+        else if (tiles <= 4)
+            multiply_shrunk<4>(b, x, tiles, c);
+        else
+            multiply_shrunk<EXPAND_TILES>(b, x, tiles, c);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + stage);
+    }
+}

@@ -1,0 +1,201 @@
+// What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of four.
+
+constexpr bool FEW = NT <= 4;               // rows of x: mma.sync, and two thread blocks on a multiprocessor
+constexpr int WARPS = 8;                    // that multiply: 16 rows of W each
+constexpr int SHRINKERS = FEW ? 1 : 3;      // warps for A x or its sums
+constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
+constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
+constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
+constexpr int BLOCK_BYTES = WARPS * TILE_BYTES;
+constexpr int WEIGHT_BYTES = STAGE_COLUMNS / BLOCK_COLUMNS * BLOCK_BYTES;
+constexpr int ROWS = NT * 8;
+constexpr int SHRINK_ROWS = 32;  // of A in a stage
+constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
+constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
+constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
+constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
+constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x whose sums warps exchange at a time
+constexpr int TILES = FEW ? 2 : 1;          // of 16 rows of W that a warp multiplies, with 1 / TILES of a stage's columns
+
+enum Mode { PLAIN, RESIDUAL, SILU };
+
+struct Params {
+    TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
+    TensorMap a_map;        // of A likewise, SHRINK_ROWS rows
+    const u8* weights;
+    const u16* x;           // [m, columns]
+    u16* out;               // [m, rows], with SILU [m, rows / 2]
+    const float* bias;      // [rows] in the order of the tiles, or null
+    const u16* lora_a;      // [parts * rank, columns]
+    const u16* lora_b[3];   // of each part, [rows of the part, rank]
+    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled
+    uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
+    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
+    int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
+    float factor[3];        // of each part, multiplies W's products
+    float lora_factor[3];   // of each part, multiplies A x
+    int part_end[3];        // row behind each part
+    int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
+    int senders;            // at most, of sums of 16 rows of A
+    int span;               // few rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
+};
+
+// --- division of the work ---
+
+// Units 0 to `units` - 1 go to workers in their order, as evenly as can be. The unit that a worker begins with:
+__device__ __forceinline__ int first_unit(int units, int workers, int worker) { return (int)((u32)units * worker / workers); }
+
+// Whose unit it is, where there are at least as many units as workers.
+__device__ __forceinline__ int worker_of(int units, int workers, int unit) {
+    return (int)(((u32)(unit + 1) * workers - 1) / units);
+}
+
+// Of A, with many rows of x: units are blocks of SHRINK_ROWS x STAGE_COLUMNS.
+struct ShrinkUnits {
+    int units, workers;
+
+    __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
+        units = FEW ? 0 : (p.parts * p.rank + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
+        workers = min(all_workers, units);
+    }
+    __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
+    __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
+};
+
+// What a thread block has to do, stage by stage: with many rows of x units of A, then of W, BLOCK_ROWS x STAGE_COLUMNS.
+struct Share {
+    int worker, workers, row_block, column_blocks;
+    int first_shrink, shrinks, first, last;
+
+    __device__ Share(const Params& p) {
+        row_block = blockIdx.x % p.row_blocks;
+        worker = blockIdx.x / p.row_blocks;
+        workers = gridDim.x / p.row_blocks;
+        column_blocks = p.columns / STAGE_COLUMNS;
+        first = start(p, worker), last = start(p, worker + 1);
+        const ShrinkUnits a(p, workers);
+        first_shrink = a.start(worker), shrinks = a.start(worker + 1) - first_shrink;
+    }
+    __device__ __forceinline__ int stages() const { return shrinks + last - first; }
+    __device__ __forceinline__ int unit(int stage) const {
+        return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
+    }
+    // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
+    // workers, or one worker, everyone has one of W's.
+    __device__ int start(const Params& p, int w) const {
+        const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
+        const ShrinkUnits a(p, workers);
+        return first_unit(units + a.units, workers, w) - a.start(w);
+    }
+};
+
+__device__ __forceinline__ int part_of(const Params& p, int row) { return (row >= p.part_end[0]) + (row >= p.part_end[1]); }
+
+// The tiles of A x that a row of blocks needs, where they come as stages: those of all its parts.
+struct Expansion {
+    int first, tiles;
+
+    __device__ __forceinline__ Expansion(const Params& p, int row) {
+        const int per_part = p.rank / 16, low = p.mode == SILU ? 0 : part_of(p, row * BLOCK_ROWS);
+        const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * BLOCK_ROWS, p.rows) - 1);
+        first = low * per_part, tiles = FEW ? 0 : (high + 1 - low) * per_part;
+    }
+    __device__ __forceinline__ int stages() const { return (tiles + EXPAND_TILES - 1) / EXPAND_TILES; }
+};
+
+// The stages in their order, as one thread copies them: without divisions a step.
+struct Walk {
+    int i, row, column, expansion;  // unit and, if not 0, the number of the stage of A x behind it
+
+    __device__ __forceinline__ explicit Walk(const Share& share) : i(0), expansion(0) { enter(share); }
+    __device__ __forceinline__ void enter(const Share& share) {
+        row = share.unit(i) / share.column_blocks, column = share.unit(i) % share.column_blocks;
+    }
+    __device__ __forceinline__ void advance(const Params& p, const Share& share) {
+        const bool ends = i >= share.shrinks && (column + 1 == share.column_blocks || i + 1 == share.stages());
+        if (!FEW && p.rank && ends && row * share.column_blocks >= share.first && expansion < Expansion(p, row).stages()) {
+            expansion++;
+            return;
+        }
+        expansion = 0, i++, column++;
+        if (i == share.shrinks) enter(share);
+        if (column == share.column_blocks) column = 0, row++;
+    }
+};
+
+// --- copies ---
+
+__device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stage, u64* full) {
+    barrier_expect(full, STAGE_BYTES);
+    bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
+}
+
+__device__ __forceinline__ void copy_shrink(const Params& p, const Walk& at, u8* stage, u64* full) {
+    barrier_expect(full, STAGE_COLUMNS / 64 * (SHRINK_PART_BYTES + X_PART_BYTES));
+    tensor_copy(stage, &p.a_map, at.column * STAGE_COLUMNS, at.row * SHRINK_ROWS, full);
+}
+
+__device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const Walk& at, u8* stage, u64* full) {
+    const Expansion expansion(p, at.row);
+    const int first = (at.expansion - 1) * EXPAND_TILES, tiles = min(expansion.tiles - first, EXPAND_TILES);
+    const size_t tile = (size_t)share.row_block * p.parts * p.rank / 16 + expansion.first + first;
+    const u8* from = (const u8*)p.shrunk + tile * EXPAND_TILE_BYTES;
+    barrier_expect(full, tiles * EXPAND_TILE_BYTES);
+    bulk_copy(stage + WEIGHT_BYTES, from, tiles * EXPAND_TILE_BYTES, full);
+}
+
+// One thread.
+__device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk) {
+    const auto copy_constants = [&](const Walk& at, int stage) {
+        u8* to = stages + stage * STAGE_BYTES;
+        if (at.i < share.shrinks)
+            copy_shrink(p, at, to, full + stage);
+        else
+            copy_weights(p, share.unit(at.i), to, full + stage);
+    };
+    int early = 0;
+    for (Walk at(share); early < STAGES && at.i < share.stages() && !at.expansion; early++, at.advance(p, share))
+        copy_constants(at, early);
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
+    wait_for_earlier_kernels();
+    int stage = 0, round = 0;
+    for (Walk at(share); at.i < share.stages(); at.advance(p, share)) {
+        if (round) barrier_wait(empty + stage, (round - 1) & 1);
+        if (at.expansion) {
+            barrier_wait(shrunk, 0);
+            asm volatile("fence.proxy.async;" ::: "memory");
+            copy_shrunk(p, share, at, stages + stage * STAGE_BYTES, full + stage);
+        } else {
+            if (round || stage >= early) copy_constants(at, stage);
+            u8* x = stages + stage * STAGE_BYTES + WEIGHT_BYTES;
+            tensor_copy(x, &p.x_map, at.column * STAGE_COLUMNS, share.row_block * ROWS, full + stage);
+        }
+        if (++stage == STAGES) stage = 0, round++;
+    }
+}
+
+// Where a tile's rows stand in the layers, and what is read before their sums are there.
+struct Tile {
+    int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
+    const u16 *b_low, *b_high;     // of B, at this lane's place
+    float low_bias, high_bias;
+
+    __device__ Tile(const Params& p, int row, int lane) : row(row) {
+        const int g = lane / 4;
+        low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
+        const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
+        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * p.rank;
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * p.rank;
+        const bool biased = p.bias && row < p.rows;
+        low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
+    }
+
+    // Its part of B on its way to L2.
+    __device__ __forceinline__ void prefetch_b(const Params& p, int lane) const {
+        if (row >= p.rows) return;
+        for (int column = lane % 4 * 64; column < p.rank; column += 256) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
+        }
+    }
+};
