@@ -22,7 +22,7 @@ reproduce: $(VENV)/installed
 
 # A process a core, each with one thread; files with slow tests first (tests/conftest.py).
 test: $(VENV)/vllm
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 $(ARGS)
 
 # Every experiment of config/paper.yaml on tiny policies: 170 jobs of about 7 seconds of CPU time.
 paper-small: $(VENV)/installed
