@@ -169,6 +169,11 @@ def with_adapter(model, packed, seed=0):
     return model
 
 
+def assert_same_but_for_order(logits, expected):
+    """To some roundings in float32: ours adds the base's product to bias and adapter, PEFT's the adapter to those."""
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-7 * expected.abs().max().item())
+
+
 TOKENS = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(7))
 
 
@@ -185,7 +190,9 @@ def test_lora_equals_lora_on_the_dense_model(weights_format, folder, dtype):
         gradients = {name: p.grad for name, p in each.named_parameters() if p.requires_grad}
         results.append((out.logits, gradients))
     (logits, gradients), (expected_logits, expected) = results
-    assert torch.equal(logits, expected_logits)
+    if dtype == torch.bfloat16:  # without autocast PEFT's way is taken
+        assert torch.equal(logits, expected_logits)
+    assert_same_but_for_order(logits, expected_logits)
     assert gradients.keys() == expected.keys()
     assert len(gradients) == 2 * 2 * len(TARGETS)
     for name, gradient in gradients.items():
@@ -204,7 +211,7 @@ def test_adapter_is_read_by_stock_peft(weights_format, folder, tmp_path):
         key for key in stock.state_dict() if key.endswith("base_layer.weight")
     }
     with torch.no_grad():
-        assert torch.equal(stock(TOKENS).logits, model(TOKENS).logits)
+        assert_same_but_for_order(model(TOKENS).logits, stock(TOKENS).logits)
     # The other way round: an adapter from elsewhere on a packed base.
     plain = pack(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), weights_format)
     config = register_lora(LoraConfig.from_pretrained(tmp_path))
