@@ -46,7 +46,7 @@ def _backward(
 
 
 def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward: Triton's on a GPU, PyTorch's elsewhere and in float64."""
+    """Forward and backward: Triton's on a GPU, PyTorch's elsewhere; and in float64, which PyTorch's refuses to lose."""
     if not hidden.is_cuda or hidden.dtype == torch.float64:
         return _forward, _backward
     from qerl.kernels.norm_training import backward, forward
