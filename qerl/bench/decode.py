@@ -23,11 +23,10 @@ from qerl.bench.shapes import model_config
 from qerl.bench.sizes import FUSED
 from qerl.config import AdapterSettings, NativeSettings
 from qerl.measure import seconds
-from qerl.models.policy import Policy, choose_device, lora_config, weight_bytes
+from qerl.models.policy import Policy, choose_device, lora_config, use_own_modules, weight_bytes
 from qerl.progress import configure_logging
 from qerl.quant.formats import PACKED_FORMATS, nvfp4_global_scale, quantize
 from qerl.quant.linear import PackedLinear
-from qerl.rl.aqn import make_noisy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 
@@ -49,7 +48,7 @@ def random_policy(
         for names in FUSED:
             _fill_fused(layer, names, weights, device)
     fill_model(lm, device)
-    make_noisy(lm)
+    use_own_modules(lm)
     lm.requires_grad_(False)
     tokenizer = Qwen2Tokenizer()
     if not rank:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.config import AdapterSettings
 from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
 from qerl.models.loading import load_model, load_tokenizer
+from qerl.models.mlp import fuse_mlps
 from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
@@ -105,9 +106,15 @@ def choose_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def use_own_modules(lm: PreTrainedModel) -> None:
+    """Put norms that carry noise and fused MLPs into the blocks of a loaded model; names of weights stay the same."""
+    make_noisy(lm)
+    fuse_mlps(lm)
+
+
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     lm = load_model(checkpoint, DTYPES[dtype], device or choose_device())
-    make_noisy(lm)
+    use_own_modules(lm)
     tokenizer = load_tokenizer(checkpoint)
     return lm.requires_grad_(False), tokenizer
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,30 +22,53 @@ from qerl.config import NoiseSettings
 ROLES = ("input_layernorm", "post_attention_layernorm")
 
 
-class _ScaledNorm(torch.autograd.Function):
-    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it.
+def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `qerl.kernels.norm_training.forward`.
 
     Products of a 16-bit and a float32 tensor are taken in float32 and results rounded as they are written, which spares
     passes over memory that a cast would take.
     """
+    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
+    return torch.mul(hidden * inverse, weight, out=torch.empty_like(hidden)), inverse
+
+
+def _backward(
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, of_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `qerl.kernels.norm_training.backward`."""
+    normed = hidden * inverse
+    product = grad * normed
+    grad_weight = product.flatten(0, -2).sum(0) if of_weight else None
+    along = (product @ weight)[..., None] / hidden.shape[-1]
+    grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
+    return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight
+
+
+def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward: Triton's on a GPU, PyTorch's elsewhere; and in float64, which PyTorch's refuses to lose."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64:
+        return _forward, _backward
+    from qerl.kernels.norm_training import backward, forward
+
+    return forward, backward
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
+        out, inverse = _passes(hidden)[0](hidden, weight, epsilon)
         ctx.save_for_backward(hidden, weight, inverse)
-        return torch.mul(hidden * inverse, weight, out=torch.empty_like(hidden))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         hidden, weight, inverse = ctx.saved_tensors
-        normed = hidden * inverse
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        along = (product @ weight)[..., None] / hidden.shape[-1]
-        grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
-        return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight, None
+        grads = _passes(hidden)[1](grad, hidden, weight, inverse, ctx.needs_input_grad[1])
+        return *grads, None
 
 
 class NoisyRMSNorm(nn.Module):
