@@ -124,7 +124,7 @@ def outcomes(request, tmp_path, calls):
 def test_a_packed_update_in_bfloat16_follows_transformers(outcomes):
     found, expected, gradient, exact_gradient = outcomes("bfloat16")
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
-    assert torch.cosine_similarity(gradient, exact_gradient, dim=0) > 0.995
+    assert torch.cosine_similarity(gradient, exact_gradient, dim=0) > 0.999
     assert abs(gradient.norm() / exact_gradient.norm() - 1) < 0.02
 
 
