@@ -47,22 +47,30 @@ class Packing:
         """Keys of each piece."""
         return _widths(self.lengths, self.prompts)
 
-    def keys(self, row: Tensor, dim: int) -> list[Tensor]:
-        """The keys or values of each piece out of a `row` of all, along dimension `dim`.
+    def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
+        """What the keys or values of each piece consist of, out of a `row` of all along dimension `dim`.
 
         All copies of a prompt come from one `expand`, whose backward pass adds them up at once: in 16 bits, added one
         by one, their gradients would be rounded each time.
         """
         pieces = row.split(self.lengths, dim)
         copies: dict[int, Iterator[Tensor]] = {}
-        keys = []
+        parts = []
         for place, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True)):
             if prompt is None:
                 copies[place] = iter(piece.expand(1 + self.prompts.count(place), *piece.shape).unbind(0))
-                keys.append(next(copies[place]))
+                parts.append([next(copies[place])])
             else:
-                keys.append(torch.cat((next(copies[prompt]), piece), dim))
-        return keys
+                parts.append([next(copies[prompt]), piece])
+        return parts
+
+    def keys(self, row: Tensor, dim: int) -> list[Tensor]:
+        """The keys or values of each piece out of a `row` of all, along dimension `dim`."""
+        return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
+
+    def all_keys(self, row: Tensor) -> Tensor:
+        """The keys or values of all pieces, one piece behind the other along dimension 0, written once."""
+        return torch.cat([part for parts in self.parts(row, 0) for part in parts])
 
 
 def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
@@ -78,11 +86,7 @@ def attend(
     packing: Packing | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D].
-
-    Each token sees its prompt and what comes before it in its own piece. Flash attention on a GPU in 16 bits, SDPA
-    piece by piece elsewhere.
-    """
+    """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D]."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if settings.get("dropout") or settings.get("sliding_window"):
@@ -90,16 +94,25 @@ def attend(
             "packed attention has neither dropout nor a sliding window; set attention_dropout=0 and "
             "use_sliding_window=false in the model's config.json"
         )
+    query, key, value = (row[0].transpose(0, 1) for row in (query, key, value))
+    return attend_packed(query, key, value, packing, settings["scaling"])[None], None
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    """Each token of query [L, heads, D] sees its prompt and what comes before it in its own piece; [L, heads, D].
+
+    key and value are [L, KV heads, D]. Flash attention on a GPU in 16 bits, SDPA piece by piece elsewhere.
+    """
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return (_flash if flash else _by_piece)(query, key, value, packing, settings["scaling"]), None
+    return (_flash if flash else _by_piece)(query, key, value, packing, scale)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     """One call over all pieces; its causal mask is aligned so that the last query of a piece sees its last key."""
     out = varlen_attn(
-        query[0].transpose(0, 1),
-        torch.cat(packing.keys(key[0].transpose(0, 1), 0)),
-        torch.cat(packing.keys(value[0].transpose(0, 1), 0)),
+        query,
+        packing.all_keys(key),
+        packing.all_keys(value),
         packing.queries_ends,
         packing.keys_ends,
         max(packing.lengths),
@@ -109,10 +122,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
         **_GQA,
     )
     assert isinstance(out, Tensor)
-    return out[None]
+    return out
 
 
 def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    query, key, value = (row.transpose(0, 1)[None] for row in (query, key, value))
     if query.is_cuda:  # whose kernels take a mask only for as many heads of keys; else all weights are kept
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
     pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
@@ -120,7 +134,7 @@ def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
     for q, k, v in pieces:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         outs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
-    return torch.cat(outs, 2).transpose(1, 2)
+    return torch.cat(outs, 2)[0].transpose(0, 1)
 
 
 def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:

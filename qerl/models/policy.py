@@ -17,6 +17,7 @@ from qerl.config import AdapterSettings
 from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.mlp import fuse_mlps
+from qerl.models.packed_attention import fuse_attentions
 from qerl.quant.lora import register_lora
 from qerl.rl.aqn import ROLES, make_noisy
 
@@ -107,9 +108,10 @@ def choose_device() -> torch.device:
 
 
 def use_own_modules(lm: PreTrainedModel) -> None:
-    """Put norms that carry noise and fused MLPs into the blocks of a loaded model; names of weights stay the same."""
+    """Put norms that carry noise, fused MLPs and attentions into a loaded model's blocks; names of weights stay."""
     make_noisy(lm)
     fuse_mlps(lm)
+    fuse_attentions(lm)
 
 
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

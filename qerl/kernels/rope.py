@@ -1,0 +1,71 @@
+"""Rotary positions of queries and keys in Triton, forward and backward, in float32 and rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _turn(
+    x, out, token, stride, half, in_half, c1, c2, s1, s2,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token, in two halves [heads, D / 2]: by the matrix [[c1, -s1], [s2, c2]] or its transpose."""
+    head = tl.arange(0, HEADS_BLOCK)
+    held = (head < HEADS)[:, None] & in_half
+    place = head[:, None] * DIM + half
+    source, target = x + token * stride + place, out + token * (HEADS * DIM) + place
+    x1 = tl.load(source, held, other=0.0).to(tl.float32)
+    x2 = tl.load(source + DIM // 2, held, other=0.0).to(tl.float32)
+    if BACK:
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    tl.store(target, y1.to(out.dtype.element_ty), held)
+    tl.store(target + DIM // 2, y2.to(out.dtype.element_ty), held)
+
+
+@triton.jit
+def _rotate(
+    query, key, cos, sin, query_out, key_out, query_stride, key_stride,
+    QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = half < DIM // 2
+    cos += token * DIM + half
+    sin += token * DIM + half
+    c1 = tl.load(cos, in_half, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + DIM // 2, in_half, other=0.0).to(tl.float32)
+    s1 = tl.load(sin, in_half, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + DIM // 2, in_half, other=0.0).to(tl.float32)
+    _turn(query, query_out, token, query_stride, half, in_half, c1, c2, s1, s2, QUERY, QUERY_BLOCK, DIM, BACK)
+    _turn(key, key_out, token, key_stride, half, in_half, c1, c2, s1, s2, KV, KV_BLOCK, DIM, BACK)
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """x [L, heads, D] whose heads lie one behind the other; tokens may be further apart."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """x cos + rotate_half(x) sin of queries and keys [L, heads, D] by cos and sin [L, D]; contiguous, of their dtypes.
+
+    `back` takes gradients of what was rotated to those of what it was made of: the transpose of the same matrix.
+    """
+    tokens, heads, dim = query.shape
+    assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)
+    assert dim % 2 == 0
+    query, key = _with_whole_rows(query), _with_whole_rows(key)
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
+    blocks = [triton.next_power_of_2(size) for size in (heads, key.shape[1], dim // 2)]
+    _rotate[(tokens,)](
+        query, key, cos.contiguous(), sin.contiguous(), *outs, query.stride(0), key.stride(0),
+        QUERY=heads, QUERY_BLOCK=blocks[0], KV=key.shape[1], KV_BLOCK=blocks[1], DIM=dim, HALF_BLOCK=blocks[2],
+        BACK=back, num_warps=min(max(blocks[0] * blocks[2] // 512, 1), 16),
+    )  # fmt: skip
+    return outs[0], outs[1]
