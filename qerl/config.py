@@ -506,7 +506,8 @@ class RunSettings(Settings):
     accumulate over as many as needed."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time.
-    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none)."""
+    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none); and where there is
+    more, packed weights are unpacked once an update instead of twice a micro-batch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     processes: PositiveInt = 1

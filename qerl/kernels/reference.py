@@ -1,6 +1,11 @@
-"""The operations of a decode step in plain PyTorch: they serve CPUs, and the kernels are tested against them."""
+"""Operations of a decode step and of the log-probabilities in plain PyTorch.
+
+They serve CPUs, and the kernels are tested against them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -140,3 +145,49 @@ def _multiply(factor: int, words: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of the products; in halves, since int64 has no room for 64 bits without a sign."""
     low, high = words * (factor & 0xFFFF), words * (factor >> 16)
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD
+
+
+def tile_statistics(
+    tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The target's logit, log-sum-exp and entropy of logits / temperature, [rows] each.
+
+    `tiles` are runs of the vocabulary, each its first token and its logits [rows, columns], which are overwritten;
+    `targets` [rows] count from the vocabulary's first token. In float32, or float64 of float64 logits.
+
+    The entropy is put together from those of the tiles, H = sum w (H_tile - log w) with w the tile's probability: as
+    log-sum-exp less the mean of the logits it would be a small difference of large numbers.
+    """
+    parts = []
+    for first, raw in tiles:
+        logits = _scaled(raw, temperature)
+        here, places = _inside(targets, first, logits.shape[1])
+        chosen = logits.gather(-1, places)[:, 0] * here
+        lse = logits.logsumexp(-1)
+        logprobs = logits.sub_(lse[:, None])
+        parts.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
+    chosen, lses, entropies = (torch.stack(column) for column in zip(*parts, strict=True))
+    lse = lses.logsumexp(0)
+    logs = lses - lse
+    return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)
+
+
+def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> Tensor:
+    """grad (1[target] - softmax) / temperature [rows, columns], in the dtype of `logits`, which are overwritten.
+
+    `first` is the tile's first token, `lse` [rows] that of `tile_statistics`, `grad` [rows] of the log-probabilities.
+    """
+    x, grad = _scaled(logits, temperature), grad / temperature
+    here, places = _inside(targets, first, x.shape[1])
+    x = x.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+    return x.scatter_add_(-1, places, (grad * here)[:, None]).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+
+
+def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Which targets [rows] a tile holds, and their columns [rows, 1] in it (any, of those that it doesn't)."""
+    places = targets - first
+    return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]

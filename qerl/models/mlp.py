@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 
+from qerl.quant.lora import products
+
 #: Classes of transformers that compute down(silu(gate(x)) * up(x)) and nothing else.
 _PLAIN = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")
 
@@ -49,7 +51,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden]."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*products(x, (self.gate_proj, self.up_proj))))
 
 
 def _fusible(mlp: nn.Module) -> bool:

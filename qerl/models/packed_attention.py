@@ -13,6 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from qerl.models.attention import Packing, attend_packed
+from qerl.quant.lora import products
 
 
 class _Rotation(torch.autograd.Function):
@@ -63,7 +64,10 @@ class PackedAttention(nn.Module):
         packing: Packing | None = settings.get("packing")
         if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or self._is_special():
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)
-        query, key, value = (self._heads(name, hidden_states) for name in "qkv")
+        layers = [self.get_submodule(f"{name}_proj") for name in "qkv"]
+        # Not by [0], whose gradient is copied into zeros.
+        heads = (out.squeeze(0).unflatten(-1, (-1, self.head_dim)) for out in products(hidden_states, layers))
+        query, key, value = (self._normed(name, one) for name, one in zip("qkv", heads, strict=True))
         cos, sin = position_embeddings
         query, key = rotate(query, key, cos[0], sin[0])
         out = attend_packed(query, key, value, packing, self.scaling)
@@ -74,9 +78,8 @@ class PackedAttention(nn.Module):
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         return bool(window) or (self.training and self.attention_dropout > 0)
 
-    def _heads(self, name: str, hidden: Tensor) -> Tensor:
+    def _normed(self, name: str, heads: Tensor) -> Tensor:
         """Queries, keys or values [L, heads, D], normalised where the class has a norm for them."""
-        heads = self.get_submodule(f"{name}_proj")(hidden)[0].unflatten(-1, (-1, self.head_dim))
         norm = getattr(self, f"{name}_norm", None)
         return heads if norm is None else norm(heads)
 

@@ -134,12 +134,18 @@ class PackedLinear(nn.Module):
         return super()._apply(move, recurse)
 
 
+def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that `dense_weights` takes."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+
+
 @contextmanager
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Keep the weight of every `PackedLinear` of `model` unpacked in `dtype` while the context lasts.
 
-    For samplers that run many forward passes on one version of the weights and have the memory for it; outputs for
-    inputs of `dtype` are those without it, bit by bit.
+    For samplers and updates that run many passes on one version of the weights and have the memory for it
+    (`unpacked_bytes`); outputs for inputs of `dtype` are those without it, bit by bit.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     before = [layer._dense for layer in layers]

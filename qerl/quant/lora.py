@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -13,50 +15,74 @@ from torch.autograd.function import once_differentiable
 from qerl.quant.linear import PackedLinear
 
 
-class _LoraProduct(torch.autograd.Function):
-    """x W^T + b + s (d A^T) B^T over a frozen base, d being x or x after dropout: rows [M, in] to [M, out].
+@dataclass(frozen=True)
+class _Frozen:
+    """The layer under an adapter, and what multiplies the adapter's product."""
 
-    What the adapter adds is written first and the base's product is added to it where it lies, in the product itself;
-    likewise for the gradient of x. Nothing as large as the input or the output is written a second time or kept beside
-    it. A and B count in the dtype of x, which their gradients are rounded to, as under autocast.
+    base: nn.Linear | PackedLinear
+    scaling: float
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """[out, in], unpacked if need be."""
+        return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
+
+
+class _LoraProducts(torch.autograd.Function):
+    """x W^T + b + s (d A^T) B^T of layers that read the same x, d being x or x after dropout: [M, in] to [M, out] each.
+
+    What an adapter adds is written first and the base's product is added to it where it lies, in the product itself;
+    likewise all that the gradient of x is a sum of. Nothing as large as the input or an output is written a second time
+    or kept beside it. A and s B count in the dtype of x, which their gradients are rounded to, as under autocast.
+    `adapters` are A and B of the first layer, of the second, and so on.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dropped: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        scaling: float,
-        base: nn.Linear | PackedLinear,
-    ) -> Tensor:
-        shrunk = ((x if dropped is None else dropped) @ a.to(x.dtype).T).mul_(scaling)
-        expand = b.to(x.dtype).T
-        out = shrunk @ expand if base.bias is None else torch.addmm(base.bias.to(x.dtype), shrunk, expand)
-        ctx.save_for_backward(x, dropped, a, b, shrunk)
-        ctx.scaling, ctx.base = scaling, base
-        return out.addmm_(x, frozen_weight(base, x.dtype).T)
+        ctx: Any, x: Tensor, dropped: Tensor | None, layers: Sequence[_Frozen], *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
+        down, ups = _cast(layers, adapters, x.dtype)
+        shrunk = (x if dropped is None else dropped) @ down.T
+        outs = []
+        for layer, up, part in zip(layers, ups, shrunk.split([up.shape[1] for up in ups], 1), strict=True):
+            bias = layer.base.bias
+            out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
+            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+        ctx.save_for_backward(x, dropped, shrunk, *adapters)
+        ctx.layers = layers
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, dropped, a, b, shrunk = ctx.saved_tensors
-        weight = lambda: frozen_weight(ctx.base, grad.dtype)  # noqa: E731
-        of_x, of_dropped, of_a, of_b, *_ = ctx.needs_input_grad
-        grad_shrunk = (grad @ b.to(grad.dtype)).mul_(ctx.scaling)
-        grad_a = (grad_shrunk.T @ (x if dropped is None else dropped)).to(a.dtype) if of_a else None
-        grad_b = (grad.T @ shrunk).to(b.dtype) if of_b else None
-        through_a = grad_shrunk @ a.to(grad.dtype) if of_x or of_dropped else None
-        if dropped is not None:
-            return grad @ weight() if of_x else None, through_a, grad_a, grad_b, None, None
-        grad_x = None if through_a is None else through_a.addmm_(grad, weight())
-        return grad_x, None, grad_a, grad_b, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, dropped, shrunk, *adapters = ctx.saved_tensors
+        down, ups = _cast(ctx.layers, adapters, x.dtype)
+        ranks = [up.shape[1] for up in ups]
+        grad_shrunk = torch.empty_like(shrunk)
+        of_adapters: list[Tensor | None] = []
+        parts = zip(ctx.layers, grads, ups, shrunk.split(ranks, 1), grad_shrunk.split(ranks, 1), strict=True)
+        for layer, grad, up, part, grad_part in parts:
+            torch.mm(grad, up, out=grad_part)
+            of_adapters += [None, (grad.T @ part).to(adapters[1].dtype).mul_(layer.scaling)]
+        of_down = grad_shrunk.T @ (x if dropped is None else dropped)
+        of_adapters[::2] = of_down.to(adapters[0].dtype).split(ranks)
+        through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+        if dropped is None:
+            return _add_bases(ctx.layers, grads, through_down), None, None, *of_adapters
+        grad_x = _add_bases(ctx.layers, grads, torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
+        return grad_x, through_down, None, *of_adapters
 
 
-def frozen_weight(base: nn.Linear | PackedLinear, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of the layer under an adapter, unpacked if need be."""
-    return base.dense_weight(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)
+def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """All A one above the other [ranks, in], and each s B [out, rank]."""
+    ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
+    return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
+
+
+def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tensor | None) -> Tensor | None:
+    if grad_x is not None:
+        for layer, grad in zip(layers, grads, strict=True):
+            grad_x.addmm_(grad, layer.weight(grad.dtype))
+    return grad_x
 
 
 class LeanLoraLinear(LoraLinear):
@@ -70,23 +96,43 @@ class LeanLoraLinear(LoraLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in_features] to [..., out_features], in the dtype of the base's output."""
-        if args or kwargs or not self._is_plain(x):
+        if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
-        (name,), rows = self.active_adapters, x.flatten(0, -2)
-        if torch.is_autocast_enabled(x.device.type):
-            rows = rows.to(torch.get_autocast_dtype(x.device.type))
-        dropout = self.lora_dropout[name]
-        dropped = dropout(rows) if self.training and not isinstance(dropout, nn.Identity) else None
-        a, b = (adapter[name].get_parameter("weight") for adapter in (self.lora_A, self.lora_B))
-        result: Tensor = _LoraProduct.apply(rows, dropped, a, b, self.scaling[name], self.base_layer)
-        return result.unflatten(0, x.shape[:-1])
+        dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
+        return _products(x, dropped, [self])[0]
 
-    def _is_plain(self, x: Tensor) -> bool:
+    @property
+    def drops(self) -> bool:
+        """Whether the adapter's input goes through dropout now."""
+        return self.training and not isinstance(self.lora_dropout[self.active_adapters[0]], nn.Identity)
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether an output is that of the base and of one adapter, in products of one dtype."""
         if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
             return False
         trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
         mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
         return self.active_adapters[0] in self.lora_A and not trained and not mixed
+
+
+def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Outputs of layers that read the same x [..., in]: with fewer passes where all are plain LoRA without dropout."""
+    lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
+    return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
+
+
+def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
+    frozen, adapters = [], []
+    for layer in layers:
+        name, base = layer.active_adapters[0], layer.base_layer
+        assert isinstance(base, (nn.Linear, PackedLinear))
+        frozen.append(_Frozen(base, layer.scaling[name]))
+        adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
+    outs = _LoraProducts.apply(rows, thinned, frozen, *adapters)
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 
 class PackedLoraLinear(LeanLoraLinear):

@@ -1,10 +1,14 @@
-"""Which blocks compute their activations again in the backward pass (gradient checkpointing): as few as memory asks."""
+"""What an update computes again to save memory: as little as memory asks.
+
+Blocks compute their activations again in the backward pass (gradient checkpointing), and packed weights are unpacked
+anew in each pass.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl.measure import allocatable_bytes
 from qerl.models.attention import Packing, packed_hidden
 from qerl.models.policy import Policy
+from qerl.quant.linear import dense_weights, unpacked_bytes
 
 #: Share of the free memory that is counted on; the rest is for fragments, unpacked weights and tiles of logits.
 USABLE = 0.85
@@ -88,7 +93,7 @@ def free_bytes() -> float:
 
 
 class Recomputation:
-    """Chooses the blocks anew for each micro-batch, from what is free just before it."""
+    """Chooses anew for each update and micro-batch, from what is free just before it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -97,10 +102,22 @@ class Recomputation:
 
     def choose(self, tokens: int) -> int:
         """For a forward pass over `tokens`; returns how many blocks compute theirs again."""
+        count = self._needed(tokens, free_bytes())
+        _recompute_first(self.policy.lm, count)
+        return count
+
+    def weights(self, tokens: int) -> AbstractContextManager[None]:
+        """For an update of micro-batches of up to `tokens`: keeps packed weights unpacked while the block lasts.
+
+        Only where they fit beside the activations of all blocks: blocks cost more to compute again than weights.
+        """
+        lm = self.policy.lm
+        fits = self._needed(tokens, free_bytes() - unpacked_bytes(lm, lm.dtype)) == 0
+        return dense_weights(lm, lm.dtype) if fits else nullcontext()
+
+    def _needed(self, tokens: int, free: float) -> int:
         lm = self.policy.lm
         if self._kept is None:
             self._kept = kept_bytes(self.policy)
         of_input = lm.config.hidden_size * lm.dtype.itemsize
-        count = recomputed_blocks(len(blocks(lm)), free_bytes(), tokens * self._kept, tokens * of_input)
-        _recompute_first(lm, count)
-        return count
+        return recomputed_blocks(len(blocks(lm)), free, tokens * self._kept, tokens * of_input)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: Rows and columns of the logits that exist at once: 64 MB in float32.
-ROWS, COLUMNS = 1024, 16384
+from qerl.kernels import reference
+
+#: Rows and columns of the logits that exist at once: 64 MB in 16 bits, which is all that a GPU holds of them.
+ROWS, COLUMNS = 2048, 16384
+
+#: (tiles, targets, temperature) to the target's logit, log-sum-exp and entropy: `reference.tile_statistics`.
+Statistics = Callable[[Iterator[tuple[int, Tensor]], Tensor, float], tuple[Tensor, Tensor, Tensor]]
+#: (logits, first, targets, log-sum-exp, grad, temperature) to the logits' gradient: `reference.tile_gradient`.
+Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def logprobs_and_entropy(
@@ -28,10 +35,12 @@ def logprobs_and_entropy(
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        parts = [
-            _statistics(rows, head, aims, temperature)
-            for rows, aims in zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
-        ]
+        statistics = _operations(hidden)[0]
+        space = _space(hidden, head)
+        parts = []
+        for rows, aims in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
+            tiles = ((first, logits) for first, _, logits in _tiles(rows, head, space))
+            parts.append(statistics(tiles, aims, temperature))
         chosen, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head, targets, lse)
         ctx.temperature = temperature
@@ -42,56 +51,47 @@ class _TiledLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, head, targets, lse = ctx.saved_tensors
+        gradient = _operations(hidden)[1]
+        space = _space(hidden, head)
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ROWS):
             part = slice(start, start + ROWS)
             grad_rows = torch.zeros_like(hidden[part], dtype=lse.dtype)
-            for first, weight, logits in _tiles(hidden[part], head, ctx.temperature):
-                grad_logits = _grad_logits(logits, first, targets[part], lse[part], grad[part] / ctx.temperature)
-                grad_logits = grad_logits.to(hidden.dtype)
-                grad_rows += grad_logits @ weight
+            for first, weight, logits in _tiles(hidden[part], head, space):
+                grad_logits = gradient(logits, first, targets[part], lse[part], grad[part], ctx.temperature)
+                _add_product(grad_rows, grad_logits, weight)
                 if grad_head is not None:
-                    grad_head[first : first + len(weight)] += grad_logits.T @ hidden[part]
+                    _add_product(grad_head[first : first + len(weight)], grad_logits.T, hidden[part])
             grad_hidden[part] = grad_rows
         return grad_hidden, grad_head, None, None
 
 
-def _tiles(hidden: Tensor, head: Tensor, temperature: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each run of the vocabulary its first token, its part of the head and its logits by the temperature."""
+def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
+    """Triton's on a GPU, which know no float64, and PyTorch's elsewhere."""
+    if not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return reference.tile_statistics, reference.tile_gradient
+    from qerl.kernels.logits import tile_gradient, tile_statistics
+
+    return tile_statistics, tile_gradient
+
+
+def _space(hidden: Tensor, head: Tensor) -> Tensor:
+    """Room for the largest tile: one for all, since a loop that makes each anew holds two at a time."""
+    return hidden.new_empty(min(ROWS, len(hidden)) * min(COLUMNS, len(head)))
+
+
+def _tiles(hidden: Tensor, head: Tensor, space: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of each run of the vocabulary its first token, its part of the head and its logits, which lie in `space`."""
     for first in range(0, len(head), COLUMNS):
         weight = head[first : first + COLUMNS].to(hidden.dtype)
-        logits = hidden @ weight.T
-        yield first, weight, logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+        logits = space[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+        yield first, weight, torch.mm(hidden, weight.T, out=logits)
 
 
-def _statistics(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's logit, log-sum-exp and entropy, [rows] each.
-
-    The entropy is put together from those of the tiles, H = sum w (H_tile - log w) with w the tile's probability: as
-    log-sum-exp less the mean of the logits it would be a small difference of large numbers.
-    """
-    tiles = []
-    for first, _, logits in _tiles(hidden, head, temperature):
-        here, places = _inside(targets, first, logits.shape[1])
-        chosen = logits.gather(-1, places)[:, 0] * here
-        lse = logits.logsumexp(-1)
-        logprobs = logits.sub_(lse[:, None])
-        tiles.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
-    chosen, lses, entropies = (torch.stack(column) for column in zip(*tiles, strict=True))
-    lse = lses.logsumexp(0)
-    logs = lses - lse
-    return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)
-
-
-def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Which targets [rows] a tile holds, and their columns [rows, 1] in it (any, of those that it doesn't)."""
-    places = targets - first
-    return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]
-
-
-def _grad_logits(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    """grad (1[target] - softmax), in the place of `logits` [rows, columns]."""
-    here, places = _inside(targets, first, logits.shape[1])
-    scaled = logits.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-    return scaled.scatter_add_(-1, places, (grad * here)[:, None])
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right; on a GPU cuBLAS adds, and sums 16-bit factors up in float32 where `total` is that."""
+    if total.is_cuda and total.dtype in (left.dtype, torch.promote_types(left.dtype, torch.float32)):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

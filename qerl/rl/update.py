@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -108,12 +109,13 @@ class Updater:
         whole = self._batch_size(samples, len(rows))
         parts = list(self._parts(step, samples, rows))
         sums = dict.fromkeys(_SUMS, 0.0)
-        self.policy.lm.train()
-        estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else {}
-        worst, norm = self._first_update(parts, whole, sums)
         updates = self.settings.loss.updates_per_rollout
-        for _ in range(updates - 1):
-            self._further_update(parts, whole, sums)
+        self.policy.lm.train()
+        with self._weights(parts):
+            estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else {}
+            worst, norm = self._first_update(parts, whole, sums)
+            for _ in range(updates - 1):
+                self._further_update(parts, whole, sums)
         self.policy.lm.eval()
         totals = dict(zip(_SUMS, self.processes.sum(list(sums.values())), strict=True))
         of_values = {name: totals[name] / updates for name in ("value/loss", "value/clipped") if estimated}
@@ -153,6 +155,11 @@ class Updater:
     def _choose_recomputed(self, part: _Part) -> None:
         if self.recomputation is not None and torch.is_grad_enabled():
             self.recomputation.choose(part.batch.ids.numel())
+
+    def _weights(self, parts: list[_Part]) -> AbstractContextManager[None]:
+        if self.recomputation is None:
+            return nullcontext()
+        return self.recomputation.weights(max((part.batch.ids.numel() for part in parts), default=0))
 
     def _reference(self, part: _Part) -> torch.Tensor | None:
         if not self.settings.loss.kl:

@@ -5,12 +5,14 @@ import itertools
 import pytest
 import torch
 
+from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings
 from qerl.measure import allocatable_bytes, cap_memory
 from qerl.models.policy import with_adapter
+from qerl.quant.linear import PackedLinear
 from qerl.rl import memory
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
-from qerl.rl.memory import Recomputation, kept_bytes, recomputed_blocks, saved_for_backward
+from qerl.rl.memory import Recomputation, blocks, kept_bytes, recomputed_blocks, saved_for_backward
 from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
 
@@ -90,6 +92,23 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
     assert held[0] > 1.5 * held[2]
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
+
+
+def test_weights_stay_unpacked_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
+    write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4), "bfloat16", 0, CPU)
+    policy.lm.train()
+    recomputation, tokens = Recomputation(policy), 100
+    packed = [module for module in policy.lm.modules() if isinstance(module, PackedLinear)]
+    unpacked = sum(2 * module.packed.shape[0] * module.packed.shape[1] for module in packed)
+    beside = (len(blocks(policy.lm)) + 2) * tokens * kept_bytes(policy)
+    for free, fit in ((beside + unpacked, True), (beside + unpacked - 1, False)):
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        with recomputation.weights(tokens):
+            held = [module._dense for module in packed]
+            assert sum(t.numel() * t.itemsize for t in held if t is not None) == (unpacked if fit else 0)
+        assert all(module._dense is None for module in packed)
+        assert recomputation.choose(tokens) == 0
 
 
 def test_a_cap_bounds_what_can_be_allocated(monkeypatch):

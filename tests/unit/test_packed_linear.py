@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from qerl.models.loading import load_model
 from qerl.quant.formats import PACKED_FORMATS, dequantize, quantize
 from qerl.quant.linear import PackedLinear, dense_weights
-from qerl.quant.lora import LeanLoraLinear, register_lora
+from qerl.quant.lora import LeanLoraLinear, products, register_lora
 from tests.tiny import tiny_qwen2
 
 ROWS, COLUMNS = 96, 128
@@ -289,3 +289,25 @@ def test_layers_that_share_an_input_keep_it_once(weights_format):
 
     assert kept(layers) == {x.untyped_storage().data_ptr()}
     assert len(kept([super(LeanLoraLinear, layer).forward for layer in layers])) == 3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_layers_that_share_an_input_give_together_what_they_give_alone(weights_format, dropout):
+    """With dropout, or a layer without an adapter among them, they are computed alone indeed."""
+    bases = [layer_pair(weights_format, torch.bfloat16, bias)[0] for bias in (True, False, True)]
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["0", "1"], init_lora_weights=False, lora_dropout=dropout)
+    torch.manual_seed(0)
+    layers = list(get_peft_model(nn.ModuleList(bases), register_lora(config)).base_model.model)
+    x = seeded(2, 5, COLUMNS, seed=2, dtype=torch.bfloat16).requires_grad_()
+    grads = [seeded(2, 5, ROWS, seed=3 + i, dtype=torch.bfloat16) for i in range(3)]
+    for together in (layers[:2], layers):
+        trained = [x, *(p for layer in together for p in layer.parameters() if p.requires_grad)]
+        found = []
+        for fused in (True, False):
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16):
+                outs = products(x, together) if fused else [layer(x) for layer in together]
+            found.append([*outs, *torch.autograd.grad(outs, trained, grads[: len(outs)])])
+        for ours, alone in zip(*found, strict=True):
+            assert ours.dtype == alone.dtype
+            assert ((ours.double() - alone.double()).norm() / alone.double().norm()).item() < 0.005
