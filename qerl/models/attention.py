@@ -94,7 +94,8 @@ def attend(
             "packed attention has neither dropout nor a sliding window; set attention_dropout=0 and "
             "use_sliding_window=false in the model's config.json"
         )
-    query, key, value = (row[0].transpose(0, 1) for row in (query, key, value))
+    # Not by [0], whose gradient is copied into zeros.
+    query, key, value = (row.squeeze(0).transpose(0, 1) for row in (query, key, value))
     return attend_packed(query, key, value, packing, settings["scaling"])[None], None
 
 
@@ -134,7 +135,7 @@ def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
     for q, k, v in pieces:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         outs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
-    return torch.cat(outs, 2)[0].transpose(0, 1)
+    return torch.cat(outs, 2).squeeze(0).transpose(0, 1)
 
 
 def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
