@@ -506,8 +506,9 @@ class RunSettings(Settings):
     accumulate over as many as needed."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time.
-    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none); and where there is
-    more, packed weights are unpacked once an update instead of twice a micro-batch."""
+    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none); where there is more,
+    logits are kept instead of computed twice, and packed weights unpacked once an update instead of twice a
+    micro-batch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     processes: PositiveInt = 1

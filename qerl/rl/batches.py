@@ -165,12 +165,14 @@ def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
         return packed_hidden(policy.lm, batch.ids, batch.positions, batch.packing)[0][batch.states_M]
 
 
-def logprobs_and_entropy(policy: Policy, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs_and_entropy(
+    policy: Policy, batch: MicroBatch, temperature: float, keep_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the completion tokens and entropy of the distributions that they come from.
 
     Both [N, T] float32 at the sampling temperature, zero on padding; the entropy, H = -sum pi log pi, carries no
-    gradient.
+    gradient. `keep_logits`: as `keep` of `qerl.rl.tiled`.
     """
-    head = policy.lm.get_output_embeddings().weight
-    logprobs, entropies = tiled.logprobs_and_entropy(token_states(policy, batch), head, batch.targets_M, temperature)
+    head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
+    logprobs, entropies = tiled.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
     return batch.unpacked(logprobs), batch.unpacked(entropies)

@@ -1,7 +1,7 @@
 """What an update computes again to save memory: as little as memory asks.
 
-Blocks compute their activations again in the backward pass (gradient checkpointing), and packed weights are unpacked
-anew in each pass.
+Blocks compute their activations again in the backward pass (gradient checkpointing), logits are computed anew, tile by
+tile, and packed weights are unpacked anew in each pass.
 """
 
 from __future__ import annotations
@@ -106,14 +106,21 @@ class Recomputation:
         _recompute_first(self.policy.lm, count)
         return count
 
+    def keeps_logits(self, tokens: int) -> bool:
+        """Whether the logits of all of `tokens` fit beside their activations in all blocks."""
+        return self._needed(tokens, free_bytes() - self._logits(tokens)) == 0
+
     def weights(self, tokens: int) -> AbstractContextManager[None]:
         """For an update of micro-batches of up to `tokens`: keeps packed weights unpacked while the block lasts.
 
-        Only where they fit beside the activations of all blocks: blocks cost more to compute again than weights.
+        Only where they fit beside activations and logits: these cost more to compute again.
         """
         lm = self.policy.lm
-        fits = self._needed(tokens, free_bytes() - unpacked_bytes(lm, lm.dtype)) == 0
-        return dense_weights(lm, lm.dtype) if fits else nullcontext()
+        free = free_bytes() - self._logits(tokens) - unpacked_bytes(lm, lm.dtype)
+        return dense_weights(lm, lm.dtype) if self._needed(tokens, free) == 0 else nullcontext()
+
+    def _logits(self, tokens: int) -> int:
+        return tokens * self.policy.lm.config.vocab_size * self.policy.lm.dtype.itemsize
 
     def _needed(self, tokens: int, free: float) -> int:
         lm = self.policy.lm

@@ -1,4 +1,7 @@
-"""Log-probabilities of tokens from hidden states, without the logits of all of them: M tokens, V in the vocabulary."""
+"""Log-probabilities of tokens from hidden states: M tokens, V in the vocabulary.
+
+Without the logits of all of them, unless they are to be kept.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,40 @@ Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets` [M] under softmax(hidden head^T / temperature), and the entropy of that.
 
     `hidden` [M, H] sets the dtype of the products, `head` [V, H] may be in another. Both results are [M], float32 or,
     of float64 `hidden`, float64; only the log-probabilities have a gradient. A tile of logits exists at a time, and is
     computed again in the backward pass; the head's gradient is computed only where it requires one.
+
+    `keep`: on a GPU all logits [M, V] are kept for the backward pass, in the dtype of `hidden`, and nothing is computed
+    twice; the results are the same to rounding.
     """
-    return _TiledLogprobs.apply(hidden, head, targets, temperature)
+    kept = keep and _has_kernels(hidden)
+    return (_KeptLogprobs if kept else _TiledLogprobs).apply(hidden, head, targets, temperature)
+
+
+class _KeptLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = hidden @ head.to(hidden.dtype).T
+        chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
+        ctx.save_for_backward(hidden, head, targets, lse)
+        # Not a saved tensor: the backward pass overwrites it, and there can be one only.
+        ctx.logits, ctx.temperature = logits, temperature
+        ctx.mark_non_differentiable(entropy)
+        return chosen - lse, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, head, targets, lse = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
+        grad_logits = _operations(hidden)[1](logits, 0, targets, lse, grad, ctx.temperature)
+        grad_head = (grad_logits.T @ hidden).to(head.dtype) if ctx.needs_input_grad[1] else None
+        return grad_logits @ head.to(hidden.dtype), grad_head, None, None
 
 
 class _TiledLogprobs(torch.autograd.Function):
@@ -67,9 +95,13 @@ class _TiledLogprobs(torch.autograd.Function):
         return grad_hidden, grad_head, None, None
 
 
+def _has_kernels(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
 def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
     """Triton's on a GPU, which know no float64, and PyTorch's elsewhere."""
-    if not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if not _has_kernels(hidden):
         return reference.tile_statistics, reference.tile_gradient
     from qerl.kernels.logits import tile_gradient, tile_statistics
 

@@ -148,13 +148,16 @@ class Updater:
     # --- gradients ---
 
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        self._choose_recomputed(part)
+        keep = self._choose_recomputed(part)
         torch.manual_seed(part.seed)
-        return logprobs_and_entropy(self.policy, part.batch, self.settings.rollout.sampling.temperature)
+        return logprobs_and_entropy(self.policy, part.batch, self.settings.rollout.sampling.temperature, keep)
 
-    def _choose_recomputed(self, part: _Part) -> None:
-        if self.recomputation is not None and torch.is_grad_enabled():
-            self.recomputation.choose(part.batch.ids.numel())
+    def _choose_recomputed(self, part: _Part) -> bool:
+        """Of the blocks; returns whether the logits are kept."""
+        if self.recomputation is None or not torch.is_grad_enabled():
+            return False
+        tokens = part.batch.ids.numel()
+        return self.recomputation.choose(tokens) == 0 and self.recomputation.keeps_logits(tokens)
 
     def _weights(self, parts: list[_Part]) -> AbstractContextManager[None]:
         if self.recomputation is None:

@@ -52,13 +52,14 @@ def relative(a, b):
     ("tile", "rows", "vocabulary"),
     [((2048, 16384), 300, 40_961), ((64, 5000), 150, 12_007), ((64, 512), 128, 1024), ((2048, 16384), 5, 37)],
 )
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_and_gradients(monkeypatch, dtype, tile, rows, vocabulary, shape, temperature):
+def test_values_and_gradients(monkeypatch, dtype, keep, tile, rows, vocabulary, shape, temperature):
     monkeypatch.setattr(tiled, "ROWS", tile[0])
     monkeypatch.setattr(tiled, "COLUMNS", tile[1])
     scale, tolerance = SHAPES[shape]
     hidden, head, targets, weights = case(dtype, rows, vocabulary, scale)
-    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets, temperature)
+    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets, temperature, keep)
     chosen, spread, probabilities = statistics(rounded_logits(hidden, head, dtype) / temperature, targets)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), chosen, rtol=0, atol=tolerance)

@@ -6,6 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings
+from qerl.measure import allocatable_bytes
 from qerl.models.attention import Packing, attend
 from qerl.models.policy import with_adapter
 from qerl.rl import tiled
@@ -164,7 +165,7 @@ def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
         recomputation = Recomputation(policy)
         needed = 3.5 * tokens * kept_bytes(policy)  # of four blocks' and two blocks' worth
         torch.cuda.empty_cache()
-        spare = int(torch.cuda.mem_get_info()[0] - needed / USABLE)
+        spare = int(allocatable_bytes() - needed / USABLE)
         _filling = torch.empty(spare if full else 0, dtype=torch.uint8, device=DEVICE)
         counts.append(recomputation.choose(tokens))
         logprobs_and_entropy(policy, batch, 1.0)[0].sum().backward()

@@ -94,16 +94,21 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
         torch.testing.assert_close(gradient, gradients[0])
 
 
-def test_weights_stay_unpacked_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
+def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
     write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4), "bfloat16", 0, CPU)
     policy.lm.train()
     recomputation, tokens = Recomputation(policy), 100
     packed = [module for module in policy.lm.modules() if isinstance(module, PackedLinear)]
     unpacked = sum(2 * module.packed.shape[0] * module.packed.shape[1] for module in packed)
-    beside = (len(blocks(policy.lm)) + 2) * tokens * kept_bytes(policy)
-    for free, fit in ((beside + unpacked, True), (beside + unpacked - 1, False)):
+    activations = (len(blocks(policy.lm)) + 2) * tokens * kept_bytes(policy)
+    logits = 2 * tokens * policy.lm.config.vocab_size
+    monkeypatch.setattr(memory, "free_bytes", lambda: activations + logits - 1)
+    assert not recomputation.keeps_logits(tokens)
+    assert recomputation.choose(tokens) == 0
+    for free, fit in ((activations + logits + unpacked, True), (activations + logits + unpacked - 1, False)):
         monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        assert recomputation.keeps_logits(tokens)
         with recomputation.weights(tokens):
             held = [module._dense for module in packed]
             assert sum(t.numel() * t.itemsize for t in held if t is not None) == (unpacked if fit else 0)
