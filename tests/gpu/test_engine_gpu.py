@@ -72,7 +72,7 @@ def test_rms_norm_with_a_x(dtype, width):
         normed = rms_norm(x, weight, noise, 1e-6, Shrink(a, factors, out[:rows]))
         torch.testing.assert_close(normed, reference.rms_norm(x, weight, noise, 1e-6), **tolerance(dtype))
         exact = normed.double() @ a.double().T * factors
-        assert (out[:rows].double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+        assert (out[:rows].double() - exact).norm() <= (2**-8 if dtype == torch.bfloat16 else 2e-6) * exact.norm()
         assert out[rows:].isnan().all()
 
 
