@@ -88,7 +88,8 @@ def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float, ahead:
     if ahead is None:
         _rms_norm[(rows,)](*tensors, width, eps, num_warps=8 if block > 1024 else 4, **options)
         return out
-    count, rank = 4 if block <= 4096 else 2, len(ahead.a)  # without spills
+    rank, most = len(ahead.a), 4 if block <= 4096 else 2  # without spills
+    count = min(most, triton.next_power_of_2(triton.cdiv(rows * rank, _PROGRAMS)))
     steps = 1 if rows * rank <= _PROGRAMS * count else _RANK_UNIT // count
     _rms_norm_shrink[(rows, rank // (count * steps))](
         *tensors, ahead.a, ahead.factors, ahead.out, width, rank, eps, COUNT=count, STEPS=steps, **_BESIDE, **options
