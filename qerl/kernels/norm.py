@@ -88,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float, ahead:
     if ahead is None:
         _rms_norm[(rows,)](*tensors, width, eps, num_warps=8 if block > 1024 else 4, **options)
         return out
-    rank, most = len(ahead.a), 4 if block <= 4096 else 2  # without spills
+    rank, most = len(ahead.a), 4 if block <= 4096 else 2  # what the registers hold
     count = min(most, triton.next_power_of_2(triton.cdiv(rows * rank, _PROGRAMS)))
     steps = 1 if rows * rank <= _PROGRAMS * count else _RANK_UNIT // count
     _rms_norm_shrink[(rows, rank // (count * steps))](
