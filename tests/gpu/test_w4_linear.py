@@ -143,3 +143,100 @@ def test_few_and_many_rows_in_turn_leave_nothing_behind():
         product(x, out)
         exact = reference(layers, weights, x, "qkv", None)
         assert (out.double() - exact).norm() <= TOLERANCE * exact.norm(), rows
+
+
+# --- A x ahead of the product ---
+
+
+def close(found, exact, tolerance):
+    return (found.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("kind", ["qkv", "gate_up"])
+@pytest.mark.parametrize(("size", "rank"), [(SMALL, 16), (SMALL, 40), (LARGE, 16), (LARGE, 64)])
+def test_the_norm_computes_a_x_of_what_it_writes(kind, size, rank):
+    from qerl.kernels import reference as described
+    from qerl.kernels.linear import W4Linear
+    from qerl.kernels.norm import rms_norm
+
+    layers = with_lora(layers_of(kind, size, "nvfp4"), rank)
+    for part, layer in enumerate(layers.children()):
+        layer.scaling["default"] = 2.0 + part
+    product = W4Linear(list(layers.children()), interleaved=kind == "gate_up")
+    weight = (1 + torch.randn(size[0], device=DEVICE) * 0.3).bfloat16()
+    for rows, noise in ((1, None), (3, torch.randn(size[0], device=DEVICE) * 0.1), (8, None)):
+        x = torch.randn(rows, size[0], device=DEVICE).mul_(3).bfloat16()
+        ahead = product.shrinks_ahead(rows)
+        ahead.out.fill_(float("nan"))
+        normed = rms_norm(x, weight, noise, 1e-6, ahead)
+        found = ahead.out.clone()
+        assert torch.equal(rms_norm(x, weight, noise, 1e-6, ahead), normed)
+        assert torch.equal(ahead.out, found), "not deterministic"
+        scale = weight.double() + (0 if noise is None else noise.double())
+        exact = scale * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(normed.double(), exact, atol=2e-2, rtol=1e-2)
+        # A's rows behind an adapter's rank are zero, and so is A x.
+        width = product.rank
+        expected = torch.zeros(rows, len(ahead.a), dtype=torch.float64, device=DEVICE)
+        for part, layer in enumerate(layers.children()):
+            a = layer.lora_A["default"].weight.bfloat16().double()
+            expected[:, part * width : part * width + rank] = normed.double() @ a.T * layer.scaling["default"]
+        assert close(found, expected, 2**-8)
+        described.rms_norm(x, weight, noise, 1e-6, ahead)
+        assert close(found, ahead.out.double(), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["qkv", "gate_up"])
+@pytest.mark.parametrize(("size", "ranks"), [(SMALL, (16, 40, 64)), (LARGE, (16, 64))], ids=["small", "7b"])
+def test_a_product_of_given_a_x_is_that_of_float64(kind, size, ranks):
+    """In turn with products that compute A x themselves, whose sums and counters must be as if there were no others."""
+    from qerl.kernels.linear import W4Linear
+    from qerl.kernels.norm import rms_norm
+
+    weight = torch.ones(size[0], device=DEVICE).bfloat16()
+    for rank in ranks:
+        layers = layers_of(kind, size, "nvfp4")
+        weights = [dequantize(layer.packed, torch.float32) for layer in layers.children()]
+        product = W4Linear(list(with_lora(layers, rank).children()), interleaved=kind == "gate_up")
+        width, options = product.out_features // (2 if kind == "gate_up" else 1), {"silu": kind == "gate_up"}
+        for rows in (1, 3, 8):
+            x = torch.randn(rows, size[0], device=DEVICE).bfloat16()
+            outs = []
+            for given in (True, False, True, True, False, False, True):
+                ahead = product.shrinks_ahead(rows)
+                normed = rms_norm(x, weight, None, 1e-6, ahead)
+                out = x.new_full((rows, width), float("nan"))
+                product(normed, out, **options, ahead=ahead if given else None)
+                outs.append((given, out))
+            exact = reference(layers, weights, normed, kind, None)
+            for given, out in outs:
+                assert close(out, exact, TOLERANCE), (rank, rows, given)
+                assert torch.equal(out, next(first for same, first in outs if same == given)), "not deterministic"
+
+
+def test_a_product_reads_the_a_x_that_it_is_given():
+    from qerl.kernels.linear import W4Linear
+
+    product = W4Linear(list(with_lora(layers_of("o", SMALL, "nvfp4"), 16).children()))
+    x = torch.randn(3, SMALL[0], device=DEVICE).bfloat16()
+    ahead = product.shrinks_ahead(len(x))
+    outs = []
+    for factor in (0, 1, 2):
+        ahead.out.fill_(factor)
+        outs.append(x.new_full(x.shape, float("nan")))
+        product(x, outs[-1], ahead=ahead)
+    zero, one, two = (out.double() for out in outs)
+    assert close(two - zero, 2 * (one - zero), TOLERANCE)
+    assert (one - zero).norm() > 0.1 * zero.norm()
+
+
+def test_a_x_of_another_product_and_of_many_rows():
+    from qerl.kernels import linear
+
+    first, second = (linear.W4Linear(list(with_lora(layers_of("o", SMALL, "nvfp4"), r).children())) for r in (16, 32))
+    x = torch.zeros(2, SMALL[0], device=DEVICE).bfloat16()
+    with pytest.raises(ValueError, match="shrinks_ahead"):
+        first(x, torch.empty_like(x), ahead=second.shrinks_ahead(2))
+    assert first.shrinks_ahead(linear._AHEAD_ROWS) is not None
+    assert first.shrinks_ahead(linear._AHEAD_ROWS + 1) is None
+    assert linear.W4Linear(list(layers_of("o", SMALL, "nvfp4").children())).shrinks_ahead(1) is None
