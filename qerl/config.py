@@ -806,7 +806,7 @@ class StepGrid(Settings):
     tokens: PositiveInt = 1024
     """Of every completion."""
     micro_batch: PositiveInt = 16
-    """TRL's: completions of a forward pass; all, where a step has fewer."""
+    """Completions of a forward pass, TRL's (all, where a step has fewer) and this project's where memory chooses."""
     repeats: PositiveInt = 3
 
 

@@ -112,6 +112,8 @@ def _step(
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     # TRL's is a switch, ours has a third value.
     own = ["--recompute", str(recompute).lower()]
+    if recompute == "auto":
+        own += ["--micro-batch-tokens", str(grid.micro_batch * (grid.prompt + grid.tokens))]
     if grid.system == "trl":
         own = ["--micro-batch", str(min(grid.micro_batch, prompts * group)), f"--{name}"]
     lengths = f"{prompts}x{group}-{grid.prompt}x{grid.tokens}"
