@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from qerl.kernels.adapters import StackedAdapters, unwrap
-from qerl.kernels.geometry import Shrink
 from qerl.quant.linear import PackedLinear
 
 
@@ -40,15 +39,8 @@ class TorchLinear:
                 if base.bias is not None:
                     part.copy_(base.bias)
 
-    def shrinks_ahead(self, rows: int) -> None:
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """See `FusedLinear`."""
-        del rows
-
-    def __call__(
-        self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False, ahead: Shrink | None = None
-    ) -> None:
-        """See `FusedLinear`."""
-        del ahead
         if silu:
             both = torch.empty(len(x), self.out_features, dtype=out.dtype, device=out.device)
             self._product(x, both, residual=False)

@@ -25,18 +25,6 @@ class Heads:
     eps: float = 0.0
 
 
-@dataclass(frozen=True)
-class Shrink:
-    """A x of a LoRA product [rows, R], to be computed ahead of it: `out` = `factors` * (x `a`^T).
-
-    `a` [R, K] and `out` [rows, R] in the dtype of x, `factors` [R] float32; R is a multiple of 16.
-    """
-
-    a: Tensor
-    factors: Tensor
-    out: Tensor
-
-
 def pages_per_split(pages: int) -> int:
     """Pages of one sequence that one program attends to, by the pages that the sequence has: short ones need many
     programs at work, long ones few results to combine. `qerl.kernels.attention` has the same for the device.

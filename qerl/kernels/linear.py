@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from qerl.kernels import tiles as layout
 from qerl.kernels.adapters import unwrap
-from qerl.kernels.geometry import Shrink
 from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
@@ -80,8 +79,6 @@ _VARIANTS = (
 _EMPTY = -1
 #: Into how many spans of columns A x is divided with few rows, by how many rows A has.
 _SPANS = (8, 40)
-#: Up to how many rows the norm ahead of a product computes A x; 0: never, 32 at most, where the kernel has few rows.
-_AHEAD_ROWS = 8
 #: Rows of A in a stage, with many rows.
 _SHRINK_ROWS = 32
 _MOST_ROWS = 8 * _VARIANTS[-1][0].nt
@@ -115,16 +112,10 @@ _Params = params_struct(
             "row_blocks",
             "senders",
             "span",
-            "given",
         ),
         ctypes.c_int,
     ),
 )
-
-
-def _variants(rows: int) -> tuple[_Variant, _Variant]:
-    """For small and for large layers, of the same `nt`."""
-    return next((pair for pair in _VARIANTS if rows <= 8 * pair[0].nt), _VARIANTS[-1])
 
 
 class _Workspace:
@@ -180,8 +171,6 @@ class W4Linear:
         self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
         shape = (len(layers), self.rank, self.tiles.columns)
         self._a = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        self._scales = [lora.scale if lora else 0.0 for lora in self._loras]
-        self._factors = torch.tensor(self._scales, device=device).repeat_interleave(self.rank)
         self._b = [torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts]
         self.sync()
 
@@ -200,39 +189,23 @@ class W4Linear:
         for to, from_ in self.copies():
             to.copy_(from_)
 
-    def shrinks_ahead(self, rows: int) -> Shrink | None:
-        """See `FusedLinear`; the result lies in memory that any later product uses."""
-        if not self.rank or rows > _AHEAD_ROWS:
-            return None
-        shrunk = self._shrunk(rows).view(torch.bfloat16)[: rows * len(self._factors)]
-        return Shrink(self._a.flatten(0, 1), self._factors, shrunk.view(rows, -1))
-
-    def _shrunk(self, rows: int) -> Tensor:
-        """Memory for A x of whole row blocks: what the kernel reads."""
-        height = 8 * _variants(rows)[0].nt
-        return self._workspace.get("shrunk", -(-rows // height) * height * len(self._factors) // 2)
-
-    def __call__(
-        self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False, ahead: Shrink | None = None
-    ) -> None:
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""
         m, columns = x.shape
         width = self.tiles.rows // 2 if silu else self.tiles.rows
         if silu != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
             raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer (silu={silu})")
-        if ahead is not None and ahead.out.shape != (m, len(self._factors)):
-            raise ValueError(f"A x {tuple(ahead.out.shape)} doesn't fit x {tuple(x.shape)}; ask `shrinks_ahead` for it")
         for tensor in (x, out):
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
-        small, large = _variants(m)
+        small, large = next((pair for pair in _VARIANTS if m <= 8 * pair[0].nt), _VARIANTS[-1])
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
         variant = large if blocks >= _LARGE * self._workspace.processors else small
         row_blocks = -(-m // (8 * variant.nt))
         # With many rows stages of A take the place of some of W's: everyone is to have one of W's yet.
         workers = min(self._workspace.processors // row_blocks, blocks if variant.few else max(blocks // 2, 1))
         params = self._params(
-            x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers, ahead
+            x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
         options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
         function = load(_SOURCES, "w4a16", options, variant.shared_bytes, x.get_device())
@@ -252,20 +225,12 @@ class W4Linear:
         return 2 * min(blocks, blocks // least + 2), 0
 
     def _params(
-        self,
-        x: Tensor,
-        out: Tensor,
-        mode: int,
-        variant: _Variant,
-        row_blocks: int,
-        workers: int,
-        ahead: Shrink | None,
+        self, x: Tensor, out: Tensor, mode: int, variant: _Variant, row_blocks: int, workers: int
     ) -> ctypes.Structure:
         tiles, parts, get = self.tiles, len(self.tiles.parts), self._workspace.get
         width = parts * self.rank
         senders, span = self._division(variant, workers)
         multiplier, offset = tiles.scale_decode
-        shrunk = self._shrunk(len(x)) if ahead is None else ahead.out
         x_map = tensor_map(x, 8 * variant.nt, variant.columns)
         ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
         return _Params(
@@ -279,12 +244,12 @@ class W4Linear:
             bias=address(self._bias),
             lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
-            shrunk=address(shrunk),
+            shrunk=address(get("shrunk", row_blocks * 4 * variant.nt * width)),
             sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * width * senders * variant.nt * 8, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),
-            lora_factor=(ctypes.c_float * 3)(*self._scales),
+            lora_factor=(ctypes.c_float * 3)(*(lora.scale if lora else 0.0 for lora in self._loras)),
             part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
             m=x.shape[0],
             rows=tiles.rows,
@@ -297,7 +262,6 @@ class W4Linear:
             row_blocks=row_blocks,
             senders=senders,
             span=span,
-            given=ahead is not None,
         )
 
 

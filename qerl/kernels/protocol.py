@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from qerl.kernels.dense import TorchLinear
-from qerl.kernels.geometry import Shrink
 from qerl.kernels.linear import W4Linear, serves
 
 
@@ -23,17 +22,10 @@ class FusedLinear(Protocol):
         """Take over adapters and biases as they are now."""
         ...
 
-    def shrinks_ahead(self, rows: int) -> Shrink | None:
-        """A x to be computed by the kernel that computes x [rows, K], right ahead of the product; None for nothing."""
-        ...
-
-    def __call__(
-        self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False, ahead: Shrink | None = None
-    ) -> None:
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """x [B, K] to out [B, N] = W x + b + B (A x), all in the model's dtype and contiguous.
 
-        `residual`: added to what `out` holds. `silu`: out [B, N/2] = silu(first half) * second half. `ahead`: of
-        `shrinks_ahead`, where A x has been computed.
+        `residual`: added to what `out` holds. `silu`: out [B, N/2] = silu(first half) * second half.
         """
         ...
 

@@ -10,23 +10,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qerl.kernels.geometry import CHUNK, Heads, Shrink
+from qerl.kernels.geometry import CHUNK, Heads
 from qerl.kernels.slots import IDLE, DrawRule, Slots
 
 _WORD = 0xFFFFFFFF
 
 
-def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float, ahead: Shrink | None = None) -> Tensor:
-    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) in float32; the dtype of x out.
-
-    `ahead`: what is to be multiplied with the result, in float32, too.
-    """
+def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) in float32; the dtype of x out."""
     wide = x.float()
     scale = weight.float() if noise is None else weight.float() + noise
-    out = (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
-    if ahead is not None:
-        ahead.out.copy_(out.float() @ ahead.a.float().T * ahead.factors)
-    return out
+    return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def attend(

@@ -10,9 +10,9 @@
 // and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
 // x once for 64 rows of W, but takes some 32 cycles longer than its products need.
 //
-// A x is computed once, by all thread blocks together, or with few rows of x by an earlier kernel (`given`), so that nothing
-// is sent. With few rows of x a warp of its own computes a share of it; with many, shares are stages ahead of W's. The same
-// warp, or three, adds up what all sent; with many rows A x then comes back as a stage behind the last of a row of blocks.
+// A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
+// shares are stages ahead of W's. The same warp, or three, adds up what all sent; with many rows A x then comes back as a stage
+// behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.

@@ -151,11 +151,6 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk
 
 // What the warps for A x do; they tell the others by `shrunk` that it is there.
 __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
-    if (FEW && p.given) {
-        wait_for_earlier_kernels();
-        if (lane == 0) barrier_arrive(shrunk);
-        return;
-    }
     if constexpr (FEW)
         shrink_few(p, share, lane);
     else

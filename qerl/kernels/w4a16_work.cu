@@ -28,7 +28,7 @@ struct Params {
     const float* bias;      // [rows] in the order of the tiles, or null
     const u16* lora_a;      // [parts * rank, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, rank]
-    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled and rounded
+    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled
     uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
     uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
@@ -38,7 +38,6 @@ struct Params {
     int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // few rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
-    int given;              // few rows of x: whether an earlier kernel writes `shrunk`
 };
 
 // --- division of the work ---

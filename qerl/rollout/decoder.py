@@ -126,21 +126,21 @@ class Decoder:
         ops = self.operations
         x = self._embedding[slots.token[rows]]
         for block, layer_cache in zip(self._blocks, cache, strict=True):
+            normed = self._normed(x, block.input_norm)
             qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
-            self._of_normed(x, block.input_norm, block.qkv, qkv)
+            block.qkv(normed, qkv)
             attended = ops.attend(qkv, layer_cache, slots, rows, self._rope, block.heads, splits)
             block.out(attended, x, residual=True)
+            normed = self._normed(x, block.mlp_norm)
             gated = x.new_empty(len(x), self._intermediate)
-            self._of_normed(x, block.mlp_norm, block.gate_up, gated, silu=True)
+            block.gate_up(normed, gated, silu=True)
             block.down(gated, x, residual=True)
         logits = x.new_empty(len(x), self._vocabulary)
-        self._of_normed(x, self._norm, self._head, logits)
+        self._head(self._normed(x, self._norm), logits)
         ops.draw(logits, rows, slots, rule, truncated)
 
-    def _of_normed(self, x: Tensor, norm: _Norm, product: FusedLinear, out: Tensor, silu: bool = False) -> None:
-        ahead = product.shrinks_ahead(len(x))
-        normed = self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps, ahead)
-        product(normed, out, silu=silu, ahead=ahead)
+    def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
+        return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)
 
 
 def _check(config: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from qerl.kernels import reference
-from qerl.kernels.geometry import CHUNK, PAGE, Heads, Shrink, splits_of
+from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
 from qerl.kernels.slots import IDLE, DrawRule, Slots
 from qerl.models.policy import with_adapter
 from qerl.rl.aqn import Noise
@@ -55,25 +55,6 @@ def test_rms_norm(dtype, rows, width):
             scale = weight.double() + (0 if noise is None else noise.double())
             expected = scale * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
             torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6).double(), expected, **tolerance(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 1536, 3584, 5120])
-@pytest.mark.usefixtures("dependent_launch")
-def test_rms_norm_with_a_x(dtype, width):
-    """Of few programs and of more than a GPU has multiprocessors, which take more of A each."""
-    from qerl.kernels.norm import rms_norm
-
-    weight, noise = 1 + torch.randn(width, device=CUDA) * 0.3, torch.randn(width, device=CUDA) * 0.1
-    for rows, rank in ((1, 48), (3, 16), (8, 192)):
-        x, a = torch.randn(rows, width, device=CUDA).to(dtype), torch.randn(rank, width, device=CUDA).to(dtype)
-        factors = torch.rand(rank, device=CUDA)
-        out = torch.full((rows + 1, rank), torch.nan, dtype=dtype, device=CUDA)
-        normed = rms_norm(x, weight, noise, 1e-6, Shrink(a, factors, out[:rows]))
-        torch.testing.assert_close(normed, reference.rms_norm(x, weight, noise, 1e-6), **tolerance(dtype))
-        exact = normed.double() @ a.double().T * factors
-        assert (out[:rows].double() - exact).norm() <= (2**-8 if dtype == torch.bfloat16 else 2e-6) * exact.norm()
-        assert out[rows:].isnan().all()
 
 
 # --- attention ---
