@@ -95,7 +95,7 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
 
 
 def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
-    write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    write_shape(tmp_path / "m", "tiny", "nvfp4", ["1 2 3 apples"] * 50)
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4), "bfloat16", 0, CPU)
     policy.lm.train()
     recomputation, tokens = Recomputation(policy), 100
