@@ -179,6 +179,7 @@ class VllmSampler:
 
     def _wake(self) -> None:
         if self._asleep:
+            torch.cuda.empty_cache()  # what the update had and PyTorch keeps is what the engine takes back
             self.engine.wake_up()
             self._asleep = False
 
