@@ -43,7 +43,7 @@ class _LoraProducts(torch.autograd.Function):
         down, ups = _cast(layers, adapters, x.dtype)
         shrunk = (x if dropped is None else dropped) @ down.T
         outs = []
-        for layer, up, part in zip(layers, ups, shrunk.split([up.shape[1] for up in ups], 1), strict=True):
+        for layer, up, part in zip(layers, ups, _parts(shrunk, ups), strict=True):
             bias = layer.base.bias
             out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
             outs.append(out.addmm_(x, layer.weight(x.dtype).T))
@@ -56,15 +56,14 @@ class _LoraProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, shrunk, *adapters = ctx.saved_tensors
         down, ups = _cast(ctx.layers, adapters, x.dtype)
-        ranks = [up.shape[1] for up in ups]
         grad_shrunk = torch.empty_like(shrunk)
         of_adapters: list[Tensor | None] = []
-        parts = zip(ctx.layers, grads, ups, shrunk.split(ranks, 1), grad_shrunk.split(ranks, 1), strict=True)
+        parts = zip(ctx.layers, grads, ups, _parts(shrunk, ups), _parts(grad_shrunk, ups), strict=True)
         for layer, grad, up, part, grad_part in parts:
             torch.mm(grad, up, out=grad_part)
             of_adapters += [None, (grad.T @ part).to(adapters[1].dtype).mul_(layer.scaling)]
         of_down = grad_shrunk.T @ (x if dropped is None else dropped)
-        of_adapters[::2] = of_down.to(adapters[0].dtype).split(ranks)
+        of_adapters[::2] = _parts(of_down.to(adapters[0].dtype), ups, 0)
         through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
         if dropped is None:
             return _add_bases(ctx.layers, grads, through_down), None, None, *of_adapters
@@ -75,7 +74,14 @@ class _LoraProducts(torch.autograd.Function):
 def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """All A one above the other [ranks, in], and each s B [out, rank]."""
     ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
+    if len(ups) == 1:  # on a CPU small layers take hardly longer than a copy that isn't needed
+        return adapters[0].to(dtype), ups
     return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
+
+
+def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
+    """What of the ranks side by side is each layer's."""
+    return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
 
 
 def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tensor | None) -> Tensor | None:
