@@ -1,4 +1,4 @@
-"""Layers that read the same input as one product, in plain PyTorch: for any layer, on CPU and GPU."""
+"""Layers that read the same input as one product: plain PyTorch for any layer on any device; bitsandbytes for NF4."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl.kernels.adapters import StackedAdapters, unwrap
+from qerl.quant import nf4
 from qerl.quant.linear import PackedLinear
 
 
@@ -55,14 +56,41 @@ class TorchLinear:
         else:
             biases = [None] * len(self._bases) if self._bias is None else self._parts(self._bias)
             for part, bias, base in zip(self._parts(out), biases, self._bases, strict=True):
-                weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
-                _multiply(x, weight, bias, part, residual)
+                self._multiply_base(x, base, bias, part, residual)
         if self._adapters.rank:
             out.addmm_(x @ self._adapters.down.T, self._adapters.up.T)
+
+    def _multiply_base(
+        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
+    ) -> None:
+        weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
+        _multiply(x, weight, bias, out, residual)
 
     def _parts(self, joint: Tensor) -> tuple[Tensor, ...]:
         """The columns of each layer."""
         return joint.split([base.out_features for base in self._bases], dim=-1)
+
+
+class BitsandbytesLinear(TorchLinear):
+    """The same over NF4 layers on a GPU, which bitsandbytes multiplies: in one kernel where rows are few."""
+
+    @staticmethod
+    def serves(layers: Sequence[nn.Module]) -> bool:
+        """Whether it can take these layers."""
+        bases = [unwrap(layer).base for layer in layers]
+        return all(
+            isinstance(base, PackedLinear) and base.weights_format == "nf4" and base.qweight.is_cuda for base in bases
+        )
+
+    def _multiply_base(
+        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
+    ) -> None:
+        assert isinstance(base, PackedLinear)
+        product = nf4.multiply(x, base.packed.tensors, (base.out_features, base.in_features), bias)
+        if residual:
+            out += product
+        else:
+            out.copy_(product)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.dense import TorchLinear
+from qerl.kernels.dense import BitsandbytesLinear, TorchLinear
 from qerl.kernels.linear import W4Linear, serves
 
 
@@ -37,4 +37,4 @@ def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -
     """
     if serves(layers, dtype):
         return W4Linear(layers, interleaved=gated)
-    return TorchLinear(layers, dtype)
+    return (BitsandbytesLinear if BitsandbytesLinear.serves(layers) else TorchLinear)(layers, dtype)

@@ -1,4 +1,4 @@
-"""NF4, bitsandbytes' 4-bit NormalFloat (QLoRA, arXiv 2305.14314), in plain PyTorch.
+"""NF4, bitsandbytes' 4-bit NormalFloat (QLoRA, arXiv 2305.14314): in plain PyTorch, on a GPU by bitsandbytes' kernels.
 
 A weight is quant_map[code] * absmax, one absmax for 64 weights of the flattened tensor, two codes a byte, high nibble
 first. Double quantization stores absmax in 8 bits: nested_quant_map[code] * nested_absmax + offset, one nested_absmax
@@ -43,6 +43,8 @@ _NF4 = (
 )
 #: Blocks of absmax that share one scale under double quantization.
 NESTED_GROUP_SIZE = 256
+#: That bitsandbytes' kernels know.
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Name of an NF4 weight's metadata in a checkpoint.
 STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
 
@@ -116,6 +118,10 @@ def _quantize_dynamic(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight [out, in] in `dtype`: computed in float32, rounded once."""
+    if tensors["weight_packed"].is_cuda and dtype in _KERNEL_DTYPES:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(tensors["weight_packed"], _quant_state(tensors, shape, dtype))
     absmax = tensors["weight_absmax"]
     if "weight_nested_absmax" in tensors:
         scale = tensors["weight_nested_absmax"].repeat_interleave(NESTED_GROUP_SIZE)[: absmax.numel()]
@@ -124,6 +130,32 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
     codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
     values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE["nf4"]).int()] * absmax.unsqueeze(-1)
     return values.view(shape).to(dtype)
+
+
+def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    """x [m, in] W^T + bias [out] on a GPU, in the dtype of x, which is one of bitsandbytes'; without gradients."""
+    from bitsandbytes import matmul_4bit
+
+    with torch.no_grad():
+        return matmul_4bit(x, tensors["weight_packed"], _quant_state(tensors, shape, x.dtype), bias=bias)
+
+
+def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """What bitsandbytes reads beside a weight's codes."""
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState(
+        tensors["weight_absmax"], torch.Size(shape), tensors["weight_quant_map"], GROUP_SIZE["nf4"], "nf4", dtype
+    )
+    if "weight_nested_absmax" in tensors:
+        state.nested, state.offset = True, tensors["weight_nested_offset"]
+        state.state2 = QuantState(
+            tensors["weight_nested_absmax"],
+            code=tensors["weight_nested_quant_map"],
+            blocksize=NESTED_GROUP_SIZE,
+            dtype=torch.float32,
+        )
+    return state
 
 
 def checkpoint_name(name: str) -> str:
