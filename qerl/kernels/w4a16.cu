@@ -54,32 +54,39 @@ __device__ __forceinline__ void unpack_group(const Params& p, const uint4& words
     unpack(component(words, j), twice(low, j / 2), twice(high, j / 2), a);
 }
 
-// 16 columns of x, or 32 with one tile of rows, from `chunk` of 8 columns on, as operands; `x` is where this lane reads.
-__device__ __forceinline__ void load_x(u32 x, int chunk, int lane, u32 b[NT == 4 ? 8 : 4]) {
-    // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
-    // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
-    const u32 swizzled = ((chunk + (NT == 1 ? lane / 8 : lane / 8 % 2)) ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128 + swizzled);
-}
+// Where in a stage a lane of a warp reads, with few rows of x: its words of codes, scales, and columns of x.
+struct Offsets {
+    u32 words, scales, x;
+
+    __device__ __forceinline__ Offsets(int warp, int lane) {
+        const u32 tiles = warp / 4 * BLOCK_BYTES + warp % 4 * TILES * TILE_BYTES;
+        // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
+        // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
+        const u32 row = (NT == 1 ? 0 : lane / 16 * 8) + lane % 8, chunk = (NT == 1 ? lane / 8 : lane / 8 % 2) ^ lane % 8;
+        words = kept(tiles + lane * 16);
+        scales = kept(tiles + 1024 + lane / 4 * 16);
+        x = kept(WEIGHT_BYTES + warp / 4 * 2 * X_PART_BYTES + row * 128 + chunk * 16);
+    }
+};
 
 // Few rows of x: each warp reads them into registers.
-__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, int warp, int lane, float4 c[TILES][NT]) {
-    const int block = warp / 4;
-    const u32 tiles = stage + block * BLOCK_BYTES + warp % 4 * 2 * TILE_BYTES;
-    const u32 x = stage + WEIGHT_BYTES + block * 2 * X_PART_BYTES + ((NT == 1 ? 0 : lane / 16 * 8) + lane % 8) * 128;
+__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, const Offsets& at, float4 c[TILES][NT]) {
     uint4 scales[TILES];
 #pragma unroll
-    for (int r = 0; r < TILES; r++) scales[r] = load_shared(tiles + r * TILE_BYTES + 1024 + lane / 4 * 16);
+    for (int r = 0; r < TILES; r++) scales[r] = load_shared(stage + at.scales + r * TILE_BYTES);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint4 words[TILES];
 #pragma unroll
-        for (int r = 0; r < TILES; r++) words[r] = load_shared(tiles + r * TILE_BYTES + half * 512 + lane * 16);
+        for (int r = 0; r < TILES; r++) words[r] = load_shared(stage + at.words + r * TILE_BYTES + half * 512);
         u32 b[NT == 4 ? 8 : 4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (NT > 1 || j % 2 == 0) load_x(x + half * X_PART_BYTES, 2 * j, lane, b);
+            // 16 columns of x, or 32 with one tile of rows.
+            const u32 x = ((stage + at.x) ^ j * 32) + half * X_PART_BYTES;
+            if (NT > 1 || j % 2 == 0)
+#pragma unroll
+                for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128);
 #pragma unroll
             for (int r = 0; r < TILES; r++) {
                 u32 a[4];
@@ -170,6 +177,14 @@ __device__ __forceinline__ void load_residual(const Params& p, const Tile& tile,
     }
 }
 
+// x / (1 + e^-x) without the branches of exact division, off by some 2^-22.
+__device__ __forceinline__ float silu(float x) {
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.442695041f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + power));
+    return x * inverse;
+}
+
 __device__ void finish_tile(const Params& p, const Tile& tile, int first_x_row, int lane, const u32 before[NT][2],
                             float4 c[NT]) {
     if (tile.row >= p.rows) return;
@@ -179,7 +194,7 @@ __device__ void finish_tile(const Params& p, const Tile& tile, int first_x_row, 
         c[n].x += tile.low_bias, c[n].y += tile.low_bias, c[n].z += tile.high_bias, c[n].w += tile.high_bias;
         const int x_row = first_x_row + n * 8 + g;
         if (p.mode == SILU) {
-            const float even = c[n].x / (1 + __expf(-c[n].x)) * c[n].z, odd = c[n].y / (1 + __expf(-c[n].y)) * c[n].w;
+            const float even = silu(c[n].x) * c[n].z, odd = silu(c[n].y) * c[n].w;
             const u32 pair = transpose_matrix(to_bf16x2(even, odd));
             if (x_row < p.m) *(u32*)(p.out + (size_t)x_row * (p.rows / 2) + tile.row / 2 + 2 * t) = pair;
             continue;
@@ -204,10 +219,9 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
     for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-// The end of a row of blocks, behind `i` stages; `b` holds the first of B with few rows of x.
-__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, u8* stages, u64* full,
-                                       u64* empty, int& i, u64* shrunk, const Tile& tile, LoraOperand& b, int lane,
-                                       float4 c[NT]) {
+// The end of a row of blocks; `b` holds the first of B with few rows of x.
+__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, Place& at, u64* shrunk,
+                                       const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
@@ -221,23 +235,25 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
     if (!FEW && p.rank) {
         const Expansion expansion(p, row);
         b.load_tiles(p, tile, expansion.first, expansion.tiles, lane);
-        add_lora_stages(p, tile, row, stages, full, empty, i, lane, b, c);
+        add_lora_stages(p, tile, row, at, lane, b, c);
     }
     if constexpr (!FEW) load_residual(p, tile, first_x_row, lane, before);
     finish_tile(p, tile, first_x_row, lane, before, c);
 }
 
-__device__ void multiply(const Params& p, const Share& share, u8* stages, u64* full, u64* empty, u64* shrunk, int warp,
-                         int lane) {
+__device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
     float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
+    const Offsets offsets(warp, lane);
+    Place at(stages, barriers);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    for (int done = 0, i = 0; done < share.stages();) {
+    for (int done = 0, row = 0; done < share.stages();) {
         const bool of_a = !FEW && done < share.shrinks;
-        const int begin = share.unit(done), row = begin / share.column_blocks, end = (row + 1) * share.column_blocks;
+        row = done == 0 || done == share.shrinks ? share.unit(done) / share.column_blocks : row + 1;
+        const int begin = share.unit(done), first = row * share.column_blocks, end = first + share.column_blocks;
         const int last = min(done + end - begin, of_a ? share.shrinks : share.stages());
         const bool divided = last - done < end - begin;
-        const bool finishes = !of_a && begin % share.column_blocks == 0;
+        const bool finishes = !of_a && begin == first;
         // B takes as long as a stage: with few rows of x it waits in registers, or in L2 as far as they don't suffice.
         LoraOperand b;
         if (p.rank && finishes) {
@@ -246,18 +262,15 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
             if (!FEW || p.rank > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
         }
         float4 c[TILES][NT] = {};
-        for (; done < last; done++, i++) {
-            const int stage = i % STAGES;
-            barrier_wait(full + stage, (i / STAGES) & 1);
-            const u32 address = shared_address(stages + stage * STAGE_BYTES);
+        for (; done < last; done++) {
+            at.wait();
             if constexpr (FEW)
-                multiply_few(p, address, warp, lane, c);
+                multiply_few(p, at.address, offsets, c);
             else if (of_a)
-                shrink_many(address, warp, c[0]);
+                shrink_many(at.address, warp, c[0]);
             else
-                multiply_many(p, address, warp, lane, c[0]);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + stage);
+                multiply_many(p, at.address, warp, lane, c[0]);
+            at.release(lane == 0);
         }
         if (of_a) {
             leave_shrink_sums(p, share, row, warp, lane, c[0]);
@@ -269,7 +282,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* f
             continue;
         }
         const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
-        finish(p, share, row, divided, stages, full, empty, i, shrunk, tile, b, lane, c[0]);
+        finish(p, share, row, divided, at, shrunk, tile, b, lane, c[0]);
     }
 }
 
@@ -286,23 +299,23 @@ constexpr int THREADS = (WARPS + 1 + SHRINKERS) * 32;
 
 extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
     extern __shared__ u8 unaligned[];
-    __shared__ u64 full[STAGES], empty[STAGES], shrunk;
+    __shared__ u64 barriers[2 * STAGES], shrunk;  // of stages: they are full; they are empty
     u8* stages = unaligned + (-shared_address(unaligned) & 1023);  // what swizzled copies need
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p);
     if (threadIdx.x == 0) {
         barrier_init(&shrunk, 1);
-        for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+        for (int i = 0; i < STAGES; i++) barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     let_next_kernel_start();
     if (warp < WARPS) {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-        multiply(p, share, stages, full, empty, &shrunk, warp, lane);
+        multiply(p, share, stages, barriers, &shrunk, warp, lane);
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-        if (warp == WARPS && lane == 0) copy(p, share, stages, full, empty, &shrunk);
+        if (warp == WARPS && lane == 0) copy(p, share, stages, barriers, &shrunk);
         if (warp > WARPS && p.rank) shrink(p, share, &shrunk, warp - WARPS - 1, lane);
     }
 }

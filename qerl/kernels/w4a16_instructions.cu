@@ -20,21 +20,28 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+__device__ __forceinline__ void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
     asm volatile(
         "{\n"
         ".reg .pred ready;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared.b64 ready, [%0], %1;\n"
         "@!ready bra again;\n"
-        "}\n" ::"r"(shared_address(barrier)),
+        "}\n" ::"r"(barrier),
         "r"(phase)
         : "memory");
 }
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) { barrier_wait(shared_address(barrier), phase); }
+
+// The same value, but of a kind that the compiler keeps in a register and doesn't compute anew where it is used. All lanes.
+__device__ __forceinline__ u32 kept(u32 value) { return __shfl_sync(~0u, value, threadIdx.x); }
 
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

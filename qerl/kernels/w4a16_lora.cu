@@ -237,21 +237,20 @@ __device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int
 }
 
 // The same for many rows of x: tiles of A x come as stages.
-__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, u8* stages, u64* full, u64* empty,
-                                                int& i, int lane, LoraOperand& b, float4 c[NT]) {
+__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, Place& at, int lane, LoraOperand& b,
+                                                float4 c[NT]) {
     const Expansion expansion(p, row);
-    for (int first = 0; first < expansion.tiles; first += EXPAND_TILES, i++) {
-        const int stage = i % STAGES, tiles = min(expansion.tiles - first, EXPAND_TILES);
+    for (int first = 0; first < expansion.tiles; first += EXPAND_TILES) {
+        const int tiles = min(expansion.tiles - first, EXPAND_TILES);
         if (first) b.load_tiles(p, tile, expansion.first + first, tiles, lane);
-        barrier_wait(full + stage, (i / STAGES) & 1);
-        const u32 x = shared_address(stages + stage * STAGE_BYTES + WEIGHT_BYTES);
+        at.wait();
+        const u32 x = at.address + WEIGHT_BYTES;
         if (tiles <= 2)
             multiply_shrunk<2>(b, x, tiles, c);
         else if (tiles <= 4)
             multiply_shrunk<4>(b, x, tiles, c);
         else
             multiply_shrunk<EXPAND_TILES>(b, x, tiles, c);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + stage);
+        at.release(lane == 0);
     }
 }
