@@ -34,11 +34,12 @@ class _Variant:
     stages: int
     registers: int = 0
     alone: bool = False
+    teams: int = 2
 
     @property
     def columns(self) -> int:
         """Of W and x in a stage."""
-        return 256 if self.nt <= 8 else 128
+        return 256 if self.nt <= 8 and self.teams % 2 == 0 else 128
 
     @property
     def few(self) -> bool:
@@ -49,13 +50,13 @@ class _Variant:
     def shared_bytes(self) -> int:
         """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-        exchanged = 4096 * min(self.nt, 2) if self.few else 0
+        exchanged = 4096 * min(self.nt, 2) * (self.teams - 1) if self.few else 0
         return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
 
     @property
     def threads(self) -> int:
         """Warps that multiply, one that copies, one or three for A x or its sums."""
-        return 32 * (8 + 1 + (1 if self.few else 3))
+        return 32 * (4 * self.teams + 1 + (1 if self.few else 3))
 
 
 #: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's
@@ -70,7 +71,7 @@ _LARGE = 6
 _VARIANTS = (
     (_Variant(nt=1, stages=4, registers=96, alone=True), _Variant(nt=1, stages=4, registers=104)),
     (_Variant(nt=2, stages=4, registers=96, alone=True), _Variant(nt=2, stages=3, registers=104)),
-    (_Variant(nt=4, stages=3, registers=96, alone=True), _Variant(nt=4, stages=3, registers=104)),
+    (_Variant(nt=4, stages=6, registers=120, alone=True, teams=3), _Variant(nt=4, stages=6, registers=120, teams=3)),
     (_Variant(nt=8, stages=4), _Variant(nt=8, stages=4)),
     (_Variant(nt=16, stages=5), _Variant(nt=16, stages=5)),
     (_Variant(nt=32, stages=3), _Variant(nt=32, stages=3)),
@@ -207,7 +208,7 @@ class W4Linear:
         params = self._params(
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
-        options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers)
+        options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers, TEAMS=variant.teams)
         function = load(_SOURCES, "w4a16", options, variant.shared_bytes, x.get_device())
         launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
 

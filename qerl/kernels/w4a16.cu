@@ -18,7 +18,8 @@
 // puts EMPTY back. So data and "it is there" arrive together.
 //
 // The parts are compiled as one: w4a16_instructions, w4a16_work, w4a16_lora and this one, W x and the kernel.
-// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; REGISTERS of a thread, up to 32 rows.
+// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; up to 32 rows REGISTERS of a thread and TEAMS
+// of four warps that multiply.
 
 // --- W x ---
 
@@ -59,13 +60,14 @@ struct Offsets {
     u32 words, scales, x;
 
     __device__ __forceinline__ Offsets(int warp, int lane) {
-        const u32 tiles = warp / 4 * BLOCK_BYTES + warp % 4 * TILES * TILE_BYTES;
+        const int block = warp / 4 % STAGE_BLOCKS;
+        const u32 tiles = block * BLOCK_BYTES + warp % 4 * TILES * TILE_BYTES;
         // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
         // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
         const u32 row = (NT == 1 ? 0 : lane / 16 * 8) + lane % 8, chunk = (NT == 1 ? lane / 8 : lane / 8 % 2) ^ lane % 8;
         words = kept(tiles + lane * 16);
         scales = kept(tiles + 1024 + lane / 4 * 16);
-        x = kept(WEIGHT_BYTES + warp / 4 * 2 * X_PART_BYTES + row * 128 + chunk * 16);
+        x = kept(WEIGHT_BYTES + block * 2 * X_PART_BYTES + row * 128 + chunk * 16);
     }
 };
 
@@ -128,22 +130,32 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
 // Which of a block's 16-row tiles a warp has after `exchange_tiles`.
 __device__ __forceinline__ int tile_of(int warp) { return FEW ? warp % 4 * 2 + warp / 4 : warp; }
 
-
-// The two warps that have halves of the columns of the same two tiles give each other one tile's sums.
+// The warps of all teams that have the same two tiles give their sums of the first to the first team, of the second to the
+// second, in parts.
 __device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
-    const bool second = warp / 4;
-    float4 *mine = memory + warp * EXCHANGED * 32 + lane, *others = memory + (warp ^ 4) * EXCHANGED * 32 + lane;
+    const int team = warp / 4;
+    const auto place = [&](int tile, int from, int n) {
+        return memory + (((warp % 4 * 2 + tile) * (TEAMS - 1) + from - (from > tile)) * EXCHANGED + n) * 32 + lane;
+    };
 #pragma unroll
     for (int first = 0; first < NT; first += EXCHANGED) {
 #pragma unroll
-        for (int n = first; n < first + EXCHANGED; n++) mine[(n - first) * 32] = second ? c[0][n] : c[TILES - 1][n];
-        asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
+        for (int tile = 0; tile < 2; tile++)
 #pragma unroll
-        for (int n = first; n < first + EXCHANGED; n++) {
-            const float4 own = second ? c[TILES - 1][n] : c[0][n], other = others[(n - first) * 32];
-            c[0][n] = {own.x + other.x, own.y + other.y, own.z + other.z, own.w + other.w};
+            for (int n = 0; n < EXCHANGED; n++)
+                if (team != tile) *place(tile, team, n) = c[tile][first + n];
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
+#pragma unroll
+        for (int n = 0; n < EXCHANGED; n++) {
+            float4 sum = team ? c[1][first + n] : c[0][first + n];
+#pragma unroll
+            for (int other = 0; other < TEAMS - 1; other++) {
+                const float4 more = *place(team ? 1 : 0, other + (other >= (team ? 1 : 0)), n);
+                sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+            }
+            c[0][first + n] = sum;
         }
-        asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
     }
 }
 
@@ -151,7 +163,7 @@ __device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lan
 __device__ void leave_sums(const Params& p, const float4 c[NT]) {
     uint4* mine = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4;
 #pragma unroll
-    for (int n = 0; n < NT; n++) send(mine + n * WARPS * 32 + threadIdx.x, c[n]);
+    for (int n = 0; n < NT; n++) send(mine + n * FINISHERS * 32 + threadIdx.x, c[n]);
 }
 
 __device__ void add_sums(const Params& p, const Share& share, int end, float4 c[NT]) {
@@ -163,7 +175,7 @@ __device__ void add_sums(const Params& p, const Share& share, int end, float4 c[
     for (int peer = 0; peer < peers; peer += BATCH)
 #pragma unroll
         for (int n = 0; n < NT; n += SUMS)
-            receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * WARPS * 32, step, WARPS * 32, peers - peer);
+            receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * FINISHERS * 32, step, FINISHERS * 32, peers - peer);
 }
 
 // What is in `out` now, at the places where this lane writes.
@@ -244,7 +256,8 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
     float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
     const Offsets offsets(warp, lane);
-    Place at(stages, barriers);
+    Place at(stages, barriers, warp / 4 / STAGE_BLOCKS % STRIDE);
+    int next = warp / 4 / STAGE_BLOCKS % STRIDE;  // stage that this warp multiplies
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
     for (int done = 0, row = 0; done < share.stages();) {
@@ -256,13 +269,13 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
         const bool finishes = !of_a && begin == first;
         // B takes as long as a stage: with few rows of x it waits in registers, or in L2 as far as they don't suffice.
         LoraOperand b;
-        if (p.rank && finishes) {
+        if (p.rank && finishes && warp < FINISHERS) {
             const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
             if (FEW) b.load(p, tile, 0, lane);
             if (!FEW || p.rank > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
         }
         float4 c[TILES][NT] = {};
-        for (; done < last; done++) {
+        for (; next < last; next += STRIDE) {
             at.wait();
             if constexpr (FEW)
                 multiply_few(p, at.address, offsets, c);
@@ -272,11 +285,13 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
                 multiply_many(p, at.address, warp, lane, c[0]);
             at.release(lane == 0);
         }
+        done = last;
         if (of_a) {
             leave_shrink_sums(p, share, row, warp, lane, c[0]);
             continue;
         }
         if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
+        if (warp >= FINISHERS) continue;
         if (!finishes) {
             leave_sums(p, c[0]);
             continue;
@@ -305,7 +320,7 @@ extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
     const Share share(p);
     if (threadIdx.x == 0) {
         barrier_init(&shrunk, 1);
-        for (int i = 0; i < STAGES; i++) barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS);
+        for (int i = 0; i < STAGES; i++) barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS / STRIDE);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

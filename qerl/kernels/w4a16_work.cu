@@ -1,12 +1,14 @@
 // What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of four.
 
 constexpr bool FEW = NT <= 4;               // rows of x: mma.sync, and two thread blocks on a multiprocessor
-constexpr int WARPS = 8;                    // that multiply: 16 rows of W each
+constexpr int WARPS = FEW ? 4 * TEAMS : 8;  // that multiply
 constexpr int SHRINKERS = FEW ? 1 : 3;      // warps for A x or its sums
-constexpr int BLOCK_ROWS = 16 * WARPS, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
-constexpr int STAGE_COLUMNS = NT <= 8 ? 256 : 128;
+constexpr int BLOCK_TILES = 8, BLOCK_ROWS = 16 * BLOCK_TILES, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
+constexpr int STAGE_BLOCKS = NT <= 8 && TEAMS % 2 == 0 ? 2 : 1, STAGE_COLUMNS = STAGE_BLOCKS * BLOCK_COLUMNS;
+constexpr int STRIDE = FEW ? TEAMS / STAGE_BLOCKS : 1;  // stages that are multiplied at a time
+static_assert(STAGES % STRIDE == 0);
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
-constexpr int BLOCK_BYTES = WARPS * TILE_BYTES;
+constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_COLUMNS / BLOCK_COLUMNS * BLOCK_BYTES;
 constexpr int ROWS = NT * 8;
 constexpr int SHRINK_ROWS = 32;  // of A in a stage
@@ -15,7 +17,8 @@ constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x whose sums warps exchange at a time
-constexpr int TILES = FEW ? 2 : 1;          // of 16 rows of W that a warp multiplies, with 1 / TILES of a stage's columns
+constexpr int TILES = FEW ? 2 : 1;          // of 16 rows of W that a warp multiplies
+constexpr int FINISHERS = 8;                // warps that have a tile's sums in the end
 
 enum Mode { PLAIN, RESIDUAL, SILU };
 
@@ -46,15 +49,18 @@ struct Place {
     u32 address, barriers, number, phase;
 
     // `barriers`: [2][STAGES], that a stage is full and that it is empty.
-    __device__ __forceinline__ Place(u8* stages, u64* barriers)
-        : address(kept(shared_address(stages))), barriers(kept(shared_address(barriers))), number(0), phase(0) {}
+    __device__ __forceinline__ Place(u8* stages, u64* barriers, int first)
+        : address(kept(shared_address(stages + first * STAGE_BYTES))),
+          barriers(kept(shared_address(barriers + first))),
+          number(0),
+          phase(0) {}
     __device__ __forceinline__ void wait() const { barrier_wait(barriers, phase); }
-    // All lanes have read the stage; the next one's turn.
+    // All lanes have read the stage; the team's next one.
     __device__ __forceinline__ void release(bool first_lane) {
         __syncwarp();
         if (first_lane) barrier_arrive(barriers + 8 * STAGES);
-        address += STAGE_BYTES, barriers += 8;
-        if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
+        address += STRIDE * STAGE_BYTES, barriers += STRIDE * 8;
+        if (++number == STAGES / STRIDE) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
     }
 };
 
