@@ -50,7 +50,7 @@ class _Variant:
     def shared_bytes(self) -> int:
         """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-        exchanged = 4096 * min(self.nt, 2) * (self.teams - 1) if self.few else 0
+        exchanged = 4096 * self.nt * (self.teams - 1) if self.few else 0
         return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
 
     @property

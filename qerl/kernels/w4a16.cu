@@ -127,55 +127,50 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
     wait_for_products<0>();
 }
 
-// Which of a block's 16-row tiles a warp has after `exchange_tiles`.
-__device__ __forceinline__ int tile_of(int warp) { return FEW ? warp % 4 * 2 + warp / 4 : warp; }
+// Which of its two tiles a warp of `team` has the sums of at the end of a row of blocks; 2 for none. Of three teams each in turn
+// has none.
+__device__ __forceinline__ int own_tile(int team, int row) { return TEAMS == 2 ? team : (team + row) % TEAMS; }
 
-// The warps of all teams that have the same two tiles give their sums of the first to the first team, of the second to the
-// second, in parts.
-__device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
-    const int team = warp / 4;
+// All warps that have the same two tiles give their sums of each to the warp whose own it is.
+__device__ __forceinline__ void exchange_tiles(float4* memory, int row, int warp, int lane, float4 c[TILES][NT]) {
+    const int own = own_tile(warp / 4, row);
     const auto place = [&](int tile, int from, int n) {
-        return memory + (((warp % 4 * 2 + tile) * (TEAMS - 1) + from - (from > tile)) * EXCHANGED + n) * 32 + lane;
+        return memory + (((warp % 4 * 2 + tile) * (TEAMS - 1) + from) * NT + n) * 32 + lane;
     };
 #pragma unroll
-    for (int first = 0; first < NT; first += EXCHANGED) {
+    for (int tile = 0; tile < 2; tile++)
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++)
+        for (int n = 0; n < NT; n++)
+            if (own != tile) *place(tile, own - (own > tile), n) = c[tile][n];
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
 #pragma unroll
-            for (int n = 0; n < EXCHANGED; n++)
-                if (team != tile) *place(tile, team, n) = c[tile][first + n];
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
+    for (int n = 0; n < NT; n++) {
+        float4 sum = own ? c[1][n] : c[0][n];
 #pragma unroll
-        for (int n = 0; n < EXCHANGED; n++) {
-            float4 sum = team ? c[1][first + n] : c[0][first + n];
-#pragma unroll
-            for (int other = 0; other < TEAMS - 1; other++) {
-                const float4 more = *place(team ? 1 : 0, other + (other >= (team ? 1 : 0)), n);
-                sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
-            }
-            c[0][first + n] = sum;
+        for (int other = 0; other < TEAMS - 1; other++) {
+            const float4 more = *place(own ? 1 : 0, other, n);
+            sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
         }
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
+        c[0][n] = sum;
     }
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp % 4), "n"(TEAMS * 32) : "memory");
 }
 
-// Sums of a divided row of blocks, for the thread block that has its first block.
-__device__ void leave_sums(const Params& p, const float4 c[NT]) {
-    uint4* mine = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4;
+// Sums of a divided row of blocks, for the thread block that has its first block; `place` is a lane's among those of all tiles.
+__device__ void leave_sums(const Params& p, int place, const float4 c[NT]) {
+    uint4* mine = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4 + place;
 #pragma unroll
-    for (int n = 0; n < NT; n++) send(mine + n * FINISHERS * 32 + threadIdx.x, c[n]);
+    for (int n = 0; n < NT; n++) send(mine + n * BLOCK_TILES * 32, c[n]);
 }
 
-__device__ void add_sums(const Params& p, const Share& share, int end, float4 c[NT]) {
+__device__ void add_sums(const Params& p, int peers, int place, float4 c[NT]) {
     constexpr int SUMS = NT <= 4 ? NT : 4, BATCH = 8 / SUMS;
     const size_t step = (size_t)p.row_blocks * BLOCK_ROWS * ROWS / 4;
-    uint4* from = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4 + threadIdx.x;
-    int peers = 0;
-    while (share.start(p, share.worker + 1 + peers) < end) peers++;
+    uint4* from = p.sums + (size_t)blockIdx.x * BLOCK_ROWS * ROWS / 4 + place;
     for (int peer = 0; peer < peers; peer += BATCH)
 #pragma unroll
         for (int n = 0; n < NT; n += SUMS)
-            receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * FINISHERS * 32, step, FINISHERS * 32, peers - peer);
+            receive<SUMS, BATCH>(c + n, from + (peer + 1) * step + n * BLOCK_TILES * 32, step, BLOCK_TILES * 32, peers - peer);
 }
 
 // What is in `out` now, at the places where this lane writes.
@@ -231,18 +226,21 @@ __device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, fl
     for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-// The end of a row of blocks; `b` holds the first of B with few rows of x.
-__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, bool divided, Place& at, u64* shrunk,
-                                       const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
+// The end of a row of blocks, of which `peers` other thread blocks have a part; `b` holds the first of B with few rows of x.
+__device__ __forceinline__ void finish(const Params& p, const Share& share, int row, int peers, int place, Place& at,
+                                       u64* shrunk, const Tile& tile, LoraOperand& b, int lane, float4 c[NT]) {
     const int first_x_row = share.row_block * ROWS;
     u32 before[NT][2];
     if constexpr (FEW) load_residual(p, tile, first_x_row, lane, before);
-    // A x is there last: the others' sums come first.
-    if (divided) add_sums(p, share, (row + 1) * share.column_blocks, c);
+    // A x, if it is there: it takes as long to load as the others' sums. The first row of blocks may have to wait for it.
+    ShrunkOperand x[SHRUNK_PARTS];
+    const bool early = SHRUNK_PARTS > 1 && p.rank && barrier_passed(shrunk, 0);
+    if (early) load_shrunk(p, share, tile, 0, lane, x);
+    add_sums(p, peers, place, c);
     scale_sums(p, tile, c);
     if (FEW && p.rank) {
-        barrier_wait(shrunk, 0);
-        add_lora(p, share, tile, b, lane, c);
+        if (!early) barrier_wait(shrunk, 0), load_shrunk(p, share, tile, 0, lane, x);
+        add_lora(p, share, tile, b, x, lane, c);
     }
     if (!FEW && p.rank) {
         const Expansion expansion(p, row);
@@ -255,22 +253,23 @@ __device__ __forceinline__ void finish(const Params& p, const Share& share, int 
 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
     float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
+    const int team = warp / 4, first_stage = team / STAGE_BLOCKS % STRIDE, peers_of_last = share.peers(p);
     const Offsets offsets(warp, lane);
-    Place at(stages, barriers, warp / 4 / STAGE_BLOCKS % STRIDE);
-    int next = warp / 4 / STAGE_BLOCKS % STRIDE;  // stage that this warp multiplies
+    Place at(stages, barriers, first_stage);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    for (int done = 0, row = 0; done < share.stages();) {
+    for (int done = 0, row = 0, next = first_stage; done < share.stages();) {
         const bool of_a = !FEW && done < share.shrinks;
         row = done == 0 || done == share.shrinks ? share.unit(done) / share.column_blocks : row + 1;
         const int begin = share.unit(done), first = row * share.column_blocks, end = first + share.column_blocks;
         const int last = min(done + end - begin, of_a ? share.shrinks : share.stages());
-        const bool divided = last - done < end - begin;
-        const bool finishes = !of_a && begin == first;
+        const int own = FEW ? own_tile(team, row) : 0, tile_number = FEW ? warp % 4 * 2 + own : warp;
+        const int place = tile_number * 32 + lane, tile_row = row * BLOCK_ROWS + tile_number * 16;
+        const bool finishes = !of_a && begin == first && own < 2;
         // B takes as long as a stage: with few rows of x it waits in registers, or in L2 as far as they don't suffice.
         LoraOperand b;
-        if (p.rank && finishes && warp < FINISHERS) {
-            const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
+        if (p.rank && finishes) {
+            const Tile tile(p, tile_row, lane);
             if (FEW) b.load(p, tile, 0, lane);
             if (!FEW || p.rank > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
         }
@@ -285,19 +284,17 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
                 multiply_many(p, at.address, warp, lane, c[0]);
             at.release(lane == 0);
         }
-        done = last;
+        const bool divided = last - done < end - begin;
+        done = STRIDE == 1 ? next : last;  // the same, in one register
         if (of_a) {
             leave_shrink_sums(p, share, row, warp, lane, c[0]);
             continue;
         }
-        if constexpr (FEW) exchange_tiles(exchanged, warp, lane, c);
-        if (warp >= FINISHERS) continue;
-        if (!finishes) {
-            leave_sums(p, c[0]);
-            continue;
-        }
-        const Tile tile(p, row * BLOCK_ROWS + tile_of(warp) * 16, lane);
-        finish(p, share, row, divided, at, shrunk, tile, b, lane, c[0]);
+        if constexpr (FEW) exchange_tiles(exchanged, row, warp, lane, c);
+        if (finishes)
+            finish(p, share, row, divided ? peers_of_last : 0, place, at, shrunk, Tile(p, tile_row, lane), b, lane, c[0]);
+        else if (own < 2)
+            leave_sums(p, place, c[0]);
     }
 }
 

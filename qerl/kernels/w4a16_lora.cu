@@ -191,28 +191,50 @@ struct LoraOperand {
     }
 };
 
-// B (A x) for few rows of x. The first columns of B are there already.
-__device__ __forceinline__ void add_lora(const Params& p, const Share& share, const Tile& tile, LoraOperand& b, int lane,
-                                         float4 c[NT]) {
+// The same tiles of A x of a part, for few rows of x.
+struct ShrunkOperand {
+    uint2 tiles[RANKS_AT_A_TIME][NT];
+
+    __device__ __forceinline__ void load(const Params& p, const Share& share, int part, int first, int lane) {
+        const int width = p.parts * p.rank;
+        const u16* shrunk = p.shrunk + (size_t)(share.row_block * ROWS + lane / 4) * width + part * p.rank + lane % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < RANKS_AT_A_TIME; j++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                tiles[j][n] = *(const uint2*)(shrunk + n * 8 * width + min(first + j * 16, p.rank - 16));
+    }
+};
+
+// Of both halves of the rows: SILU has two parts. Loaded together where registers allow.
+constexpr int SHRUNK_PARTS = NT == 4 ? 2 : 1;
+
+__device__ __forceinline__ void load_shrunk(const Params& p, const Share& share, const Tile& tile, int first, int lane,
+                                            ShrunkOperand x[SHRUNK_PARTS]) {
+    if (SHRUNK_PARTS == 1 || tile.row >= p.rows) return;
+    x[0].load(p, share, tile.low_part, first, lane);
+    if (tile.high_part > tile.low_part) x[SHRUNK_PARTS - 1].load(p, share, tile.high_part, first, lane);
+}
+
+// B (A x) for few rows of x. The first columns of B are there already, and of A x what `load_shrunk` loads.
+__device__ __forceinline__ void add_lora(const Params& p, const Share& share, const Tile& tile, LoraOperand& b,
+                                         ShrunkOperand x[SHRUNK_PARTS], int lane, float4 c[NT]) {
     if (tile.row >= p.rows) return;
-    const int width = p.parts * p.rank;
-    const u16* shrunk = p.shrunk + (size_t)(share.row_block * ROWS + lane / 4) * width + lane % 4 * 4;
     for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
-        if (first) b.load(p, tile, first, lane);
-        for (int part = tile.low_part; part <= tile.high_part; part++) {
-            const bool low = part == tile.low_part, high = part == tile.high_part;
-            uint2 v[RANKS_AT_A_TIME][NT];
+        if (first) b.load(p, tile, first, lane), load_shrunk(p, share, tile, first, lane, x);
 #pragma unroll
-            for (int j = 0; j < RANKS_AT_A_TIME; j++)
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-                    v[j][n] = *(const uint2*)(shrunk + n * 8 * width + part * p.rank + min(first + j * 16, p.rank - 16));
+        for (int half = 0; half < 2; half++) {
+            const int part = tile.low_part + half;
+            if (part > tile.high_part) break;
+            ShrunkOperand& v = x[half % SHRUNK_PARTS];
+            if (SHRUNK_PARTS == 1) v.load(p, share, part, first, lane);
+            const bool low = half == 0, high = part == tile.high_part;
 #pragma unroll
             for (int j = 0; j < RANKS_AT_A_TIME; j++) {
                 if (first + j * 16 >= p.rank) break;
                 const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
 #pragma unroll
-                for (int n = 0; n < NT; n++) multiply_add(c[n], a, v[j][n].x, v[j][n].y);
+                for (int n = 0; n < NT; n++) multiply_add(c[n], a, v.tiles[j][n].x, v.tiles[j][n].y);
             }
         }
     }

@@ -16,9 +16,7 @@ constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
-constexpr int EXCHANGED = NT < 2 ? NT : 2;  // tiles of rows of x whose sums warps exchange at a time
 constexpr int TILES = FEW ? 2 : 1;          // of 16 rows of W that a warp multiplies
-constexpr int FINISHERS = 8;                // warps that have a tile's sums in the end
 
 enum Mode { PLAIN, RESIDUAL, SILU };
 
@@ -103,6 +101,13 @@ struct Share {
     __device__ __forceinline__ int stages() const { return shrinks + last - first; }
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
+    }
+    // How many thread blocks behind this one have blocks of its last row of blocks.
+    __device__ int peers(const Params& p) const {
+        const int end = ((last - 1) / column_blocks + 1) * column_blocks;
+        int count = 0;
+        while (start(p, worker + 1 + count) < end) count++;
+        return count;
     }
     // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
     // workers, or one worker, everyone has one of W's.
