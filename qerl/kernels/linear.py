@@ -26,8 +26,9 @@ _POINTER = ctypes.c_void_p
 class _Variant:
     """How the kernel is compiled for up to 8 * nt rows.
 
-    `stages` of the ring bound what is in flight; `registers` of a thread, where two thread blocks share a
-    multiprocessor; `alone`: not two of the same launch, for which memory is asked that isn't needed.
+    `stages` of the ring bound what is in flight; `registers` of a thread, with few rows; `alone`: not two thread blocks
+    of a launch on a multiprocessor, for which memory is asked that isn't needed; `teams` of four warps multiply, two
+    that share a stage of 256 columns, or three that take stages of 128 in turn.
     """
 
     nt: int
@@ -43,7 +44,7 @@ class _Variant:
 
     @property
     def few(self) -> bool:
-        """Rows, which two thread blocks of different layers share a multiprocessor for."""
+        """Rows: another way to multiply, with sums that warps exchange."""
         return self.nt <= 4
 
     @property
@@ -65,13 +66,14 @@ class _Variant:
 _ALONE_BYTES = 116000
 #: Stages of a thread block from which on a layer is large.
 _LARGE = 6
-#: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 32 rows a
+#: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 16 rows a
 #: thread block of each kind fit onto a multiprocessor together, so that the next layer's weights are on their way
-#: while this one ends, but not two of a kind: memory keeps small layers' apart, registers large ones'.
+#: while this one ends, but not two of a kind: memory keeps small layers' apart, registers large ones'. Up to 32 rows a
+#: third team is worth more.
 _VARIANTS = (
     (_Variant(nt=1, stages=4, registers=96, alone=True), _Variant(nt=1, stages=4, registers=104)),
     (_Variant(nt=2, stages=4, registers=96, alone=True), _Variant(nt=2, stages=3, registers=104)),
-    (_Variant(nt=4, stages=6, registers=120, alone=True, teams=3), _Variant(nt=4, stages=6, registers=120, teams=3)),
+    (_Variant(nt=4, stages=6, registers=120, teams=3),) * 2,
     (_Variant(nt=8, stages=4), _Variant(nt=8, stages=4)),
     (_Variant(nt=16, stages=5), _Variant(nt=16, stages=5)),
     (_Variant(nt=32, stages=3), _Variant(nt=32, stages=3)),

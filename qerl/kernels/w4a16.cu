@@ -5,10 +5,11 @@
 // computed, in the order of the blocks. That order depends on the shape of W and the number of multiprocessors alone:
 // the result is deterministic, and for one NT a row of x gives the same whatever other rows there are.
 //
-// One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends),
-// eight unpack W in registers and multiply on the tensor cores. Up to 32 rows of x by mma.sync: a warp takes 32 rows of W
-// and half of a stage's columns, so that x is read from shared memory four times, not eight. More rows by wgmma, which reads
-// x once for 64 rows of W, but takes some 32 cycles longer than its products need.
+// One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends), eight
+// or twelve unpack W in registers and multiply on the tensor cores. Up to 32 rows of x by mma.sync: a warp takes 32 rows of
+// W, so that x is read from shared memory four times, not eight; a team of four warps takes a block. Two teams share a stage
+// of 256 columns; with 17 to 32 rows three take stages of 128 columns in turn. More rows by wgmma, which reads x once for 64
+// rows of W, but takes some 32 cycles longer than its products need.
 //
 // A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
 // shares are stages ahead of W's. The same warp, or three, adds up what all sent; with many rows A x then comes back as a stage
@@ -18,8 +19,8 @@
 // puts EMPTY back. So data and "it is there" arrive together.
 //
 // The parts are compiled as one: w4a16_instructions, w4a16_work, w4a16_lora and this one, W x and the kernel.
-// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; up to 32 rows REGISTERS of a thread and TEAMS
-// of four warps that multiply.
+// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; up to 32 rows REGISTERS of a thread and
+// TEAMS of warps that multiply.
 
 // --- W x ---
 
@@ -127,8 +128,8 @@ __device__ __forceinline__ void multiply_many(const Params& p, u32 stage, int wa
     wait_for_products<0>();
 }
 
-// Which of its two tiles a warp of `team` has the sums of at the end of a row of blocks; 2 for none. Of three teams each in turn
-// has none.
+// Which of its two tiles a warp of `team` has the sums of at the end of a row of blocks; 2 for none. Of three teams each in
+// turn has none.
 __device__ __forceinline__ int own_tile(int team, int row) { return TEAMS == 2 ? team : (team + row) % TEAMS; }
 
 // All warps that have the same two tiles give their sums of each to the warp whose own it is.

@@ -1,15 +1,16 @@
 // What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of four.
 
-constexpr bool FEW = NT <= 4;               // rows of x: mma.sync, and two thread blocks on a multiprocessor
+constexpr bool FEW = NT <= 4;               // rows of x: mma.sync
 constexpr int WARPS = FEW ? 4 * TEAMS : 8;  // that multiply
 constexpr int SHRINKERS = FEW ? 1 : 3;      // warps for A x or its sums
 constexpr int BLOCK_TILES = 8, BLOCK_ROWS = 16 * BLOCK_TILES, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
+// A team takes a block: all of a stage's are multiplied at the same time, or those of STRIDE stages.
 constexpr int STAGE_BLOCKS = NT <= 8 && TEAMS % 2 == 0 ? 2 : 1, STAGE_COLUMNS = STAGE_BLOCKS * BLOCK_COLUMNS;
-constexpr int STRIDE = FEW ? TEAMS / STAGE_BLOCKS : 1;  // stages that are multiplied at a time
+constexpr int STRIDE = FEW ? TEAMS / STAGE_BLOCKS : 1;
 static_assert(STAGES % STRIDE == 0);
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
-constexpr int WEIGHT_BYTES = STAGE_COLUMNS / BLOCK_COLUMNS * BLOCK_BYTES;
+constexpr int WEIGHT_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int ROWS = NT * 8;
 constexpr int SHRINK_ROWS = 32;  // of A in a stage
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
