@@ -75,10 +75,10 @@ class BitsandbytesLinear(TorchLinear):
     """The same over NF4 layers on a GPU, which bitsandbytes multiplies: in one kernel where rows are few."""
 
     @staticmethod
-    def serves(layers: Sequence[nn.Module]) -> bool:
-        """Whether it can take these layers."""
+    def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+        """Whether it can take these layers, with activations of `dtype`."""
         bases = [unwrap(layer).base for layer in layers]
-        return all(
+        return dtype in nf4.KERNEL_DTYPES and all(
             isinstance(base, PackedLinear) and base.weights_format == "nf4" and base.qweight.is_cuda for base in bases
         )
 

@@ -37,4 +37,6 @@ def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -
     """
     if serves(layers, dtype):
         return W4Linear(layers, interleaved=gated)
-    return (BitsandbytesLinear if BitsandbytesLinear.serves(layers) else TorchLinear)(layers, dtype)
+    if BitsandbytesLinear.serves(layers, dtype):
+        return BitsandbytesLinear(layers, dtype)
+    return TorchLinear(layers, dtype)

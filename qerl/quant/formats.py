@@ -1,10 +1,10 @@
-"""Codecs of the 4-bit weight formats in plain PyTorch: the reference that kernels are checked against.
+"""Codecs of the 4-bit weight formats: plain PyTorch, the reference that kernels are checked against.
 
 A weight W [out_features, in_features] is stored as 4-bit codes and scales (paper section 2):
 
 * NVFP4: W = e2m1 * e4m3 / global_scale, one E4M3 scale for 16 weights of a row, one FP32 global scale a tensor;
 * MXFP4: W = e2m1 * 2^(e8m0 - 127), one E8M0 scale for 32 weights of a row;
-* NF4: W = quant_map[code] * absmax, one absmax for 64 weights (`qerl.quant.nf4`).
+* NF4: W = quant_map[code] * absmax, one absmax for 64 weights (`qerl.quant.nf4`; on a GPU by bitsandbytes).
 
 NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
 """

@@ -44,7 +44,7 @@ _NF4 = (
 #: Blocks of absmax that share one scale under double quantization.
 NESTED_GROUP_SIZE = 256
 #: That bitsandbytes' kernels know.
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Name of an NF4 weight's metadata in a checkpoint.
 STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
 
@@ -118,7 +118,7 @@ def _quantize_dynamic(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight [out, in] in `dtype`: computed in float32, rounded once."""
-    if tensors["weight_packed"].is_cuda and dtype in _KERNEL_DTYPES:
+    if tensors["weight_packed"].is_cuda and dtype in KERNEL_DTYPES:
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(tensors["weight_packed"], _quant_state(tensors, shape, dtype))
