@@ -17,7 +17,7 @@ from qerl.kernels.jit import address, defines, launch, load, params_struct, tens
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
 
-_SOURCES = ("w4a16_instructions.cu", "w4a16_work.cu", "w4a16_lora.cu", "w4a16.cu")
+_SOURCES = ("w4a16_instructions.cu", "w4a16_work.cu", "w4a16_lora.cu", "w4a16_end.cu", "w4a16.cu")
 _PLAIN, _RESIDUAL, _SILU = range(3)
 _POINTER = ctypes.c_void_p
 
@@ -27,37 +27,41 @@ class _Variant:
     """How the kernel is compiled for up to 8 * nt rows.
 
     `stages` of the ring bound what is in flight; `registers` of a thread, with few rows; `alone`: not two thread blocks
-    of a launch on a multiprocessor, for which memory is asked that isn't needed; `teams` of four warps multiply, two
-    that share a stage of 256 columns, or three that take stages of 128 in turn.
+    of a launch on a multiprocessor, for which memory is asked that isn't needed.
     """
 
     nt: int
     stages: int
     registers: int = 0
     alone: bool = False
-    teams: int = 2
 
     @property
     def columns(self) -> int:
         """Of W and x in a stage."""
-        return 256 if self.nt <= 8 and self.teams % 2 == 0 else 128
+        return 256 if self.nt <= 8 else 128
 
     @property
     def few(self) -> bool:
-        """Rows: another way to multiply, with sums that warps exchange."""
+        """Rows: A x isn't multiplied in the ring's stages, but by a warp of its own."""
         return self.nt <= 4
 
     @property
     def shared_bytes(self) -> int:
-        """Of the ring, 1,024 for the alignment of its first stage, and with few rows the sums that warps exchange."""
+        """Of the ring, 1,024 for its first stage to be aligned, and with the fewest rows sums that warps exchange."""
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
-        exchanged = 4096 * self.nt * (self.teams - 1) if self.few else 0
+        exchanged = 4096 * self.nt if self.nt <= 2 else 0
         return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
 
-    @property
-    def threads(self) -> int:
-        """Warps that multiply, one that copies, one or three for A x or its sums."""
-        return 32 * (4 * self.teams + 1 + (1 if self.few else 3))
+    def threads(self, rank: int) -> int:
+        """Warps that multiply, one that copies, one or three for A x or its sums; an idle one, see `registers_of`."""
+        return 32 * (8 + 1 + (1 if self.few else 3) + self._idle(rank))
+
+    def registers_of(self, rank: int) -> int:
+        """A thread's. Without adapters few do, too few to keep two thread blocks apart: an idle warp does that."""
+        return 96 if self._idle(rank) else self.registers
+
+    def _idle(self, rank: int) -> bool:
+        return self.few and not self.alone and not rank
 
 
 #: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Otherwise, where a norm's
@@ -68,12 +72,11 @@ _ALONE_BYTES = 116000
 _LARGE = 6
 #: By rows, for small and for large layers; the last serves any number, in row blocks of its own height. Up to 16 rows a
 #: thread block of each kind fit onto a multiprocessor together, so that the next layer's weights are on their way
-#: while this one ends, but not two of a kind: memory keeps small layers' apart, registers large ones'. Up to 32 rows a
-#: third team is worth more.
+#: while this one ends, but not two of a kind: memory keeps small layers' apart, registers large ones'.
 _VARIANTS = (
     (_Variant(nt=1, stages=4, registers=96, alone=True), _Variant(nt=1, stages=4, registers=104)),
     (_Variant(nt=2, stages=4, registers=96, alone=True), _Variant(nt=2, stages=3, registers=104)),
-    (_Variant(nt=4, stages=6, registers=120, teams=3),) * 2,
+    (_Variant(nt=4, stages=3, registers=168, alone=True),) * 2,
     (_Variant(nt=8, stages=4), _Variant(nt=8, stages=4)),
     (_Variant(nt=16, stages=5), _Variant(nt=16, stages=5)),
     (_Variant(nt=32, stages=3), _Variant(nt=32, stages=3)),
@@ -107,7 +110,6 @@ _Params = params_struct(
             "m",
             "rows",
             "columns",
-            "rank",
             "parts",
             "mode",
             "scale_multiplier",
@@ -210,9 +212,14 @@ class W4Linear:
         params = self._params(
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
-        options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=variant.registers, TEAMS=variant.teams)
+        options = defines(
+            NT=variant.nt,
+            STAGES=variant.stages,
+            REGISTERS=variant.registers_of(self.rank),
+            RANK=self.rank,
+        )
         function = load(_SOURCES, "w4a16", options, variant.shared_bytes, x.get_device())
-        launch(function, workers * row_blocks, variant.threads, variant.shared_bytes, params)
+        launch(function, workers * row_blocks, variant.threads(self.rank), variant.shared_bytes, params)
 
     def _division(self, variant: _Variant, workers: int) -> tuple[int, int]:
         """Of A x: how many thread blocks send sums of 16 rows of A at most, and with few rows the columns of each."""
@@ -248,7 +255,7 @@ class W4Linear:
             lora_a=address(self._a),
             lora_b=(_POINTER * 3)(*(address(b) for b in self._b)),
             shrunk=address(get("shrunk", row_blocks * 4 * variant.nt * width)),
-            sums=address(get("sums", self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
+            sums=address(get("sums", 2 * self._workspace.processors * layout.BLOCK_ROWS * _MOST_ROWS, _EMPTY)),
             shrink_sums=address(get("shrink_sums", row_blocks * width * senders * variant.nt * 8, _EMPTY)),
             counters=address(get("counters", 2 * row_blocks)),
             factor=(ctypes.c_float * 3)(*tiles.factors),
@@ -257,7 +264,6 @@ class W4Linear:
             m=x.shape[0],
             rows=tiles.rows,
             columns=tiles.columns,
-            rank=self.rank,
             parts=parts,
             mode=mode,
             scale_multiplier=multiplier,

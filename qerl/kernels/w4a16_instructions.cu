@@ -1,4 +1,4 @@
-// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's four parts.
+// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's five parts.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -22,6 +22,18 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Without a branch, which the compiler doesn't take between products that run.
+__device__ __forceinline__ void barrier_arrive_if(u32 barrier, bool condition) {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrives;\n"
+        "setp.ne.b32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared.b64 _, [%0];\n"
+        "}\n" ::"r"(barrier),
+        "r"((u32)condition)
+        : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
@@ -58,6 +70,9 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) { barrier_
 // The same value, but of a kind that the compiler keeps in a register and doesn't compute anew where it is used. All lanes.
 __device__ __forceinline__ u32 kept(u32 value) { return __shfl_sync(~0u, value, threadIdx.x); }
 
+// The same for what all lanes have in common.
+__device__ __forceinline__ u32 kept_uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
+
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -91,9 +106,14 @@ __device__ __forceinline__ void add_release(int* pointer, int value) {
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
 
+__device__ __forceinline__ uint4 as_bits(const float4& v) {
+    return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
+}
+
 __device__ __forceinline__ void send(uint4* to, const float4& v) {
-    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(__float_as_uint(v.x)),
-                 "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+    const uint4 bits = as_bits(v);
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w)
                  : "memory");
 }
 
@@ -114,29 +134,25 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
     return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
 }
 
-// Adds to SUMS sums what up to COUNT others send, in their order. The first's is at `from`, the next sender's `sender_step`
-// further, the next sum's `sum_step`; `some` of the senders exist. What isn't there yet is asked for again all at once; with
-// 32 rows of x one after the other, which takes fewer registers and was 1 to 3 % faster.
-template <int SUMS, int COUNT>
-__device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_step, size_t sum_step, int some) {
-    constexpr bool AT_ONCE = NT != 4;
+// Adds to SUMS sums what up to COUNT parties have, in their order; `some` of them exist. This thread has `own`, party `me`'s,
+// and the others send theirs to from(party, sum). What isn't there yet is asked for again all at once.
+template <int SUMS, int COUNT, typename From>
+__device__ __forceinline__ void receive(float4* sum, const float4* own, int me, From from, int some) {
     uint4 v[COUNT][SUMS];
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
-            if constexpr (AT_ONCE)
-                v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
-            else
-                v[i][n] = look(from + min(i, some - 1) * sender_step + n * sum_step);
+            v[i][n] = {i < some ? EMPTY : 0, 0, 0, 0};
+            if (i == me) v[i][n] = as_bits(own[n]);
         }
-    for (bool missing = AT_ONCE; missing;) {
+    for (bool missing = true; missing;) {
         missing = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
 #pragma unroll
             for (int n = 0; n < SUMS; n++)
-                if (is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
+                if (is_empty(v[i][n])) v[i][n] = look(from(i, n));
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
 #pragma unroll
@@ -147,8 +163,7 @@ __device__ __forceinline__ void receive(float4* sum, uint4* from, size_t sender_
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             if (i >= some) continue;
-            while (!AT_ONCE && is_empty(v[i][n])) v[i][n] = look(from + i * sender_step + n * sum_step);
-            from[i * sender_step + n * sum_step] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
+            if (i != me) *from(i, n) = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
             sum[n].x += __uint_as_float(v[i][n].x), sum[n].y += __uint_as_float(v[i][n].y);
             sum[n].z += __uint_as_float(v[i][n].z), sum[n].w += __uint_as_float(v[i][n].w);
         }
@@ -215,7 +230,9 @@ __device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
 // c += A x of a warp group: each warp has 16 rows of A in registers, all share x, 16 columns of ROWS rows in shared
 // memory. It runs on; a and c must not be touched before `wait_for_products`.
 __device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4], u64 x) {
-#if NT == 8
+#if NT == 4
+    asm volatile(WGMMA(32, D_0, 16, 17, 18, 19, 20) : F16(0) : A_AND_X);
+#elif NT == 8
     asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
 #elif NT == 16
     asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
@@ -259,6 +276,11 @@ __device__ __forceinline__ void wait_for_products() {
 // Where 16 columns of x or A are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// The descriptor of what is `offset` bytes further: both halves by themselves, as sums that carry over take more instructions.
+__device__ __forceinline__ u64 shifted(u64 descriptor, u32 offset) {
+    return (u64)((u32)descriptor + offset / 16) | (u64)(1024 >> 4 | 1 << 30) << 32;
 }
 
 __device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {

@@ -1,10 +1,10 @@
-// A x and B (A x): the decode product's third part of four.
+// A x and B (A x): the decode product's third part of five.
 
 // --- A x ---
 
 // Where a thread block's sums of a tile of 16 rows of A go.
 __device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
-    const int tiles = p.parts * p.rank / 16;
+    const int tiles = p.parts * RANK_TILES;
     return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
 }
 
@@ -20,6 +20,12 @@ struct ShrinkOperand {
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
+    }
+
+    // On its way to L2: 16 rows of two times 128 bytes.
+    static __device__ __forceinline__ void prefetch(const Params& p, int tile, int column, int lane) {
+        const u16* line = p.lora_a + (size_t)(tile * 16 + lane / 2) * p.columns + column + lane % 2 * 64;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
     }
 
     __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
@@ -43,9 +49,14 @@ struct ShrinkOperand {
 
 // Few rows of x: a warp takes 16 rows of A and a span of columns at a time.
 __device__ void shrink_few(const Params& p, const Share& share, int lane) {
-    const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * p.rank / 16 * p.senders;
+    const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * RANK_TILES * p.senders;
     ShrinkOperand a;
-    if (share.worker < items) a.load(p, share.worker / p.senders, share.worker % p.senders * p.span * BLOCK_COLUMNS);
+    if (share.worker < items) {
+        const int tile = share.worker / p.senders, begin = share.worker % p.senders * p.span;
+        a.load(p, tile, begin * BLOCK_COLUMNS);
+        for (int block = begin + 1; block < min(begin + p.span, blocks); block++)
+            ShrinkOperand::prefetch(p, tile, block * BLOCK_COLUMNS, lane);
+    }
     wait_for_earlier_kernels();
     for (int item = share.worker; item < items; item += share.workers) {
         const int tile = item / p.senders, sender = item % p.senders;
@@ -81,7 +92,7 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
                                                   const float4 c[NT]) {
     const ShrinkUnits units(p, share.workers);
     const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * share.column_blocks);
-    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * p.rank / 16) return;
+    if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * RANK_TILES) return;
     uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
 #pragma unroll
     for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
@@ -90,7 +101,7 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
 // Where A x of a row of this row block and of row `a` of a tile of A goes. With many rows of x tiles lie as products read
 // them: rows of 32 bytes, whose halves are swapped in every other four rows, columns in the order of `LoraOperand`.
 __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
-    const int width = p.parts * p.rank;
+    const int width = p.parts * RANK;
     u16* block = p.shrunk + (size_t)share.row_block * ROWS * width;
     if constexpr (FEW) return block + row * width + tile * 16 + a;
     const int half = a / 2 % 2 ^ row / 4 % 2;
@@ -98,14 +109,14 @@ __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share
 }
 
 // Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
-constexpr int SENDER_GROUPS = NT <= 2 ? 4 : FEW ? 1 : 2, SENDERS_AT_A_TIME = NT <= 2 ? 10 : 8;
+constexpr int SENDER_GROUPS = FEW || RANK_TILES <= 2 ? 4 : 2, SENDERS_AT_A_TIME = SENDER_GROUPS == 4 ? 10 : 8;
 constexpr int SUM_LANES = 32 / SENDER_GROUPS;
 
 // Adds up A x, in the senders' order; the sums are shared out among all warps that do.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
     const ShrinkUnits units(p, share.workers);
     const int group = lane / SUM_LANES, g = lane % SUM_LANES;
-    for (int item = number * share.workers + share.worker; item < p.parts * p.rank / 16 * NT * SENDER_GROUPS;
+    for (int item = number * share.workers + share.worker; item < p.parts * RANK_TILES * NT * SENDER_GROUPS;
          item += SHRINKERS * share.workers) {
         const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
@@ -118,7 +129,8 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
         for (int s = group; s < senders; s += SENDERS_AT_A_TIME * SENDER_GROUPS, from += SENDERS_AT_A_TIME * step)
-            receive<1, SENDERS_AT_A_TIME>(&c, from, step, 0, (senders - s + SENDER_GROUPS - 1) / SENDER_GROUPS);
+            receive<1, SENDERS_AT_A_TIME>(&c, &c, -1, [&](int i, int) { return from + i * step; },
+                                          (senders - s + SENDER_GROUPS - 1) / SENDER_GROUPS);
         __syncwarp();
 #pragma unroll
         for (int other = SUM_LANES; other < 32; other *= 2) {
@@ -127,7 +139,7 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         }
         // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
         const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
-        const float factor = p.lora_factor[tile * 16 / p.rank];
+        const float factor = p.lora_factor[tile / max(RANK_TILES, 1)];
         const u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
 #pragma unroll
         for (int high = 0; high < 2; high++) {
@@ -143,7 +155,7 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
 // Until all of A x has been counted. One thread of a thread block.
 __device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk) {
     int* counters = p.counters + 2 * share.row_block;
-    while (load_acquire(counters) != p.parts * p.rank / 16 * NT * SENDER_GROUPS) {}
+    while (load_acquire(counters) != p.parts * RANK_TILES * NT * SENDER_GROUPS) {}
     barrier_arrive(shrunk);
     // Who is the last to have seen it prepares it for the next launch.
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
@@ -161,7 +173,9 @@ __device__ void shrink(const Params& p, const Share& share, u64* shrunk, int num
 
 // --- B (A x) ---
 
-constexpr int RANKS_AT_A_TIME = NT <= 2 ? 4 : FEW ? 1 : EXPAND_TILES;  // tiles of 16, whose operands are in registers
+// Tiles of 16 columns of B whose operands are in registers.
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : FEW ? least(RANK_TILES, NT == 4 ? 2 : 4) : least(3 * RANK_TILES, EXPAND_TILES);
 
 // Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
 // definition gives it.
@@ -173,68 +187,72 @@ struct LoraOperand {
         if (tile.row >= p.rows) return;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            const int column = min(first + j * 16, p.rank - 16) + lane % 4 * 4;
+            const int column = min(first + j * 16, RANK - 16) + lane % 4 * 4;
             low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
         }
     }
     // From the `first` of all parts' tiles on, one behind the other; those of other parts than the rows' are zero.
     __device__ __forceinline__ void load_tiles(const Params& p, const Tile& tile, int first, int tiles, int lane) {
-        const int per_part = p.rank / 16;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
             low[j] = high[j] = {0, 0};
             if (j >= tiles || tile.row >= p.rows) continue;
-            const int part = (first + j) / per_part, column = (first + j) % per_part * 16 + lane % 4 * 4;
+            const int part = (first + j) / max(RANK_TILES, 1), column = (first + j) % max(RANK_TILES, 1) * 16 + lane % 4 * 4;
             if (part == tile.low_part) low[j] = *(const uint2*)(tile.b_low + column);
             if (part == tile.high_part) high[j] = *(const uint2*)(tile.b_high + column);
         }
     }
 };
 
-// The same tiles of A x of a part, for few rows of x.
+// The same tiles of A x of a part, for few rows of x: COUNT tiles of rows from `x_row` on.
+template <int COUNT>
 struct ShrunkOperand {
-    uint2 tiles[RANKS_AT_A_TIME][NT];
+    uint2 tiles[RANKS_AT_A_TIME][COUNT];
 
-    __device__ __forceinline__ void load(const Params& p, const Share& share, int part, int first, int lane) {
-        const int width = p.parts * p.rank;
-        const u16* shrunk = p.shrunk + (size_t)(share.row_block * ROWS + lane / 4) * width + part * p.rank + lane % 4 * 4;
+    __device__ __forceinline__ void load(const Params& p, int x_row, int part, int first, int lane) {
+        const int width = p.parts * RANK;
+        const u16* shrunk = p.shrunk + (size_t)(x_row + lane / 4) * width + part * RANK + lane % 4 * 4;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++)
 #pragma unroll
-            for (int n = 0; n < NT; n++)
-                tiles[j][n] = *(const uint2*)(shrunk + n * 8 * width + min(first + j * 16, p.rank - 16));
+            for (int n = 0; n < COUNT; n++)
+                tiles[j][n] = *(const uint2*)(shrunk + n * 8 * width + min(first + j * 16, RANK - 16));
     }
 };
 
 // Of both halves of the rows: SILU has two parts. Loaded together where registers allow.
-constexpr int SHRUNK_PARTS = NT == 4 ? 2 : 1;
+constexpr int SHRUNK_PARTS = NT == 4 || NT * RANKS_AT_A_TIME <= 2 ? 2 : 1;
 
-__device__ __forceinline__ void load_shrunk(const Params& p, const Share& share, const Tile& tile, int first, int lane,
-                                            ShrunkOperand x[SHRUNK_PARTS]) {
+template <int COUNT>
+__device__ __forceinline__ void load_shrunk(const Params& p, int x_row, const Tile& tile, int first, int lane,
+                                            ShrunkOperand<COUNT> x[SHRUNK_PARTS]) {
     if (SHRUNK_PARTS == 1 || tile.row >= p.rows) return;
-    x[0].load(p, share, tile.low_part, first, lane);
-    if (tile.high_part > tile.low_part) x[SHRUNK_PARTS - 1].load(p, share, tile.high_part, first, lane);
+    x[0].load(p, x_row, tile.low_part, first, lane);
+    if (tile.high_part > tile.low_part) x[SHRUNK_PARTS - 1].load(p, x_row, tile.high_part, first, lane);
 }
 
-// B (A x) for few rows of x. The first columns of B are there already, and of A x what `load_shrunk` loads.
-__device__ __forceinline__ void add_lora(const Params& p, const Share& share, const Tile& tile, LoraOperand& b,
-                                         ShrunkOperand x[SHRUNK_PARTS], int lane, float4 c[NT]) {
+// B (A x) for few rows of x, from `x_row` on. The first columns of B are there, unless `again`, and of A x what `load_shrunk`
+// loads.
+template <int COUNT>
+__device__ __forceinline__ void add_lora(const Params& p, int x_row, const Tile& tile, LoraOperand& b, bool again,
+                                         ShrunkOperand<COUNT> x[SHRUNK_PARTS], int lane, float4 c[COUNT]) {
     if (tile.row >= p.rows) return;
-    for (int first = 0; first < p.rank; first += RANKS_AT_A_TIME * 16) {
-        if (first) b.load(p, tile, first, lane), load_shrunk(p, share, tile, first, lane, x);
+    for (int first = 0; first < RANK; first += RANKS_AT_A_TIME * 16) {
+        if (first || (again && RANK > RANKS_AT_A_TIME * 16)) b.load(p, tile, first, lane);
+        if (first) load_shrunk(p, x_row, tile, first, lane, x);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int part = tile.low_part + half;
             if (part > tile.high_part) break;
-            ShrunkOperand& v = x[half % SHRUNK_PARTS];
-            if (SHRUNK_PARTS == 1) v.load(p, share, part, first, lane);
+            ShrunkOperand<COUNT>& v = x[half % SHRUNK_PARTS];
+            if (SHRUNK_PARTS == 1) v.load(p, x_row, part, first, lane);
             const bool low = half == 0, high = part == tile.high_part;
 #pragma unroll
             for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-                if (first + j * 16 >= p.rank) break;
+                if (first + j * 16 >= RANK) break;
                 const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
 #pragma unroll
-                for (int n = 0; n < NT; n++) multiply_add(c[n], a, v.tiles[j][n].x, v.tiles[j][n].y);
+                for (int n = 0; n < COUNT; n++) multiply_add(c[n], a, v.tiles[j][n].x, v.tiles[j][n].y);
             }
         }
     }
@@ -270,9 +288,9 @@ __device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& til
         if (tiles <= 2)
             multiply_shrunk<2>(b, x, tiles, c);
         else if (tiles <= 4)
-            multiply_shrunk<4>(b, x, tiles, c);
+            multiply_shrunk<least(4, RANKS_AT_A_TIME)>(b, x, tiles, c);
         else
-            multiply_shrunk<EXPAND_TILES>(b, x, tiles, c);
+            multiply_shrunk<RANKS_AT_A_TIME>(b, x, tiles, c);
         at.release(lane == 0);
     }
 }

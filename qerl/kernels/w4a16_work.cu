@@ -1,23 +1,24 @@
-// What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of four.
+// What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of five.
 
-constexpr bool FEW = NT <= 4;               // rows of x: mma.sync
-constexpr int WARPS = FEW ? 4 * TEAMS : 8;  // that multiply
-constexpr int SHRINKERS = FEW ? 1 : 3;      // warps for A x or its sums
+constexpr bool FEW = NT <= 4;           // rows of x: one warp for A x, which others then read from global memory
+constexpr bool SYNC = NT <= 2;          // mma.sync, not wgmma
+constexpr int WARPS = 8;                // that multiply
+constexpr int SHRINKERS = FEW ? 1 : 3;  // warps for A x or its sums
 constexpr int BLOCK_TILES = 8, BLOCK_ROWS = 16 * BLOCK_TILES, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
-// A team takes a block: all of a stage's are multiplied at the same time, or those of STRIDE stages.
-constexpr int STAGE_BLOCKS = NT <= 8 && TEAMS % 2 == 0 ? 2 : 1, STAGE_COLUMNS = STAGE_BLOCKS * BLOCK_COLUMNS;
-constexpr int STRIDE = FEW ? TEAMS / STAGE_BLOCKS : 1;
-static_assert(STAGES % STRIDE == 0);
+constexpr int STAGE_BLOCKS = NT <= 8 ? 2 : 1, STAGE_COLUMNS = STAGE_BLOCKS * BLOCK_COLUMNS;
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int ROWS = NT * 8;
+constexpr int RANK_TILES = RANK / 16;
 constexpr int SHRINK_ROWS = 32;  // of A in a stage
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
-constexpr int TILES = FEW ? 2 : 1;          // of 16 rows of W that a warp multiplies
+constexpr int TILES = SYNC ? 2 : 1;     // of 16 rows of W that a warp multiplies
+// Of a divided row of blocks the sums are shared out, SUMS tiles of rows of x at a time, among those who have its parts.
+constexpr int SUMS = SYNC ? NT : NT == 4 ? 1 : 2, CHUNKS = NT / SUMS;
 
 enum Mode { PLAIN, RESIDUAL, SILU };
 
@@ -28,16 +29,16 @@ struct Params {
     const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with SILU [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
-    const u16* lora_a;      // [parts * rank, columns]
-    const u16* lora_b[3];   // of each part, [rows of the part, rank]
-    u16* shrunk;            // [row blocks][ROWS * parts * rank]: A x, scaled
-    uint4* sums;            // [thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
-    uint4* shrink_sums;     // [row blocks of x][parts * rank / 16][senders][ROWS * 16 / 4]; EMPTY before and after
+    const u16* lora_a;      // [parts * RANK, columns]
+    const u16* lora_b[3];   // of each part, [rows of the part, RANK]
+    u16* shrunk;            // [row blocks][ROWS * parts * RANK]: A x, scaled
+    uint4* sums;            // [2][thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
+    uint4* shrink_sums;     // [row blocks of x][parts * RANK_TILES][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: what of A x is there, who saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     float lora_factor[3];   // of each part, multiplies A x
     int part_end[3];        // row behind each part
-    int m, rows, columns, rank, parts, mode, scale_multiplier, scale_offset, row_blocks;
+    int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // few rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
 };
@@ -48,18 +49,23 @@ struct Place {
     u32 address, barriers, number, phase;
 
     // `barriers`: [2][STAGES], that a stage is full and that it is empty.
-    __device__ __forceinline__ Place(u8* stages, u64* barriers, int first)
-        : address(kept(shared_address(stages + first * STAGE_BYTES))),
-          barriers(kept(shared_address(barriers + first))),
+    __device__ __forceinline__ Place(u8* stages, u64* barriers)
+        : address(kept_uniform(shared_address(stages))),
+          barriers(kept_uniform(shared_address(barriers))),
           number(0),
           phase(0) {}
     __device__ __forceinline__ void wait() const { barrier_wait(barriers, phase); }
+    // The barrier that says that the stage has been read.
+    __device__ __forceinline__ u32 empty() const { return barriers + 8 * STAGES; }
+    __device__ __forceinline__ void advance() {
+        address += STAGE_BYTES, barriers += 8;
+        if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
+    }
     // All lanes have read the stage; the team's next one.
     __device__ __forceinline__ void release(bool first_lane) {
         __syncwarp();
-        if (first_lane) barrier_arrive(barriers + 8 * STAGES);
-        address += STRIDE * STAGE_BYTES, barriers += STRIDE * 8;
-        if (++number == STAGES / STRIDE) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
+        if (first_lane) barrier_arrive(empty());
+        advance();
     }
 };
 
@@ -78,7 +84,7 @@ struct ShrinkUnits {
     int units, workers;
 
     __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
-        units = FEW ? 0 : (p.parts * p.rank + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
+        units = FEW ? 0 : (p.parts * RANK + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
         workers = min(all_workers, units);
     }
     __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
@@ -103,19 +109,38 @@ struct Share {
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
-    // How many thread blocks behind this one have blocks of its last row of blocks.
-    __device__ int peers(const Params& p) const {
-        const int end = ((last - 1) / column_blocks + 1) * column_blocks;
-        int count = 0;
-        while (start(p, worker + 1 + count) < end) count++;
-        return count;
-    }
     // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
     // workers, or one worker, everyone has one of W's.
     __device__ int start(const Params& p, int w) const {
         const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
         const ShrinkUnits a(p, workers);
         return first_unit(units + a.units, workers, w) - a.start(w);
+    }
+};
+
+// How a row of blocks is divided: `count` workers in a row have parts. All whose last row it is own sums of it, which they add
+// up; that is everyone but, maybe, the last. With one chunk the first owns all.
+struct Division {
+    int me, count, owners;
+
+    __device__ __forceinline__ Division(int me, int count, int owners) : me(me), count(count), owners(owners) {}
+    // Of a row that one worker has, and of a worker's first row, whose beginning others have.
+    static __device__ __forceinline__ Division whole() { return {0, 1, 1}; }
+    static __device__ __forceinline__ Division of_first() { return {1, 2, 1}; }
+    // Of a worker's last row.
+    __device__ Division(const Params& p, const Share& share) {
+        const int begin = (share.last - 1) / share.column_blocks * share.column_blocks, end = begin + share.column_blocks;
+        int first = share.worker, after = share.worker + 1;
+        while (share.start(p, first) > begin) first--;
+        while (share.start(p, after) < end) after++;
+        me = share.worker - first, count = after - first;
+        owners = CHUNKS > 1 ? count - (share.start(p, after) > end) : 1;
+    }
+    __device__ __forceinline__ int owner(int chunk) const { return chunk * owners / CHUNKS; }
+    // Where part `i` sends its sums: who doesn't own any may send those of its last row, too.
+    __device__ __forceinline__ uint4* sums(const Params& p, int i) const {
+        const int block = (int)blockIdx.x + (i - me) * p.row_blocks + (i < owners ? (int)gridDim.x : 0);
+        return p.sums + (size_t)block * (BLOCK_ROWS * ROWS / 4);
     }
 };
 
@@ -126,9 +151,9 @@ struct Expansion {
     int first, tiles;
 
     __device__ __forceinline__ Expansion(const Params& p, int row) {
-        const int per_part = p.rank / 16, low = p.mode == SILU ? 0 : part_of(p, row * BLOCK_ROWS);
+        const int low = p.mode == SILU ? 0 : part_of(p, row * BLOCK_ROWS);
         const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * BLOCK_ROWS, p.rows) - 1);
-        first = low * per_part, tiles = FEW ? 0 : (high + 1 - low) * per_part;
+        first = low * RANK_TILES, tiles = FEW ? 0 : (high + 1 - low) * RANK_TILES;
     }
     __device__ __forceinline__ int stages() const { return (tiles + EXPAND_TILES - 1) / EXPAND_TILES; }
 };
@@ -143,7 +168,7 @@ struct Walk {
     }
     __device__ __forceinline__ void advance(const Params& p, const Share& share) {
         const bool ends = i >= share.shrinks && (column + 1 == share.column_blocks || i + 1 == share.stages());
-        if (!FEW && p.rank && ends && row * share.column_blocks >= share.first && expansion < Expansion(p, row).stages()) {
+        if (!FEW && RANK && ends && row * share.column_blocks >= share.first && expansion < Expansion(p, row).stages()) {
             expansion++;
             return;
         }
@@ -168,7 +193,7 @@ __device__ __forceinline__ void copy_shrink(const Params& p, const Walk& at, u8*
 __device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const Walk& at, u8* stage, u64* full) {
     const Expansion expansion(p, at.row);
     const int first = (at.expansion - 1) * EXPAND_TILES, tiles = min(expansion.tiles - first, EXPAND_TILES);
-    const size_t tile = (size_t)share.row_block * p.parts * p.rank / 16 + expansion.first + first;
+    const size_t tile = (size_t)share.row_block * p.parts * RANK_TILES + expansion.first + first;
     const u8* from = (const u8*)p.shrunk + tile * EXPAND_TILE_BYTES;
     barrier_expect(full, tiles * EXPAND_TILE_BYTES);
     bulk_copy(stage + WEIGHT_BYTES, from, tiles * EXPAND_TILE_BYTES, full);
@@ -215,8 +240,8 @@ struct Tile {
         const int g = lane / 4;
         low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
         const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
-        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * p.rank;
-        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * p.rank;
+        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * RANK;
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * RANK;
         const bool biased = p.bias && row < p.rows;
         low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
     }
@@ -224,7 +249,7 @@ struct Tile {
     // Its part of B on its way to L2.
     __device__ __forceinline__ void prefetch_b(const Params& p, int lane) const {
         if (row >= p.rows) return;
-        for (int column = lane % 4 * 64; column < p.rank; column += 256) {
+        for (int column = lane % 4 * 64; column < RANK; column += 256) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
             asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
         }

@@ -5,26 +5,40 @@ import pytest
 from qerl.kernels.linear import _VARIANTS
 
 REGISTERS, SHARED_BYTES, MOST_SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 232448, 1024
+RANKS = (0, 16, 64)
 
 
-def registers(variant):
+def registers(variant, rank):
     # Given to warps in units of 256.
-    return variant.threads // 32 * (-(-variant.registers * 32 // 256) * 256)
+    return variant.threads(rank) // 32 * (-(-variant.registers_of(rank) * 32 // 256) * 256)
 
 
-def fit_together(*variants):
+def fit_together(rank, *variants):
     shared = sum(variant.shared_bytes + RESERVED_BYTES for variant in variants)
-    return sum(map(registers, variants)) <= REGISTERS and shared <= SHARED_BYTES
+    return sum(registers(variant, rank) for variant in variants) <= REGISTERS and shared <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("small", "large"), _VARIANTS)
-def test_never_two_of_a_launch(small, large):
+def test_never_two_of_a_launch(small, large, rank):
     for variant in (small, large):
         assert variant.shared_bytes <= MOST_SHARED_BYTES
         # With many rows the launch bound alone decides; the ring then fills the memory.
-        assert not fit_together(variant, variant) if variant.registers else 2 * variant.shared_bytes > SHARED_BYTES
+        assert (
+            not fit_together(rank, variant, variant) if variant.registers else 2 * variant.shared_bytes > SHARED_BYTES
+        )
 
 
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    "variant", dict.fromkeys(variant for pair in _VARIANTS for variant in pair if variant.registers)
+)
+def test_warps_find_registers_in_their_quarter_of_a_multiprocessor(variant, rank):
+    warps = -(-variant.threads(rank) // 32 // 4)
+    assert warps * variant.registers_of(rank) * 32 <= REGISTERS // 4
+
+
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("small", "large"), [pair for pair in _VARIANTS if pair[0].nt <= 2])
-def test_up_to_16_rows_the_next_layer_fits_beside(small, large):
-    assert fit_together(small, large)
+def test_up_to_16_rows_the_next_layer_fits_beside(small, large, rank):
+    assert fit_together(rank, small, large)
