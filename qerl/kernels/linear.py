@@ -45,12 +45,15 @@ class _Variant:
         """Rows: A x isn't multiplied in the ring's stages, but by a warp of its own."""
         return self.nt <= 4
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of the ring, 1,024 for its first stage to be aligned, and with the fewest rows sums that warps exchange."""
+    def shared_bytes(self, width: int) -> int:
+        """Of the ring, 1,024 for its first stage to be aligned, with the fewest rows sums that warps exchange.
+
+        With few rows also A x, which has `width` columns.
+        """
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + 8 * self.nt * 2 * self.columns
         exchanged = 4096 * self.nt if self.nt <= 2 else 0
-        return max(self.stages * stage + 1024 + exchanged, _ALONE_BYTES if self.alone else 0)
+        shrunk = 16 * self.nt * width if self.few else 0
+        return max(self.stages * stage + 1024 + exchanged + shrunk, _ALONE_BYTES if self.alone else 0)
 
     def threads(self, rank: int) -> int:
         """Warps that multiply, one that copies, one or three for A x or its sums; an idle one, see `registers_of`."""
@@ -218,8 +221,9 @@ class W4Linear:
             REGISTERS=variant.registers_of(self.rank),
             RANK=self.rank,
         )
-        function = load(_SOURCES, "w4a16", options, variant.shared_bytes, x.get_device())
-        launch(function, workers * row_blocks, variant.threads(self.rank), variant.shared_bytes, params)
+        shared_bytes = variant.shared_bytes(len(self.tiles.parts) * self.rank)
+        function = load(_SOURCES, "w4a16", options, shared_bytes, x.get_device())
+        launch(function, workers * row_blocks, variant.threads(self.rank), shared_bytes, params)
 
     def _division(self, variant: _Variant, workers: int) -> tuple[int, int]:
         """Of A x: how many thread blocks send sums of 16 rows of A at most, and with few rows the columns of each."""

@@ -2,7 +2,7 @@
 //
 // W is cut into blocks of 128 rows and 256 or 128 columns. The sequence of all, row by row, is divided evenly among the
 // thread blocks (stream-K). Where a row of blocks is divided, those who have parts of it share out the rows of x, and each adds
-// up what all computed for its own, in the order of the blocks; with few rows the one that has the first block adds up all. That
+// up what all computed for its own, in the order of the blocks; with the fewest rows who has the first block adds up all. That
 // order depends on the shape of W and the number of multiprocessors alone: the result is deterministic, and for one NT a row
 // of x gives the same whatever other rows there are.
 //
@@ -13,8 +13,8 @@
 // every product of 8 rows, in which it issues next to nothing else.
 //
 // A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
-// shares are stages ahead of W's. The same warp, or three, adds up what all sent; with many rows A x then comes back as a stage
-// behind the last of a row of blocks.
+// shares are stages ahead of W's. The same warp, or three, adds up what all sent. A x then comes back into shared memory, whole
+// or, with many rows, as a stage behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
@@ -178,7 +178,7 @@ __device__ void multiply_a(const Params& p, const Share& share, Place& at, int w
 }
 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
-    float4* exchanged = (float4*)(stages + STAGES * STAGE_BYTES);
+    float4* exchanged = (float4*)(stages + EXCHANGED);
     const Division of_last(p, share);
     const Offsets offsets(warp, lane);
     Place at(stages, barriers);
@@ -217,7 +217,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
             add_lora_stages(p, tile, row, at, lane, b, c[0]);
         }
         const Division division = whole ? Division::whole() : last ? of_last : Division::of_first();
-        RowEnd{p, share, division, tile, b, shrunk, (float4*)stages, place, lane}.run(whole, last, c[0]);
+        RowEnd{p, share, division, tile, b, shrunk, stages + LOCAL, (float4*)stages, place, lane}.run(whole, last, c[0]);
     }
 }
 
@@ -251,6 +251,6 @@ extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
         if (warp == WARPS && lane == 0) copy(p, share, stages, barriers, &shrunk);
-        if (warp > WARPS && RANK) shrink(p, share, &shrunk, warp - WARPS - 1, lane);
+        if (warp > WARPS && RANK) shrink(p, share, stages + LOCAL, &shrunk, warp - WARPS - 1, lane);
     }
 }

@@ -64,6 +64,7 @@ struct RowEnd {
     const Tile& tile;
     LoraOperand& b;  // with few rows of x the first of B
     u64* shrunk;
+    const u8* local;  // A x, with few rows of x
     float4* kept;     // this thread block's own sums, in the ring, which is unused by then
     int place, lane;  // the lane's place among those of all tiles, and in its warp
 
@@ -102,14 +103,10 @@ struct RowEnd {
         const int x_row = share.row_block * ROWS + first * 8;
         u32 before[COUNT][2];
         load_residual<COUNT>(p, tile, x_row, lane, before);
-        // A x, if it is there: it takes as long to load as the others' sums. The first row of blocks may have to wait for it.
-        ShrunkOperand<COUNT> x[SHRUNK_PARTS];
-        const bool early = FEW && SHRUNK_PARTS > 1 && RANK && barrier_passed(shrunk, 0);
-        if (early) load_shrunk(p, x_row, tile, 0, lane, x);
         if (division.count > 1) add_sums<COUNT, ALONE>(first, c);
         if (FEW && RANK) {
-            if (!early) barrier_wait(shrunk, 0), load_shrunk(p, x_row, tile, 0, lane, x);
-            add_lora(p, x_row, tile, b, first > 0, x, lane, c);
+            barrier_wait(shrunk, 0);
+            add_lora<COUNT>(p, shared_address(local), first * 8, tile, b, first > 0, lane, c);
         }
         finish_tile<COUNT>(p, tile, x_row, lane, before, c);
     }

@@ -50,21 +50,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
         : "memory");
 }
 
-// Whether there is nothing to wait for.
-__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 phase) {
-    u32 passed;
-    asm volatile(
-        "{\n"
-        ".reg .pred ready;\n"
-        "mbarrier.test_wait.parity.shared.b64 ready, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, ready;\n"
-        "}\n"
-        : "=r"(passed)
-        : "r"(shared_address(barrier)), "r"(phase)
-        : "memory");
-    return passed;
-}
-
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) { barrier_wait(shared_address(barrier), phase); }
 
 // The same value, but of a kind that the compiler keeps in a register and doesn't compute anew where it is used. All lanes.
@@ -199,6 +184,12 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
     return v;
 }
 

@@ -98,14 +98,12 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
     for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
 }
 
-// Where A x of a row of this row block and of row `a` of a tile of A goes. With many rows of x tiles lie as products read
-// them: rows of 32 bytes, whose halves are swapped in every other four rows, columns in the order of `LoraOperand`.
+// Where A x of a row of this row block and of row `a` of a tile of A goes: tiles behind each other, rows of 32 bytes. With many
+// rows of x they lie as products read them: halves swapped in every other four rows, columns in the order of `LoraOperand`.
 __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
-    const int width = p.parts * RANK;
-    u16* block = p.shrunk + (size_t)share.row_block * ROWS * width;
-    if constexpr (FEW) return block + row * width + tile * 16 + a;
     const int half = a / 2 % 2 ^ row / 4 % 2;
-    return block + tile * ROWS * 16 + row * 16 + half * 8 + a / 4 * 2 + a % 2;
+    u16* block = p.shrunk + (size_t)share.row_block * ROWS * p.parts * RANK + tile * ROWS * 16 + row * 16;
+    return block + (FEW ? a : half * 8 + a / 4 * 2 + a % 2);
 }
 
 // Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
@@ -152,30 +150,37 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
     }
 }
 
-// Until all of A x has been counted. One thread of a thread block.
-__device__ void wait_for_shrunk(const Params& p, const Share& share, u64* shrunk) {
+// Until all of A x has been counted; with few rows it is then copied into shared memory. One thread of a thread block.
+__device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, u64* shrunk) {
     int* counters = p.counters + 2 * share.row_block;
     while (load_acquire(counters) != p.parts * RANK_TILES * NT * SENDER_GROUPS) {}
-    barrier_arrive(shrunk);
+    if constexpr (FEW) {
+        const u32 bytes = ROWS * p.parts * RANK * 2;
+        asm volatile("fence.proxy.async;" ::: "memory");
+        barrier_expect(shrunk, bytes);
+        bulk_copy(local, (const u8*)p.shrunk + (size_t)share.row_block * bytes, bytes, shrunk);
+    } else {
+        barrier_arrive(shrunk);
+    }
     // Who is the last to have seen it prepares it for the next launch.
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
 }
 
 // What the warps for A x do; they tell the others by `shrunk` that it is there.
-__device__ void shrink(const Params& p, const Share& share, u64* shrunk, int number, int lane) {
+__device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
     if constexpr (FEW)
         shrink_few(p, share, lane);
     else
         wait_for_earlier_kernels();
     share_sums(p, share, number, lane);
-    if (number == 0 && lane == 0) wait_for_shrunk(p, share, shrunk);
+    if (number == 0 && lane == 0) wait_for_shrunk(p, share, local, shrunk);
 }
 
 // --- B (A x) ---
 
 // Tiles of 16 columns of B whose operands are in registers.
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : FEW ? least(RANK_TILES, NT == 4 ? 2 : 4) : least(3 * RANK_TILES, EXPAND_TILES);
+constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : FEW ? least(RANK_TILES, 4) : least(3 * RANK_TILES, EXPAND_TILES);
 
 // Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
 // definition gives it.
@@ -204,55 +209,29 @@ struct LoraOperand {
     }
 };
 
-// The same tiles of A x of a part, for few rows of x: COUNT tiles of rows from `x_row` on.
+// B (A x) for few rows of x, COUNT tiles of them from `x_row` on; A x is in shared memory. The first of B are there, unless
+// `again`.
 template <int COUNT>
-struct ShrunkOperand {
-    uint2 tiles[RANKS_AT_A_TIME][COUNT];
-
-    __device__ __forceinline__ void load(const Params& p, int x_row, int part, int first, int lane) {
-        const int width = p.parts * RANK;
-        const u16* shrunk = p.shrunk + (size_t)(x_row + lane / 4) * width + part * RANK + lane % 4 * 4;
-#pragma unroll
-        for (int j = 0; j < RANKS_AT_A_TIME; j++)
-#pragma unroll
-            for (int n = 0; n < COUNT; n++)
-                tiles[j][n] = *(const uint2*)(shrunk + n * 8 * width + min(first + j * 16, RANK - 16));
-    }
-};
-
-// Of both halves of the rows: SILU has two parts. Loaded together where registers allow.
-constexpr int SHRUNK_PARTS = NT == 4 || NT * RANKS_AT_A_TIME <= 2 ? 2 : 1;
-
-template <int COUNT>
-__device__ __forceinline__ void load_shrunk(const Params& p, int x_row, const Tile& tile, int first, int lane,
-                                            ShrunkOperand<COUNT> x[SHRUNK_PARTS]) {
-    if (SHRUNK_PARTS == 1 || tile.row >= p.rows) return;
-    x[0].load(p, x_row, tile.low_part, first, lane);
-    if (tile.high_part > tile.low_part) x[SHRUNK_PARTS - 1].load(p, x_row, tile.high_part, first, lane);
-}
-
-// B (A x) for few rows of x, from `x_row` on. The first columns of B are there, unless `again`, and of A x what `load_shrunk`
-// loads.
-template <int COUNT>
-__device__ __forceinline__ void add_lora(const Params& p, int x_row, const Tile& tile, LoraOperand& b, bool again,
-                                         ShrunkOperand<COUNT> x[SHRUNK_PARTS], int lane, float4 c[COUNT]) {
+__device__ __forceinline__ void add_lora(const Params& p, u32 shrunk, int x_row, const Tile& tile, LoraOperand& b, bool again,
+                                         int lane, float4 c[COUNT]) {
     if (tile.row >= p.rows) return;
-    for (int first = 0; first < RANK; first += RANKS_AT_A_TIME * 16) {
-        if (first || (again && RANK > RANKS_AT_A_TIME * 16)) b.load(p, tile, first, lane);
-        if (first) load_shrunk(p, x_row, tile, first, lane, x);
+    for (int first = 0; first < RANK_TILES; first += RANKS_AT_A_TIME) {
+        if (first || (again && RANK_TILES > RANKS_AT_A_TIME)) b.load(p, tile, first * 16, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int part = tile.low_part + half;
             if (part > tile.high_part) break;
-            ShrunkOperand<COUNT>& v = x[half % SHRUNK_PARTS];
-            if (SHRUNK_PARTS == 1) v.load(p, x_row, part, first, lane);
             const bool low = half == 0, high = part == tile.high_part;
 #pragma unroll
             for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-                if (first + j * 16 >= RANK) break;
+                if (first + j >= RANK_TILES) break;
                 const u32 a[4] = {low ? b.low[j].x : 0, high ? b.high[j].x : 0, low ? b.low[j].y : 0, high ? b.high[j].y : 0};
+                const u32 rows = shrunk + ((part * RANK_TILES + first + j) * ROWS + x_row) * 32 + lane * 8;
 #pragma unroll
-                for (int n = 0; n < COUNT; n++) multiply_add(c[n], a, v.tiles[j][n].x, v.tiles[j][n].y);
+                for (int n = 0; n < COUNT; n++) {
+                    const uint2 x = load_shared_pair(rows + n * 256);
+                    multiply_add(c[n], a, x.x, x.y);
+                }
             }
         }
     }

@@ -16,6 +16,8 @@ constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
+// Behind the stages: sums that warps exchange, and A x.
+constexpr int EXCHANGED = STAGES * STAGE_BYTES, LOCAL = EXCHANGED + (SYNC ? 4096 * NT : 0);
 constexpr int TILES = SYNC ? 2 : 1;     // of 16 rows of W that a warp multiplies
 // Of a divided row of blocks the sums are shared out, SUMS tiles of rows of x at a time, among those who have its parts.
 constexpr int SUMS = SYNC ? NT : NT == 4 ? 1 : 2, CHUNKS = NT / SUMS;
