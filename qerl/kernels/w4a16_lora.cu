@@ -164,6 +164,8 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
     }
     // Who is the last to have seen it prepares it for the next launch.
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+    // Not before the copy has ended may a thread block that needs none of it end: its memory is then another's.
+    barrier_wait(shrunk, 0);
 }
 
 // What the warps for A x do; they tell the others by `shrunk` that it is there.
