@@ -1,6 +1,6 @@
 // What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of five.
 
-constexpr bool FEW = NT <= 4;           // rows of x: one warp for A x, which others then read from global memory
+constexpr bool FEW = NT <= 4;           // rows of x: one warp for A x, which then lies in shared memory as a whole
 constexpr bool SYNC = NT <= 2;          // mma.sync, not wgmma
 constexpr int WARPS = 8;                // that multiply
 constexpr int SHRINKERS = FEW ? 1 : 3;  // warps for A x or its sums
