@@ -215,12 +215,8 @@ class W4Linear:
         params = self._params(
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )
-        options = defines(
-            NT=variant.nt,
-            STAGES=variant.stages,
-            REGISTERS=variant.registers_of(self.rank),
-            RANK=self.rank,
-        )
+        registers = variant.registers_of(self.rank)
+        options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=registers, RANK=self.rank)
         shared_bytes = variant.shared_bytes(len(self.tiles.parts) * self.rank)
         function = load(_SOURCES, "w4a16", options, shared_bytes, x.get_device())
         launch(function, workers * row_blocks, variant.threads(self.rank), shared_bytes, params)

@@ -9,8 +9,8 @@
 // One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends), eight
 // unpack W in registers and multiply on the tensor cores. Up to 16 rows of x by mma.sync: a warp takes 32 rows of W, so that
 // x is read from shared memory four times, not eight, and half of a stage's columns. More rows by wgmma, which reads x once
-// for 64 rows of W and leaves the multiprocessor's other units to the unpacking: mma.sync takes 6 cycles of a scheduler for
-// every product of 8 rows, in which it issues next to nothing else.
+// for 64 rows of W and takes two thirds of the time: mma.sync needs 6 cycles of a scheduler for every product of 8 rows, in
+// which it issues next to nothing else.
 //
 // A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
 // shares are stages ahead of W's. The same warp, or three, adds up what all sent. A x then comes back into shared memory, whole
@@ -83,14 +83,12 @@ __device__ __forceinline__ void multiply_few(const Params& p, u32 stage, const O
         uint4 words[TILES];
 #pragma unroll
         for (int r = 0; r < TILES; r++) words[r] = load_shared(stage + at.words + r * TILE_BYTES + half * 512);
-        u32 b[NT == 4 ? 8 : 4];
+        u32 b[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             // 16 columns of x, or 32 with one tile of rows.
             const u32 x = ((stage + at.x) ^ j * 32) + half * X_PART_BYTES;
-            if (NT > 1 || j % 2 == 0)
-#pragma unroll
-                for (int i = 0; i < (NT == 4 ? 2 : 1); i++) load_matrices(b + 4 * i, x + i * 16 * 128);
+            if (NT > 1 || j % 2 == 0) load_matrices(b, x);
 #pragma unroll
             for (int r = 0; r < TILES; r++) {
                 u32 a[4];
@@ -224,7 +222,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
 constexpr bool PASS_REGISTERS = NT == 32;  // to the warps that multiply, from the others
 constexpr int THREADS = (WARPS + 1 + SHRINKERS) * 32;
 
-// With up to 32 rows two thread blocks share a multiprocessor: the next kernel's has its weights on their way while this
+// With up to 16 rows two thread blocks share a multiprocessor: the next kernel's has its weights on their way while this
 // one ends.
 #if NT <= 4
 #define LIMIT __maxnreg__(REGISTERS)

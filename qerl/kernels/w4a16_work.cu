@@ -63,7 +63,7 @@ struct Place {
         address += STAGE_BYTES, barriers += 8;
         if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
     }
-    // All lanes have read the stage; the team's next one.
+    // All lanes have read the stage; the next one.
     __device__ __forceinline__ void release(bool first_lane) {
         __syncwarp();
         if (first_lane) barrier_arrive(empty());
