@@ -1,11 +1,12 @@
 """A decode step's attention in Triton; `qerl.kernels.reference` has it in PyTorch.
 
 A program attends for the query heads of one KV head to some pages of one sequence; a second launch combines these
-splits in their order. The split that holds the new token rotates its key and appends it to the cache. What a program
-computes depends on its sequence alone, so results don't depend on the batch.
+splits in their order. With enough sequences to keep the GPU busy a program attends to a whole one, and there is nothing
+to combine. The program that holds the new token rotates its key and appends it to the cache. What it computes depends
+on its sequence and on the size of the batch, not on the other sequences.
 
 Only qkv comes from the kernel before: slots, tables and older tokens are there since the step began, with kernels that
-nothing overtakes. So a program has its first page on its way while qkv is computed.
+nothing overtakes. So a split, of few pages, has the first on its way while qkv is computed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from torch import Tensor
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 from qerl.kernels.slots import Slots
+
+#: Programs that a multiprocessor has at least, where each attends to a whole sequence: half of them may have none.
+_LEAST_PROGRAMS = 0.5
+#: Shared memory for pages, in bytes, and how many it holds at most: one that is attended to, two on their way.
+_PAGES_BYTES, _MOST_PAGES = 200_000, 3
 
 
 @triton.jit
@@ -59,37 +65,55 @@ def _load_page(
 
 
 @triton.jit
+def _attend_to_page(q1, q2, k1, k2, v, there, highest, total, summed, scale):
+    """Go on with softmax(q k) v, in units of log2, over the tokens of a page that are `there`."""
+    scores = tl.dot(q1, k1, input_precision="ieee") + tl.dot(q2, k2, input_precision="ieee")
+    scores = tl.where(there[None, :], scores * scale, float("-inf"))
+    rising = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - rising[:, None])
+    fade = tl.exp2(highest - rising)
+    total = total * fade + tl.sum(weights, axis=1)
+    summed = summed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return rising, total, summed
+
+
+@triton.jit
 def _attend(
-    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, partial, top, mass, pages_stride, scale, eps,
+    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, out, partial, top, mass, pages_stride, scale, eps,
     QUERY: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(PDL)
     slot = tl.load(rows + row)
     position = tl.load(positions + slot)
-    tokens = _split_tokens(position, PAGE)
+    tokens = position + 1 if SPLITS == 1 else _split_tokens(position, PAGE)
     start = split * tokens
     end = tl.minimum(start + tokens, position)
-    if start > position:
-        wait_for_earlier(PDL)
-        return
     dtype: tl.constexpr = cache.dtype.element_ty
     member = tl.arange(0, GROUP_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     whole = tl.arange(0, DIM_BLOCK)
     in_half, in_whole = half < DIM // 2, whole < DIM
-    query_head = head * GROUP + member
+    query_head = row * QUERY + head * GROUP + member
+    in_group = (member < GROUP)[:, None] & in_whole[None, :]
+    if start > position:
+        wait_for_earlier(PDL)
+        if SPLITS == 1:
+            nothing = tl.zeros([GROUP_BLOCK, DIM_BLOCK], out.dtype.element_ty)
+            tl.store(out + query_head[:, None] * DIM + whole[None, :], nothing, in_group)
+        return
     pages += slot * pages_stride
-    k1, k2, v = _load_page(cache, pages, head, start, end, half, whole, KV, DIM, PAGE)
+    if SPLITS > 1:
+        k1, k2, v = _load_page(cache, pages, head, start, end, half, whole, KV, DIM, PAGE)
     angle = position * (DIM // 2) + half
     c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
     wait_for_earlier(PDL)
 
     token = qkv + row * (QUERY + 2 * KV) * DIM
-    query = token + query_head[:, None] * DIM + half[None, :]
+    query = token + (head * GROUP + member)[:, None] * DIM + half[None, :]
     q_mask = (member < GROUP)[:, None] & in_half[None, :]
     q1 = tl.load(query, q_mask, other=0.0).to(tl.float32)
     q2 = tl.load(query + DIM // 2, q_mask, other=0.0).to(tl.float32)
@@ -121,24 +145,25 @@ def _attend(
         summed += value.to(tl.float32)[None, :]
 
     token_in_page = tl.arange(0, PAGE)
-    for first in range(start, end, PAGE):
-        there = first + token_in_page < end
-        scores = tl.dot(r1, k1, input_precision="ieee") + tl.dot(r2, k2, input_precision="ieee")
-        scores = tl.where(there[None, :], scores * scale, float("-inf"))
-        rising = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - rising[:, None])
-        fade = tl.exp2(highest - rising)
-        total = total * fade + tl.sum(weights, axis=1)
-        summed = summed * fade[:, None] + tl.dot(weights.to(dtype), v, input_precision="ieee")
-        highest = rising
-        if first + PAGE < end:
-            k1, k2, v = _load_page(cache, pages, head, first + PAGE, end, half, whole, KV, DIM, PAGE)
+    if SPLITS > 1:
+        there = start + token_in_page < end
+        highest, total, summed = _attend_to_page(r1, r2, k1, k2, v, there, highest, total, summed, scale)
+        start += PAGE
+    # Most splits are of one page: they needn't begin to copy others.
+    if start < end:
+        for first in tl.range(start, end, PAGE, num_stages=STAGES):
+            k1, k2, v = _load_page(cache, pages, head, first, end, half, whole, KV, DIM, PAGE)
+            there = first + token_in_page < end
+            highest, total, summed = _attend_to_page(r1, r2, k1, k2, v, there, highest, total, summed, scale)
 
-    part = (row * QUERY + query_head) * SPLITS + split
-    in_group = member < GROUP
-    tl.store(partial + part[:, None] * DIM + whole[None, :], summed, in_group[:, None] & in_whole[None, :])
-    tl.store(top + part, highest, in_group)
-    tl.store(mass + part, total, in_group)
+    if SPLITS == 1:
+        result = (summed / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + query_head[:, None] * DIM + whole[None, :], result, in_group)
+    else:
+        part = query_head * SPLITS + split
+        tl.store(partial + part[:, None] * DIM + whole[None, :], summed, in_group)
+        tl.store(top + part, highest, member < GROUP)
+        tl.store(mass + part, total, member < GROUP)
 
 
 @triton.jit
@@ -180,6 +205,8 @@ def attend(
 ) -> Tensor:
     """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
     batch, device = len(rows), qkv.device
+    if batch * heads.kv >= _LEAST_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count:
+        splits = 1
     out = qkv.new_empty(batch, heads.query * heads.dim)
     group = heads.query // heads.kv
     partial = torch.empty(batch, heads.query, splits, heads.dim, dtype=torch.float32, device=device)
@@ -196,6 +223,7 @@ def attend(
         # Not read where there are none.
         qkv if heads.q_norm is None else heads.q_norm,
         qkv if heads.k_norm is None else heads.k_norm,
+        out,
         partial,
         top,
         mass,
@@ -208,11 +236,14 @@ def attend(
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         HALF_BLOCK=max(16, dim_block // 2),
         DIM_BLOCK=max(16, dim_block),
+        # Triton's pipeline has two for the number of a page and the page itself.
+        STAGES=2 * min(_PAGES_BYTES // (2 * cache.shape[-2] * dim_block * cache.element_size()), _MOST_PAGES) + 1,
         NORM=heads.q_norm is not None,
         num_warps=4,
         **common,
     )
-    _combine[(batch, heads.query)](
-        rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
-    )
+    if splits > 1:
+        _combine[(batch, heads.query)](
+            rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
+        )
     return out

@@ -110,10 +110,13 @@ def expected_attention(qkv, cache, slots, slot, rope, heads):
         (32, 1, 64, True),
     ],
 )
+@pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.usefixtures("dependent_launch")
-def test_attention(dtype, query, kv, dim, normed):
+def test_attention(dtype, query, kv, dim, normed, least_programs, monkeypatch):
+    from qerl.kernels import attention
     from qerl.kernels.attention import attend
 
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
     heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
     slots, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
