@@ -42,8 +42,13 @@ class _Variant:
 
     @property
     def few(self) -> bool:
-        """Rows: A x isn't multiplied in the ring's stages, but by a warp of its own."""
+        """Rows: A x isn't multiplied in the ring's stages, but by warps of its own."""
         return self.nt <= 4
+
+    @property
+    def shrinkers(self) -> int:
+        """Warps for A x or its sums; one where two thread blocks share a multiprocessor's registers."""
+        return 1 if self.nt <= 2 else 3
 
     def shared_bytes(self, width: int) -> int:
         """Of the ring, 1,024 for its first stage to be aligned, with the fewest rows sums that warps exchange.
@@ -56,8 +61,8 @@ class _Variant:
         return max(self.stages * stage + 1024 + exchanged + shrunk, _ALONE_BYTES if self.alone else 0)
 
     def threads(self, rank: int) -> int:
-        """Warps that multiply, one that copies, one or three for A x or its sums; an idle one, see `registers_of`."""
-        return 32 * (8 + 1 + (1 if self.few else 3) + self._idle(rank))
+        """Warps that multiply, one that copies, those for A x or its sums; an idle one, see `registers_of`."""
+        return 32 * (8 + 1 + self.shrinkers + self._idle(rank))
 
     def registers_of(self, rank: int) -> int:
         """A thread's. Without adapters few do, too few to keep two thread blocks apart: an idle warp does that."""
@@ -226,7 +231,8 @@ class W4Linear:
         width = len(self.tiles.parts) * self.rank
         if variant.few:
             blocks = self.tiles.columns // layout.BLOCK_COLUMNS
-            most = min(max(self._workspace.processors // max(width // 16, 1), _SPANS[0]), _SPANS[1])
+            warps = variant.shrinkers * self._workspace.processors
+            most = min(max(warps // max(width // 16, 1), _SPANS[0]), _SPANS[1])
             span = -(-blocks // most)
             return -(-blocks // span), span
         blocks = self.tiles.columns // variant.columns

@@ -48,22 +48,23 @@ struct ShrinkOperand {
 };
 
 // Few rows of x: a warp takes 16 rows of A and a span of columns at a time.
-__device__ void shrink_few(const Params& p, const Share& share, int lane) {
+__device__ void shrink_few(const Params& p, const Share& share, int number, int lane) {
     const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * RANK_TILES * p.senders;
+    const int first = number * share.workers + share.worker;
     ShrinkOperand a;
-    if (share.worker < items) {
-        const int tile = share.worker / p.senders, begin = share.worker % p.senders * p.span;
+    if (first < items) {
+        const int tile = first / p.senders, begin = first % p.senders * p.span;
         a.load(p, tile, begin * BLOCK_COLUMNS);
         for (int block = begin + 1; block < min(begin + p.span, blocks); block++)
             ShrinkOperand::prefetch(p, tile, block * BLOCK_COLUMNS, lane);
     }
     wait_for_earlier_kernels();
-    for (int item = share.worker; item < items; item += share.workers) {
+    for (int item = first; item < items; item += SHRINKERS * share.workers) {
         const int tile = item / p.senders, sender = item % p.senders;
         const int begin = sender * p.span, end = min(begin + p.span, blocks);
         float4 c[NT] = {};
         for (int block = begin; block < end; block++) {
-            if (item != share.worker || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
+            if (item != first || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
             a.multiply(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
         }
         uint4* sums = shrink_sums(p, share, tile, sender);
@@ -171,7 +172,7 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
 // What the warps for A x do; they tell the others by `shrunk` that it is there.
 __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
     if constexpr (FEW)
-        shrink_few(p, share, lane);
+        shrink_few(p, share, number, lane);
     else
         wait_for_earlier_kernels();
     share_sums(p, share, number, lane);

@@ -1,9 +1,9 @@
 // What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of five.
 
-constexpr bool FEW = NT <= 4;           // rows of x: one warp for A x, which then lies in shared memory as a whole
-constexpr bool SYNC = NT <= 2;          // mma.sync, not wgmma
-constexpr int WARPS = 8;                // that multiply
-constexpr int SHRINKERS = FEW ? 1 : 3;  // warps for A x or its sums
+constexpr bool FEW = NT <= 4;            // rows of x: warps for A x, which then lies in shared memory as a whole
+constexpr bool SYNC = NT <= 2;           // mma.sync, not wgmma
+constexpr int WARPS = 8;                 // that multiply
+constexpr int SHRINKERS = SYNC ? 1 : 3;  // warps for A x or its sums
 constexpr int BLOCK_TILES = 8, BLOCK_ROWS = 16 * BLOCK_TILES, BLOCK_COLUMNS = 128, GROUPS = BLOCK_COLUMNS / 16;
 constexpr int STAGE_BLOCKS = NT <= 8 ? 2 : 1, STAGE_COLUMNS = STAGE_BLOCKS * BLOCK_COLUMNS;
 constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
