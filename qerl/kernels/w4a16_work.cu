@@ -15,6 +15,8 @@ constexpr int SHRINK_ROWS = 32;  // of A in a stage
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
+// With many rows of x B (A x) of a row of blocks takes whoever begins the row as long as so many units of W.
+constexpr int EXPAND_UNITS = FEW || RANK == 0 ? 0 : 2;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
 // Behind the stages: sums that warps exchange, and A x.
 constexpr int EXCHANGED = STAGES * STAGE_BYTES, LOCAL = EXCHANGED + (SYNC ? 4096 * NT : 0);
@@ -112,11 +114,16 @@ struct Share {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
     // Stages of A count as stages of W do: who has more of them has fewer of W's. As there are twice as many of W's as
-    // workers, or one worker, everyone has one of W's.
+    // workers, or one worker, everyone has one of W's. B (A x) counts as units ahead of each row's, unless somebody could then
+    // have nothing else.
     __device__ int start(const Params& p, int w) const {
-        const int units = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * column_blocks;
+        const int rows = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int more = rows * (column_blocks + EXPAND_UNITS) > (EXPAND_UNITS + 2) * workers ? EXPAND_UNITS : 0;
         const ShrinkUnits a(p, workers);
-        return first_unit(units + a.units, workers, w) - a.start(w);
+        const int place = first_unit(rows * (column_blocks + more) + a.units, workers, w) - a.start(w);
+        if (!more) return place;
+        const int row = place / (column_blocks + more);
+        return row * column_blocks + max(place - row * (column_blocks + more) - more, 0);
     }
 };
 
