@@ -17,7 +17,7 @@ from qerl.kernels.jit import address, defines, launch, load, params_struct, tens
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
 
-_SOURCES = ("w4a16_instructions.cu", "w4a16_work.cu", "w4a16_lora.cu", "w4a16_end.cu", "w4a16.cu")
+_SOURCES = tuple(f"w4a16{part}.cu" for part in ("_instructions", "_division", "_ring", "_lora", "_end", ""))
 _PLAIN, _RESIDUAL, _SILU = range(3)
 _POINTER = ctypes.c_void_p
 
@@ -59,6 +59,13 @@ class _Variant:
         exchanged = 4096 * self.nt if self.nt <= 2 else 0
         shrunk = 16 * self.nt * width if self.few else 0
         return max(self.stages * stage + 1024 + exchanged + shrunk, _ALONE_BYTES if self.alone else 0)
+
+    def workers(self, blocks: int, most: int) -> int:
+        """Thread blocks that share `blocks` of W.
+
+        With many rows stages of A take the place of some of W's: everyone is to have one of W's yet.
+        """
+        return min(most, blocks if self.few else max(blocks // 2, 1))
 
     def threads(self, rank: int) -> int:
         """Warps that multiply, one that copies, those for A x or its sums; an idle one, see `registers_of`."""
@@ -215,8 +222,7 @@ class W4Linear:
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
         variant = large if blocks >= _LARGE * self._workspace.processors else small
         row_blocks = -(-m // (8 * variant.nt))
-        # With many rows stages of A take the place of some of W's: everyone is to have one of W's yet.
-        workers = min(self._workspace.processors // row_blocks, blocks if variant.few else max(blocks // 2, 1))
+        workers = variant.workers(blocks, self._workspace.processors // row_blocks)
         params = self._params(
             x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
         )

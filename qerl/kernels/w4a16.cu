@@ -19,7 +19,8 @@
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.
 //
-// The parts are compiled as one: w4a16_instructions, w4a16_work, w4a16_lora, w4a16_end and this one, W x and the kernel.
+// The parts are compiled as one: w4a16_instructions, w4a16_division, w4a16_ring, w4a16_lora, w4a16_end and this one, W x and
+// the kernel.
 // Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; RANK of the adapters or 0, a multiple of
 // 16; up to 32 rows REGISTERS of a thread.
 

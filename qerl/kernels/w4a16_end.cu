@@ -1,4 +1,4 @@
-// The end of a row of blocks: others' sums, B (A x), bias, residual or SiLU; the decode product's fourth part of five.
+// The end of a row of blocks: others' sums, B (A x), bias, residual or SiLU; the decode product's fifth part of six.
 
 // What is in `out` now, at the places where this lane writes.
 template <int COUNT>

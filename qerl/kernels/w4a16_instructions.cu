@@ -1,4 +1,4 @@
-// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's five parts.
+// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's six parts.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -1,4 +1,4 @@
-// A x and B (A x): the decode product's third part of five.
+// A x and B (A x): the decode product's fourth part of six.
 
 // --- A x ---
 

@@ -1,4 +1,5 @@
-// What the decode product is given, how its thread blocks divide the work, and the thread that copies: its second part of five.
+// What the decode product is given, its sizes, and how its thread blocks divide the work: its second part of six. Arithmetic alone:
+// tests/unit/test_decode_division.py compiles it for a CPU.
 
 constexpr bool FEW = NT <= 4;            // rows of x: warps for A x, which then lies in shared memory as a whole
 constexpr bool SYNC = NT <= 2;           // mma.sync, not wgmma
@@ -45,32 +46,6 @@ struct Params {
     int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // few rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
-};
-
-// Where in the ring a warp that multiplies is. Addresses in shared memory are counted up: computed anew for each stage, they
-// took 14 % of the time with 32 rows of x.
-struct Place {
-    u32 address, barriers, number, phase;
-
-    // `barriers`: [2][STAGES], that a stage is full and that it is empty.
-    __device__ __forceinline__ Place(u8* stages, u64* barriers)
-        : address(kept_uniform(shared_address(stages))),
-          barriers(kept_uniform(shared_address(barriers))),
-          number(0),
-          phase(0) {}
-    __device__ __forceinline__ void wait() const { barrier_wait(barriers, phase); }
-    // The barrier that says that the stage has been read.
-    __device__ __forceinline__ u32 empty() const { return barriers + 8 * STAGES; }
-    __device__ __forceinline__ void advance() {
-        address += STAGE_BYTES, barriers += 8;
-        if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
-    }
-    // All lanes have read the stage; the next one.
-    __device__ __forceinline__ void release(bool first_lane) {
-        __syncwarp();
-        if (first_lane) barrier_arrive(empty());
-        advance();
-    }
 };
 
 // --- division of the work ---
@@ -184,83 +159,5 @@ struct Walk {
         expansion = 0, i++, column++;
         if (i == share.shrinks) enter(share);
         if (column == share.column_blocks) column = 0, row++;
-    }
-};
-
-// --- copies ---
-
-__device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stage, u64* full) {
-    barrier_expect(full, STAGE_BYTES);
-    bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
-}
-
-__device__ __forceinline__ void copy_shrink(const Params& p, const Walk& at, u8* stage, u64* full) {
-    barrier_expect(full, STAGE_COLUMNS / 64 * (SHRINK_PART_BYTES + X_PART_BYTES));
-    tensor_copy(stage, &p.a_map, at.column * STAGE_COLUMNS, at.row * SHRINK_ROWS, full);
-}
-
-__device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const Walk& at, u8* stage, u64* full) {
-    const Expansion expansion(p, at.row);
-    const int first = (at.expansion - 1) * EXPAND_TILES, tiles = min(expansion.tiles - first, EXPAND_TILES);
-    const size_t tile = (size_t)share.row_block * p.parts * RANK_TILES + expansion.first + first;
-    const u8* from = (const u8*)p.shrunk + tile * EXPAND_TILE_BYTES;
-    barrier_expect(full, tiles * EXPAND_TILE_BYTES);
-    bulk_copy(stage + WEIGHT_BYTES, from, tiles * EXPAND_TILE_BYTES, full);
-}
-
-// One thread.
-__device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* shrunk) {
-    u64* empty = full + STAGES;
-    const auto copy_constants = [&](const Walk& at, int stage) {
-        u8* to = stages + stage * STAGE_BYTES;
-        if (at.i < share.shrinks)
-            copy_shrink(p, at, to, full + stage);
-        else
-            copy_weights(p, share.unit(at.i), to, full + stage);
-    };
-    int early = 0;
-    for (Walk at(share); early < STAGES && at.i < share.stages() && !at.expansion; early++, at.advance(p, share))
-        copy_constants(at, early);
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
-    wait_for_earlier_kernels();
-    int stage = 0, round = 0;
-    for (Walk at(share); at.i < share.stages(); at.advance(p, share)) {
-        if (round) barrier_wait(empty + stage, (round - 1) & 1);
-        if (at.expansion) {
-            barrier_wait(shrunk, 0);
-            asm volatile("fence.proxy.async;" ::: "memory");
-            copy_shrunk(p, share, at, stages + stage * STAGE_BYTES, full + stage);
-        } else {
-            if (round || stage >= early) copy_constants(at, stage);
-            u8* x = stages + stage * STAGE_BYTES + WEIGHT_BYTES;
-            tensor_copy(x, &p.x_map, at.column * STAGE_COLUMNS, share.row_block * ROWS, full + stage);
-        }
-        if (++stage == STAGES) stage = 0, round++;
-    }
-}
-
-// Where a tile's rows stand in the layers, and what is read before their sums are there.
-struct Tile {
-    int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
-    const u16 *b_low, *b_high;     // of B, at this lane's place
-    float low_bias, high_bias;
-
-    __device__ Tile(const Params& p, int row, int lane) : row(row) {
-        const int g = lane / 4;
-        low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
-        const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
-        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * RANK;
-        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * RANK;
-        const bool biased = p.bias && row < p.rows;
-        low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
-    }
-
-    // Its part of B on its way to L2.
-    __device__ __forceinline__ void prefetch_b(const Params& p, int lane) const {
-        if (row >= p.rows) return;
-        for (int column = lane % 4 * 64; column < RANK; column += 256) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
-        }
     }
 };

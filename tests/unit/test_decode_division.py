@@ -1,0 +1,221 @@
+"""How the decode product's thread blocks divide the work, by the kernel's own source compiled for this machine."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qerl.kernels import linear
+from qerl.kernels.linear import _ALONE_BYTES, _VARIANTS, W4Linear
+
+COMPILER = shutil.which("c++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+VARIANTS = {pair[0].nt: pair for pair in _VARIANTS}
+RANKS = (0, 16, 64, 128)
+BLOCK_ROWS, SHRINK_ROWS, EXPAND_TILES = 128, 32, 8
+PLAIN, SILU = 0, 2
+
+PRELUDE = """
+#include <algorithm>
+#include <cstddef>
+using std::max;
+using std::min;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+struct TensorMap { u8 bytes[128]; };
+struct uint4 { u32 x, y, z, w; };
+struct { int x; } blockIdx, gridDim;
+#define __device__
+#define __forceinline__ inline
+"""
+# Shape: rows, columns, parts, mode, the parts' ends, row blocks and thread blocks of each.
+PART = """
+#define NT {nt}
+#define RANK {rank}
+#define STAGES {stages}
+namespace nt{nt}_rank{rank}_stages{stages} {{
+#include "{source}"
+}}
+extern "C" void sizes_{nt}_{rank}_{stages}(int* out) {{
+    using namespace nt{nt}_rank{rank}_stages{stages};
+    int sizes[] = {{STAGE_COLUMNS, LOCAL, ROWS, 32 * (WARPS + 1 + SHRINKERS), CHUNKS}};
+    std::copy(sizes, sizes + 5, out);
+}}
+extern "C" int share_{nt}_{rank}_{stages}(const int* shape, int worker, int* out, int* stages) {{
+    using namespace nt{nt}_rank{rank}_stages{stages};
+    Params p{{}};
+    p.rows = shape[0], p.columns = shape[1], p.parts = shape[2], p.mode = shape[3];
+    std::copy(shape + 4, shape + 7, p.part_end);
+    p.row_blocks = shape[7], gridDim.x = shape[7] * shape[8], blockIdx.x = worker * shape[7];
+    const Share share(p);
+    const Division of_last(p, share);
+    const int facts[] = {{share.first_shrink, share.shrinks, share.first, share.last, of_last.me, of_last.count, of_last.owners}};
+    std::copy(facts, facts + 7, out);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) out[7 + chunk] = of_last.owner(chunk);
+    int count = 0;
+    for (Walk at(share); at.i < share.stages(); at.advance(p, share), count++) {{
+        const int stage[] = {{at.i < share.shrinks, at.row, at.column, at.expansion}};
+        std::copy(stage, stage + 4, stages + 4 * count);
+    }}
+    return count;
+}}
+#undef NT
+#undef RANK
+#undef STAGES
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("division")
+    source = Path(linear.__file__).with_name("w4a16_division.cu")
+    compiled = {(v.nt, rank, v.stages) for pair in _VARIANTS for v in pair for rank in RANKS}
+    parts = [PART.format(nt=nt, rank=rank, stages=stages, source=source) for nt, rank, stages in sorted(compiled)]
+    (folder / "division.cpp").write_text(PRELUDE + "".join(parts))
+    target = folder / "division.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", target, folder / "division.cpp"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return ctypes.CDLL(str(target))
+
+
+@dataclass
+class Work:
+    """A thread block's."""
+
+    shrinks: range
+    units: range
+    me: int
+    count: int
+    owners: int
+    chunk_owners: list[int]
+    stages: list[tuple[int, ...]]  # whether of A, row, column, number of the stage of A x
+
+
+def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
+    """All thread blocks' of a row block of x, and blocks of a row of blocks of W."""
+    rows, of_row = ends[-1], columns // variant.columns
+    blocks = -(-rows // BLOCK_ROWS) * of_row
+    workers = variant.workers(blocks, processors // row_blocks)
+    shape = [rows, columns, len(ends), mode, *(ends + [rows] * 3)[:3], row_blocks, workers]
+    given = (ctypes.c_int * 9)(*shape)
+    function = getattr(library, f"share_{variant.nt}_{rank}_{variant.stages}")
+    chunks = sizes_of(library, variant, rank)[4]
+    found = []
+    for worker in range(workers):
+        out, stages = (ctypes.c_int * 64)(), (ctypes.c_int * (4 * (blocks + 1000)))()
+        count = function(given, worker, out, stages)
+        first_shrink, shrinks, first, last, me, members, owners = out[:7]
+        listed = [tuple(stages[4 * i : 4 * i + 4]) for i in range(count)]
+        of_a = range(first_shrink, first_shrink + shrinks)
+        found.append(Work(of_a, range(first, last), me, members, owners, out[7 : 7 + chunks], listed))
+    return found, of_row
+
+
+def sizes_of(library, variant, rank):
+    out = (ctypes.c_int * 5)()
+    getattr(library, f"sizes_{variant.nt}_{rank}_{variant.stages}")(out)
+    return list(out)
+
+
+def parts_of(row, ends, mode):
+    if mode == SILU:
+        return 2
+    touched = {next(i for i, end in enumerate(ends) if at < end) for at in (row * 128, min(row * 128 + 127, ends[-1] - 1))}
+    return max(touched) - min(touched) + 1
+
+
+def expected_stages(work, variant, rank, ends, mode, of_row):
+    stages = [(1, unit // of_row, unit % of_row, 0) for unit in work.shrinks]
+    for unit in work.units:
+        row, column = divmod(unit, of_row)
+        stages.append((0, row, column, 0))
+        ends_here = column == of_row - 1 or unit == work.units[-1]
+        if rank and not variant.few and ends_here and row * of_row in work.units:
+            count = -(-parts_of(row, ends, mode) * rank // 16 // EXPAND_TILES)
+            stages += [(0, row, column, number + 1) for number in range(count)]
+    return stages
+
+
+def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
+    found, of_row = works(library, variant, rank, ends, columns, mode, processors, row_blocks)
+    # Each unit once, in the thread blocks' order, and at least one for each.
+    assert [unit for work in found for unit in work.units] == list(range(-(-ends[-1] // BLOCK_ROWS) * of_row))
+    assert all(work.units for work in found)
+    rows_of_a = 0 if variant.few else -(-len(ends) * rank // SHRINK_ROWS)
+    assert [unit for work in found for unit in work.shrinks] == list(range(rows_of_a * of_row))
+    for number, work in enumerate(found):
+        row = work.units[-1] // of_row
+        members = [i for i, one in enumerate(found) if one.units[0] // of_row <= row <= one.units[-1] // of_row]
+        alone = len(work.chunk_owners) == 1
+        owners = [members[0]] if alone else [i for i in members if found[i].units[-1] // of_row == row]
+        assert (work.me, work.count, work.owners) == (members.index(number), len(members), len(owners))
+        # Those who own parts of a row have nothing to do behind it.
+        assert work.chunk_owners == sorted(work.chunk_owners)
+        assert set(work.chunk_owners) <= set(range(len(owners)))
+        assert work.stages == expected_stages(work, variant, rank, ends, mode, of_row)
+    return found, of_row
+
+
+LAYERS = {
+    "7B q,k,v": ([3584, 4096, 4608], 3584, PLAIN),
+    "7B o": ([3584], 3584, PLAIN),
+    "7B gate,up": ([18944, 37888], 3584, SILU),
+    "7B down": ([3584], 18944, PLAIN),
+    "32B q,k,v": ([5120, 6144, 7168], 5120, PLAIN),
+    "small": ([256], 512, PLAIN),
+    "one block": ([128], 256, PLAIN),
+}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("nt", VARIANTS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, nt, rank):
+    for variant in set(VARIANTS[nt]):
+        for row_blocks in (1, 2):
+            check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
+
+
+@pytest.mark.parametrize("nt", VARIANTS)
+def test_so_it_is_for_any_shape(library, nt):
+    chance = random.Random(nt)
+    for _ in range(60):
+        parts = chance.randint(1, 3)
+        ends = [128 * chance.randint(1, 30)]
+        while len(ends) < parts:
+            ends.append(ends[-1] + 128 * chance.randint(1, 10))
+        columns = 256 * chance.randint(1, 20)
+        check(library, VARIANTS[nt][0], chance.choice(RANKS), ends, columns, PLAIN, chance.choice((132, 114, 7, 1)))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("variant", dict.fromkeys(v for pair in _VARIANTS for v in pair))
+def test_sizes_are_those_of_the_kernel(library, variant, rank):
+    columns, local, rows, threads, _ = sizes_of(library, variant, rank)
+    width = 3 * rank
+    needed = local + 1024 + (2 * rows * width if variant.few else 0)
+    assert variant.columns == columns
+    assert variant.threads(rank) - threads in (0, 32)
+    assert variant.shared_bytes(width) == max(needed, _ALONE_BYTES if variant.alone else 0)
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("nt", [8, 16, 32])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, nt, rank):
+    ends, columns, mode = LAYERS[layer]
+    variant = VARIANTS[nt][0]
+    found, of_row = check(library, variant, rank, ends, columns, mode, 132)
+    host = SimpleNamespace(tiles=SimpleNamespace(parts=ends, columns=columns), rank=rank)
+    places, _ = W4Linear._division(host, variant, len(found))
+    for row in range(-(-len(ends) * rank // SHRINK_ROWS)):
+        senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
+        assert 2 * (senders[-1] - senders[0] + 1) <= places
