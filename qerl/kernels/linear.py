@@ -17,7 +17,14 @@ from qerl.kernels.jit import address, defines, launch, load, params_struct, tens
 from qerl.kernels.tiles import Tiles
 from qerl.quant.linear import PackedLinear
 
-_SOURCES = tuple(f"w4a16{part}.cu" for part in ("_instructions", "_division", "_ring", "_lora", "_end", ""))
+_SOURCES = (
+    "w4a16_instructions.cu",
+    "w4a16_division.cu",
+    "w4a16_ring.cu",
+    "w4a16_lora.cu",
+    "w4a16_end.cu",
+    "w4a16.cu",
+)
 _PLAIN, _RESIDUAL, _SILU = range(3)
 _POINTER = ctypes.c_void_p
 

@@ -56,8 +56,9 @@ extern "C" int share_{nt}_{rank}_{stages}(const int* shape, int worker, int* out
     p.row_blocks = shape[7], gridDim.x = shape[7] * shape[8], blockIdx.x = worker * shape[7];
     const Share share(p);
     const Division of_last(p, share);
-    const int facts[] = {{share.first_shrink, share.shrinks, share.first, share.last, of_last.me, of_last.count, of_last.owners}};
-    std::copy(facts, facts + 7, out);
+    const int units[] = {{share.first_shrink, share.shrinks, share.first, share.last}};
+    const int ends[] = {{of_last.me, of_last.count, of_last.owners}};
+    std::copy(ends, ends + 3, std::copy(units, units + 4, out));
     for (int chunk = 0; chunk < CHUNKS; chunk++) out[7 + chunk] = of_last.owner(chunk);
     int count = 0;
     for (Walk at(share); at.i < share.stages(); at.advance(p, share), count++) {{
@@ -128,8 +129,8 @@ def sizes_of(library, variant, rank):
 def parts_of(row, ends, mode):
     if mode == SILU:
         return 2
-    touched = {next(i for i, end in enumerate(ends) if at < end) for at in (row * 128, min(row * 128 + 127, ends[-1] - 1))}
-    return max(touched) - min(touched) + 1
+    first, last = row * BLOCK_ROWS, min((row + 1) * BLOCK_ROWS, ends[-1]) - 1
+    return sum(end > first and begin <= last for begin, end in zip([0, *ends], ends, strict=False))
 
 
 def expected_stages(work, variant, rank, ends, mode, of_row):
