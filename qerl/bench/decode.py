@@ -128,6 +128,12 @@ def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
     return taken[1:]
 
 
+def check_weights(weights: str) -> None:
+    """BadParameter for what isn't one of `WEIGHTS`."""
+    if weights not in WEIGHTS:
+        raise typer.BadParameter(f"weights are one of {', '.join(WEIGHTS)}, not {weights}")
+
+
 def main(
     out: Path,
     size: str = "7B",
@@ -141,8 +147,7 @@ def main(
 
     `weights`: bf16, nf4, mxfp4 or nvfp4; rank 0: no adapter.
     """
-    if weights not in WEIGHTS:
-        raise typer.BadParameter(f"weights are one of {', '.join(WEIGHTS)}, not {weights}")
+    check_weights(weights)
     size = shape_name(size)
     points = DecodePoints(out, Job("native", size, weights, rank, prompt, tokens))
 

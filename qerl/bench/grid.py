@@ -74,12 +74,17 @@ def state(job: Job, settings: ShapesSettings, own: Path) -> str:
     return MISSING
 
 
+def decode_id(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
+    """The id of a decode job."""
+    return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
+
+
 def _decodes(grid: DecodeGrid) -> Iterator[Job]:
     for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
         _check(grid.engine, size, weights)
         options = {"size": size, "weights": weights, "rank": rank, "prompt": prompt, "tokens": grid.tokens}
         sequences = [option for number in grid.sequences for option in ("--sequences", str(number))]
-        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{prompt}x{grid.tokens}"
+        id = decode_id(grid.engine, size, weights, rank, prompt, grid.tokens)
         yield Job(id, _DECODE[grid.engine], (*_options(options), *sequences), tuple(grid.sequences))
 
 

@@ -295,6 +295,23 @@ def crossover(points: pd.DataFrame) -> pd.DataFrame:
     return _measured_rows(rows, counts)
 
 
+def adapters(points: pd.DataFrame) -> pd.DataFrame:
+    """Speed with an adapter over that without one of each (size, engine, weights, rank), with 95 % intervals.
+
+    Points of one length; rows that have neither are left out.
+    """
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(["size", "engine", "weights"], sort=False):
+        found = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
+        without = [found.get((0, count)) for count in counts]
+        for rank in sorted({rank for rank, _ in found} - {0}):
+            own = [found.get((rank, count)) for count in counts]
+            named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
+            rows.append(named | _ratio_columns(counts, own, without))
+    return _measured_rows(rows, counts)
+
+
 def contexts(points: pd.DataFrame) -> pd.DataFrame:
     """Those points that were measured with prompts of several lengths, all else alike."""
     alike = [name for name in _CROSSED if name != "prompt"]
@@ -401,10 +418,10 @@ def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
 def write_all(files: Sequence[Path], out: Path) -> None:
     """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of files of points and of GRPO steps.
 
-    decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, with figures decode-rank<rank>-<lengths> and
-    crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths contexts-<tokens>, with figures
-    contexts-rank<rank>-<tokens>; steps, memory. Tables without a row are left out. ResultError without any file. Of
-    points and steps at the paper's lengths, its tables too (`qerl.report.grid_paper`).
+    decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
+    decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
+    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory. Tables without a row are left out.
+    ResultError without any file. Of points and steps at the paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
     decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
@@ -429,6 +446,8 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     measured = f"by number of sequences; {_lengths(points)}"
     title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
     _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
+    cost = f"Decode speed with an adapter over that without {measured}. {_INTERVAL}. {_DASH}"
+    _write_counts(adapters(points), out / f"adapters-{lengths}", cost, points, times)
     for rank, group in points.groupby("rank"):
         grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:

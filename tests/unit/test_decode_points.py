@@ -9,10 +9,11 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.bench import decode, decode_hf, decode_points, decode_vllm
+from qerl.bench import decode, decode_hf, decode_points, decode_ranks, decode_vllm
 from qerl.bench.ceilings import ceilings, gpu_state, parse_state
 from qerl.config import ConfigError
 from qerl.measure import Seconds
+from qerl.models.policy import weight_bytes
 
 WORK = {"size": "TINY", "rank": 4, "prompt": 4, "tokens": 5}
 SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
@@ -70,6 +71,38 @@ def test_a_job_goes_on_where_its_file_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "random_policy", None)
     decode.main(out, sequences=[1, 2], **WORK)
     assert out.read_text() == text
+
+
+def test_ranks_are_measured_in_turn(tmp_path, monkeypatch):
+    """For each number of sequences one rank after the other, so that a change of the machine meets all."""
+    order, measure = [], decode_ranks.measure
+
+    def told(policy, sequences, *sizes):
+        order.append((policy.peft is not None, sequences))
+        return measure(policy, sequences, *sizes)
+
+    monkeypatch.setattr(decode_ranks, "measure", told)
+    lengths = {"size": "TINY", "prompt": 4, "tokens": 5}
+    decode_ranks.main(tmp_path, rank=[0, 4], sequences=[2, 1], **lengths)
+    assert order == [(False, 2), (True, 2), (False, 1), (True, 1)]
+    without, adapted = (read(tmp_path / f"decode-native-tiny-nvfp4-r{rank}-4x5.json") for rank in (0, 4))
+    assert_job(adapted, "native", "nvfp4", [1, 2])
+    assert (without["rank"], without["sync_seconds"], len(adapted["sync_seconds"])) == (0, [], 20)
+    (tmp_path / "decode-native-tiny-nvfp4-r0-4x5.json").unlink()
+    decode_ranks.main(tmp_path, rank=[0, 4], sequences=[1], **lengths)
+    assert order[4:] == [(False, 1)]
+    # A job of the grid takes the file up.
+    decode.main(tmp_path / "decode-native-tiny-nvfp4-r4-4x5.json", sequences=[1, 2], **WORK)
+
+
+def test_the_peak_of_a_rank_is_without_the_others_policies(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode_ranks, "peak_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(decode_ranks, "measure", lambda policy, sequences, *_: figures(sequences))
+    decode_ranks.main(tmp_path, size="tiny", rank=[0, 4], sequences=[1])
+    peaks = [read(file)["points"][0]["peak_memory_bytes"] for file in sorted(tmp_path.iterdir())]
+    sizes = [weight_bytes(decode.random_policy("tiny", "nvfp4", rank, torch.device("cpu"))) for rank in (0, 4)]
+    assert sizes[0] < sizes[1]
+    assert peaks == [10**9 - sizes[1], 10**9 - sizes[0]]
 
 
 def job(**other):

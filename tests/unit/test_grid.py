@@ -211,6 +211,24 @@ def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
     assert row["crosses"] == crosses
 
 
+def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [100.0, 100.0], 8: [400.0]}, rank=0),
+        decode_file(tmp_path, "native", "nvfp4", {1: [90.0, 95.0], 8: OUT_OF_MEMORY}, rank=16),
+        decode_file(tmp_path, "native", "nvfp4", {8: [300.0]}, rank=64),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
+        decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
+    ]
+    rows = rows_of(grid.adapters(grid.load_points(files)), "engine", "weights", "rank")
+    assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
+    small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
+    assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
+    assert small["8"] == "native NVFP4: out of memory"
+    assert (large["1"], large["8"]) == ("–", 0.75)
+    grid.write_all(files, tmp_path / "out")
+    assert "0.93× [0.90×, 0.95×]" in (tmp_path / "out" / "adapters-128x256.md").read_text()
+
+
 def test_contexts_are_the_crossover_by_prompt(tmp_path):
     """At 128 tokens NVFP4 is twice as fast as BF16, then half as fast; at 4,096 1.5 times, then out of memory."""
     speeds: dict[tuple, dict] = {
