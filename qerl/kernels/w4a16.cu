@@ -12,9 +12,9 @@
 // for 64 rows of W and takes two thirds of the time: mma.sync needs 6 cycles of a scheduler for every product of 8 rows, in
 // which it issues next to nothing else.
 //
-// A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it; with many,
-// shares are stages ahead of W's. The same warp, or three, adds up what all sent. A x then comes back into shared memory, whole
-// or, with many rows, as a stage behind the last of a row of blocks.
+// A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it, with 17 to
+// 32 three do; with many, shares are stages ahead of W's. The same warp, or three, adds up what all sent. A x then comes back
+// into shared memory, whole or, with many rows, as a stage behind the last of a row of blocks.
 //
 // Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
 // puts EMPTY back. So data and "it is there" arrive together.

@@ -1,5 +1,5 @@
-// What the decode product is given, its sizes, and how its thread blocks divide the work: its second part of six. Arithmetic alone:
-// tests/unit/test_decode_division.py compiles it for a CPU.
+// What the decode product is given, its sizes, and how its thread blocks divide the work: its second part of six. Arithmetic
+// alone: tests/unit/test_decode_division.py compiles it for a CPU.
 
 constexpr bool FEW = NT <= 4;            // rows of x: warps for A x, which then lies in shared memory as a whole
 constexpr bool SYNC = NT <= 2;           // mma.sync, not wgmma
