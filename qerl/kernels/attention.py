@@ -22,8 +22,9 @@ from qerl.kernels.slots import Slots
 
 #: Programs that a multiprocessor has at least, where each attends to a whole sequence: half of them may have none.
 _LEAST_PROGRAMS = 0.5
-#: Shared memory for pages, in bytes, and how many it holds at most: one that is attended to, two on their way.
-_PAGES_BYTES, _MOST_PAGES = 200_000, 3
+#: Shared memory for pages, in bytes, and how many it holds at most: one that is attended to, two on their way. A split
+#: has one: most are of one page, and what they don't take is the next product's, whose weights are on their way.
+_PAGES_BYTES, _MOST_PAGES, _SPLIT_PAGES = 200_000, 3, 1
 
 
 @triton.jit
@@ -212,6 +213,7 @@ def attend(
     partial = torch.empty(batch, heads.query, splits, heads.dim, dtype=torch.float32, device=device)
     top, mass = torch.empty(2, batch, heads.query, splits, dtype=torch.float32, device=device)
     dim_block = triton.next_power_of_2(heads.dim)
+    fitting = _PAGES_BYTES // (2 * cache.shape[-2] * dim_block * cache.element_size())
     common = {"QUERY": heads.query, "DIM": heads.dim, "PAGE": cache.shape[-2], "SPLITS": splits, **dependent(device)}
     _attend[(batch, heads.kv, splits)](
         qkv,
@@ -237,7 +239,7 @@ def attend(
         HALF_BLOCK=max(16, dim_block // 2),
         DIM_BLOCK=max(16, dim_block),
         # Triton's pipeline has two for the number of a page and the page itself.
-        STAGES=2 * min(_PAGES_BYTES // (2 * cache.shape[-2] * dim_block * cache.element_size()), _MOST_PAGES) + 1,
+        STAGES=2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1,
         NORM=heads.q_norm is not None,
         num_warps=4,
         **common,
