@@ -26,6 +26,7 @@ from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Jo
 from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
 from qerl.bench.shapes import model_config, write_shape
 from qerl.bench.sizes import SHAPES, linear_shapes
+from qerl.models.policy import choose_device
 from qerl.progress import configure_logging
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
@@ -36,11 +37,12 @@ _NO_ROOM = ("No available memory for the cache blocks", "larger than the availab
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
     shapes, tensors = linear_shapes(size), {}
+    device = choose_device()  # a GPU fills a large one in a second
     for layer in range(SHAPES[size][1]):
         for name, (outputs, inputs) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs) * 0.01).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank) * 0.01).bfloat16()
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, device=device) * 0.01).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, device=device) * 0.01).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
     config |= {"target_modules": [name.split(".")[-1] for name in shapes], "base_model_name_or_path": "random"}
@@ -72,7 +74,8 @@ def _engine(folder: Path, job: Job, sequences: list[int]) -> tuple[Any, Any]:
         max_model_len=max(_LENGTH, job.prompt + job.tokens + 1),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
-        compilation_config={"cudagraph_capture_sizes": sorted(set(sequences))},
+        # All requests have the adapter: no second set of graphs without one.
+        compilation_config={"cudagraph_capture_sizes": sorted(set(sequences)), "cudagraph_specialize_lora": False},
         enable_prefix_caching=False,
         **loading,
         **lora,

@@ -97,9 +97,8 @@ struct Share {
         const ShrinkUnits a(p, workers);
         const int place = first_unit(rows * (column_blocks + more) + a.units, workers, w) - a.start(w);
         if (!more) return place;
-        // A border right behind them moves behind the row's first unit: who begins a row has both.
-        const int row = place / (column_blocks + more), column = place - row * (column_blocks + more) - more;
-        return row * column_blocks + (column < 0 ? 0 : max(column, 1));
+        const int row = place / (column_blocks + more);
+        return row * column_blocks + max(place - row * (column_blocks + more) - more, 0);
     }
 };
 

@@ -246,6 +246,18 @@ def test_prompts_do_not_count(clock):
     assert lengths == {(6, 10)}
 
 
+def test_a_while_in_which_the_machine_was_busy_does_not_make_decoding_look_fast(clock):
+    runs = iter(range(7))
+
+    def draw(prompts, count, seed):
+        if next(runs) < 4:  # the warm-up and what comes next: prompts, all, prompts
+            clock(prompts, 1, seed)
+        return clock(prompts, count, seed)
+
+    # 6 * 5 tokens; the one whole run of that while took 2 s longer.
+    assert decode_points.timed(draw, 6, 10, 5) == {"samples": [30 / 3.25, 24.0, 24.0], "prompt_seconds": 2.0}
+
+
 def test_work_that_was_not_done_is_not_timed(clock):
     with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
         decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5)
