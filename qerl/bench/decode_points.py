@@ -127,7 +127,7 @@ def _read(out: Path, job: Job) -> dict[str, Any]:
 
 def _failed(sequences: int) -> dict[str, Any]:
     names = ("prompt_seconds", "sampler", "peak_memory_bytes", "weight_bytes")
-    return {"sequences": sequences, "status": _NO_MEMORY, "samples": [], **dict.fromkeys(names)}
+    return {"sequences": sequences, "status": _NO_MEMORY, "samples": [], "prompt_samples": [], **dict.fromkeys(names)}
 
 
 def _with_peak(figures: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
 
 
 def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Samples of decoded tokens a second, prompts' time taken off, and that time: the least of those beside each."""
+    """Samples of decoded tokens a second, the prompts' time taken off, which is the median of its own samples."""
 
     def taken(count: int, round_: int) -> float:
         prompts = np.random.default_rng([sequences, round_]).integers(*_IDS, size=(sequences, prompt)).tolist()
@@ -181,12 +181,14 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any
         return elapsed.value
 
     taken(tokens + 1, 0)
-    # In turn: a while in which the machine is busy otherwise, and prompts take longer, doesn't make decoding look fast.
+    # In turn: prompts are launched by the CPU, which may be busy, and what that costs meets both alike.
     both: list[tuple[float, float]] = []
     while len(both) < _REPEATS or (len(both) < _MOST_REPEATS and sum(whole for _, whole in both) < _SECONDS):
         both.append((taken(1, 100 + len(both)), taken(tokens + 1, 1 + len(both))))
-    prompts = min(one for one, _ in both)
+    alone = [one for one, _ in both]
+    prompts = median(alone)
     decoding = [whole - prompts for _, whole in both]
     if min(decoding) <= 0:
         raise RuntimeError(f"{tokens} tokens take no longer than the prompts' own time varies; decode more of them")
-    return {"samples": [sequences * tokens / one for one in decoding], "prompt_seconds": prompts}
+    speeds = [sequences * tokens / one for one in decoding]
+    return {"samples": speeds, "prompt_seconds": prompts, "prompt_samples": alone}
