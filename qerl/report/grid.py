@@ -20,13 +20,12 @@ from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, 
 from qerl.bench.sizes import SHAPES
 from qerl.config import WeightFormat
 from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
+from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
-from qerl.report.intervals import ratio_interval
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
 from qerl.report.results import ResultError, read
 from qerl.report.shapes import OK, Measured, Provenance, Stored
 from qerl.report.tables import caption_text, write_table
-
-NOT_MEASURED = "–"
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -247,8 +246,6 @@ def _check_once(points: pd.DataFrame) -> None:
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
-Row = dict[Any, Any]
-
 
 def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
     """Median tokens a second of a size: a row an (engine, weights, rank)."""
@@ -272,9 +269,9 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
     rows = []
     for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in found if engine == "native"):
         own = [found.get(("native", weights, rank, count)) for count in counts]
-        faster = [_faster([found.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
+        fastest = [faster([found.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
         same = [found.get(("vllm", weights, rank, count)) for count in counts]
-        for against, bases in (("faster of BF16, NVFP4", faster), (weights_label(weights), same)):
+        for against, bases in (("faster of BF16, NVFP4", fastest), (weights_label(weights), same)):
             key = {"weights": weights, "rank": rank, "against vLLM": against}
             rows.append(key | _ratio_columns(counts, own, bases))
     return _measured_rows(rows, counts)
@@ -362,22 +359,10 @@ def _value(point: Row | None, column: str) -> float | str:
     return "no ceilings" if np.isnan(point[column]) else float(point[column])
 
 
-def _faster(points: Sequence[Row | None]) -> Row | None:
-    """The fastest of those that didn't fail; none where one wasn't measured, since it may be the faster."""
-    there = [point for point in points if point is not None]
-    if len(there) < len(points):
-        return None
-    return max((point for point in there if point["status"] == OK), key=_speed, default=there[0])
-
-
-def _speed(point: Row) -> float:
-    return float(point["tokens_per_second"])
-
-
 def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: Iterable[Row | None]) -> Row:
     columns: Row = {}
     for count, *pair in zip(counts, above, below, strict=True):
-        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), _ratio(*pair), strict=True)}
+        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
     return columns
 
 
@@ -390,21 +375,8 @@ def _crosses(counts: Iterable[int], ratios: Row) -> str:
     for (left, before), (right, after) in pairwise(measured):
         if (before > 1) != (after > 1):
             found.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
-    (first, ratio), (last, _) = measured[0], measured[-1]
-    return ", ".join(dict.fromkeys(found)) or (f"> {last}" if ratio > 1 else f"≤ {first}")
-
-
-def _ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
-    """Ratio of the medians and its interval, or why there is none."""
-    if above is None or below is None:
-        return NOT_MEASURED, np.nan, np.nan
-    for point in (above, below):
-        if point["status"] != OK:
-            return f"{point['engine']} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
-    if above["machine"] != below["machine"]:
-        return "different machines", np.nan, np.nan
-    interval = ratio_interval(above["samples"], below["samples"])
-    return interval.mean, interval.low, interval.high
+    (first, at_first), (last, _) = measured[0], measured[-1]
+    return ", ".join(dict.fromkeys(found)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
 
 
 def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
@@ -420,11 +392,13 @@ def write_all(files: Sequence[Path], out: Path) -> None:
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
     decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
-    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory. Tables without a row are left out.
-    ResultError without any file. Of points and steps at the paper's lengths, its tables too (`qerl.report.grid_paper`).
+    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; goals (`qerl.report.goals`). Tables
+    without a row are left out. ResultError without any file. Of points and steps at the paper's lengths, its tables too
+    (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
     decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
+    points = measured = pd.DataFrame()
     if decode or not steps:
         points = load_points(decode)
         for lengths, group in points.groupby(_LENGTHS, sort=False):
@@ -436,6 +410,7 @@ def write_all(files: Sequence[Path], out: Path) -> None:
         measured = load_steps(steps)
         _write_steps(measured, out)
         write_step_tables(measured, out)
+    write_goals(points, measured, out / "goals")
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
@@ -471,8 +446,8 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
     _write_counts(decode_table(points, size), out / f"decode-{of}", speed, points, three_digits)
     share = f"Floor over measured time of a decode step (%), {measured}; {_FLOOR}. {_SAMPLES}. {_DASH}"
     _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
-    ratio = f"Decode speed of the native engine over vLLM's, {measured}, the same rank. {_INTERVAL}. {_DASH}"
-    _write_counts(ratio_table(points, size), out / f"ratio-{of}", ratio, points, times)
+    lead = f"Decode speed of the native engine over vLLM's, {measured}, the same rank. {_INTERVAL}. {_DASH}"
+    _write_counts(ratio_table(points, size), out / f"ratio-{of}", lead, points, times)
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:

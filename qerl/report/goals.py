@@ -1,0 +1,162 @@
+"""What the project asks of speed and memory on one H200, beside what the measured points reach.
+
+Decode speed with LoRA r16 on all projections over vLLM's on the same shape, what an adapter costs, a GRPO step
+(16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory without the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from qerl.report.formatting import times
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
+from qerl.report.shapes import OK
+from qerl.report.tables import caption_text, write_table
+
+_PROMPT, _TOKENS = 128, 256
+_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+#: Of native NVFP4: size, sequences, the weights of vLLM's of which the faster is meant, times its speed at least.
+_DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
+    ("7B", (1,), ("nvfp4",), 2.5),
+    ("7B", (8, 32), ("nvfp4",), 2.0),
+    ("7B", (64, 128, 256), ("bf16", "nvfp4"), 1.0),
+    ("32B", (1, 8), ("nvfp4",), 2.0),
+)
+#: By rank, at most so many percent of the speed without an adapter, 7B.
+_COST = {16: 8.0, 64: 15.0}
+_COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
+#: By the weights of TRL's, at least so many times as fast, 7B.
+_STEP = {"bf16": 2.0, "nf4": 3.0}
+#: By size, at most so many GB without the KV cache.
+_MEMORY = {"7B": 12.0, "14B": 18.0, "32B": 32.0}
+_COLUMNS = ["goal", "at_least", "at_most", "unit", "reached", "reached_low", "reached_high", "met", "machine", "commit"]
+_TITLE = (
+    "Goals beside what the measured points reach: decoding with LoRA, prompts of 128 tokens, 256 decoded; GRPO steps "
+    "of 16 prompts × 8 completions of 1,024 tokens. 95 % intervals: percentile bootstrap of the medians over the "
+    f"repeats. The files may be of several hosts, which differ by some 3 %. {NOT_MEASURED}: not measured"
+)
+
+
+def goals(points: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """A row a goal: the limit, what is `reached` with its interval, or why nothing is, and whether it is `met`.
+
+    points, steps: those of `qerl.report.grid.load_points` and `load_steps`; either may be empty. A goal is met by the
+    median, in `unit`. `commit` and `machine` are of the files it is from.
+    """
+    rows = [*_decode_rows(points), *_step_rows(steps), *_memory_rows(steps)]
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def write_goals(points: pd.DataFrame, steps: pd.DataFrame, stem: Path) -> None:
+    """Write the table of goals, unless nothing of it is measured."""
+    table = goals(points, steps)
+    if set(table["reached"]) == {NOT_MEASURED}:
+        return
+    texts = [{"asked": _asked(row), "reached": _reached(row)} for row in table.to_dict("records")]
+    shown = pd.concat([table["goal"], pd.DataFrame(texts), table[["met", "commit"]]], axis=1)
+    of = table[table["commit"] != ""].assign(commit=table["commit"].str.split(", ")).explode("commit")
+    write_table(table, stem, caption_text(_TITLE, of), shown)
+
+
+def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
+    there = [point for point in points.to_dict("records") if (point["prompt"], point["tokens"]) == (_PROMPT, _TOKENS)]
+    found = {tuple(point[key] for key in ("engine", "size", "weights", "rank", "sequences")): point for point in there}
+    for size, counts, bases, limit in _DECODE:
+        against = "vLLM's NVFP4" if len(bases) == 1 else "the faster of vLLM's BF16 and NVFP4"
+        for count in counts:
+            own = found.get(("native", size, "nvfp4", 16, count))
+            base = faster([found.get(("vllm", size, weights, 16, count)) for weights in bases])
+            yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", own, base)
+    for rank, limit in _COST.items():
+        for count in _COST_SEQUENCES:
+            own, base = (found.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
+            yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", own, base)
+
+
+def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
+    alike = _alike(steps)
+    own = next((step for step in _ours(alike, "7B", "auto") if not step["cap"]), None)
+    for weights, limit in _STEP.items():
+        trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, "7B", weights)), None)
+        # Times, not speeds: TRL's over ours.
+        yield _row(f"7B GRPO step, over TRL's {weights.upper()} LoRA", limit, True, "×", trl, own)
+
+
+def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
+    for size, limit in _MEMORY.items():
+        # One under a cap only where there is no other.
+        step = min(_ours(_alike(steps), size, "true"), key=lambda step: step["cap"] != "", default=None)
+        reached: float | str = NOT_MEASURED if step is None else step["status"]
+        if step is not None and step["status"] == OK:
+            reached = step["without KV cache/gb"]
+        name = f"{size} GRPO step, memory without the KV cache, all recomputed"
+        yield _told(name, limit, False, "GB", (reached, np.nan, np.nan), [step])
+
+
+def _row(goal: str, limit: float, least: bool, unit: str, above: Row | None, below: Row | None) -> Row:
+    value, low, high = ratio(above, below)
+    if unit == "%" and not isinstance(value, str):
+        value, low, high = (100 * (1 - one) for one in (value, high, low))
+    return _told(goal, limit, least, unit, (value, low, high), [above, below])
+
+
+def _told(
+    goal: str,
+    limit: float,
+    least: bool,
+    unit: str,
+    reached: tuple[float | str, float, float],
+    files: Sequence[Row | None],
+) -> Row:
+    value, low, high = reached
+    met = NOT_MEASURED if isinstance(value, str) else "yes" if (value >= limit if least else value <= limit) else "no"
+    of = [file for file in files if file is not None and value != NOT_MEASURED]
+    return {
+        "goal": goal,
+        "at_least" if least else "at_most": limit,
+        "unit": unit,
+        "reached": value,
+        "reached_low": low,
+        "reached_high": high,
+        "met": met,
+        **{name: ", ".join(dict.fromkeys(file[name] for file in of)) for name in ("machine", "commit")},
+    }
+
+
+def _alike(steps: pd.DataFrame) -> list[Row]:
+    return [step for step in steps.to_dict("records") if all(step[name] == value for name, value in _WORK.items())]
+
+
+def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:
+    own = [step for step in steps if step["system"].startswith("qerl") and _is(step, size, "nvfp4")]
+    return [step for step in own if step["recompute"] == recompute]
+
+
+def _is(step: Row, size: str, weights: str) -> bool:
+    return step["size"] == size and step["weights"] == weights
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
+
+
+def _asked(row: Row) -> str:
+    least = not np.isnan(row["at_least"])
+    return f"{'≥' if least else '≤'} {_text(row['at_least'] if least else row['at_most'], row['unit'])}"
+
+
+def _reached(row: Row) -> str:
+    if isinstance(row["reached"], str):
+        return row["reached"]
+    text = _text(row["reached"], row["unit"])
+    if np.isnan(row["reached_low"]):
+        return text
+    return f"{text} [{_text(row['reached_low'], row['unit'])}, {_text(row['reached_high'], row['unit'])}]"
+
+
+def _text(value: float, unit: str) -> str:
+    return times(value) if unit == "×" else f"{value:.1f} {unit}"

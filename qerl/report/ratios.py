@@ -1,0 +1,45 @@
+"""Points of the speed grid over each other: the ratio of their medians, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl.report.formatting import weights_label
+from qerl.report.intervals import ratio_interval
+from qerl.report.shapes import OK
+
+Row = dict[Any, Any]
+
+NOT_MEASURED = "–"
+
+
+def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
+    """Ratio of the medians of two points (None: not measured) and its interval, or why there is none."""
+    if above is None or below is None:
+        return NOT_MEASURED, np.nan, np.nan
+    for point in (above, below):
+        if point["status"] != OK:
+            return f"{_name(point)} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
+    if above["machine"] != below["machine"]:
+        return "different machines", np.nan, np.nan
+    interval = ratio_interval(above["samples"], below["samples"])
+    return interval.mean, interval.low, interval.high
+
+
+def faster(points: Sequence[Row | None]) -> Row | None:
+    """The fastest of those that didn't fail; none where one wasn't measured, since it may be the faster."""
+    there = [point for point in points if point is not None]
+    if len(there) < len(points):
+        return None
+    return max((point for point in there if point["status"] == OK), key=_speed, default=there[0])
+
+
+def _name(row: Row) -> str:
+    return str(row["engine"] if "engine" in row else row["system"])
+
+
+def _speed(point: Row) -> float:
+    return float(point["tokens_per_second"])
