@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +24,7 @@ from qerl.config import (
     StepBench,
     parse,
 )
-from qerl.lease import alone, lease
+from qerl.lease import alone, devices, keep_to_own_cores, lease
 from qerl.provenance import check_writable
 
 app = typer.Typer(no_args_is_help=True, help="What the workflow's rules call.")
@@ -141,6 +144,21 @@ def profile(
             from qerl.bench.step import bench_step
 
             bench_step(bench, parsed, inputs, out)
+
+
+@app.command()
+def point(
+    command: Annotated[str, typer.Argument(help="Module and options.")],
+    work: Annotated[Path, typer.Argument(help="File of points; one that is there is gone on with.")],
+) -> None:
+    """Run a job of the speed grid with a GPU, and its part of the cores, to itself."""
+    module, *options = shlex.split(command)
+    there = [*devices()]
+    with alone(work.parent), lease(1) as gpus:
+        if gpus:
+            keep_to_own_cores(gpus, there)
+        sys.argv[1:] = [*options, str(work)]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _bench_gpus(settings: RolloutBench | StepBench, inputs: Any) -> int:

@@ -1,6 +1,7 @@
 """GPU leases between real processes, with a made-up `nvidia-smi`."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qerl.config import ConfigError
-from qerl.lease import devices, lease
+from qerl.lease import alone, devices, lease
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -125,3 +126,42 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
     with lease(1):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+PROBE = """
+import os, sys, time
+from pathlib import Path
+assert "torch" not in sys.modules
+folder = Path(sys.argv[2]).parents[1]
+Path(sys.argv[2]).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {sorted(os.sched_getaffinity(0))} {sys.argv[1]}")
+while len(list(folder.glob("*/points.json"))) < 2:  # until both are at work
+    time.sleep(0.05)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
+    node(2)
+    (tmp_path / "probe.py").write_text(PROBE)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    files = [tmp_path / name / "points.json" for name in ("first", "second")]
+    command = [sys.executable, "-m", "qerl", "rule", "point", "probe --option"]
+    started = [subprocess.Popen([*command, file], cwd=tmp_path, env=environment) for file in files]
+    assert [process.wait(timeout=60) for process in started] == [3, 3]
+    told = [re.fullmatch(r"(\d) \[(.+)\] --option", file.read_text()) for file in files]
+    assert {match[1] for match in told} == {"0", "1"}
+    cores = [set(map(int, match[2].split(", "))) for match in told]
+    assert cores[0] | cores[1] == os.sched_getaffinity(0)
+    assert not cores[0] & cores[1]
+
+
+def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
+    node(0)
+    (tmp_path / "probe.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-m", "qerl", "rule", "point", "probe", tmp_path / "work" / "points.json"]
+    with alone(tmp_path / "work"):
+        refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0

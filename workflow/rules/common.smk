@@ -15,6 +15,7 @@ from snakemake.exceptions import WorkflowError
 from qerl.bench.grid import jobs, measured_files
 from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.gates.measured import workload_key
+from qerl.lease import devices
 from qerl.lock import check_pinned
 from qerl.plan import Plan, plan_from
 from qerl.provenance import check_clock, code_version, times_of

@@ -6,7 +6,8 @@ wildcard_constraints:
     point=one_of(shape_jobs()),
 
 
-# It takes the whole machine, so that nothing else runs beside it. The module goes on with what a killed one left in work/.
+# It takes a GPU and that GPU's part of the cores: with `gpu` set to how many there are, as many run at a time. The module goes
+# on with what a killed one left in work/.
 rule shape_point:
     output:
         "<results>/points/{point}.json",
@@ -16,7 +17,7 @@ rule shape_point:
         "<benchmarks>/points/{point}.tsv"
     conda:
         "../../environment.yml"
-    threads: workflow.cores
+    threads: max(1, workflow.cores // max(1, len(devices())))
     resources:
         mem_mb=16000,
         runtime=60,
@@ -26,7 +27,7 @@ rule shape_point:
         work=shape_work,
         code=shape_code,
     shell:
-        "(mkdir -p {params.work:q} && python -m {params.command} {params.work:q}/points.json"
+        "(mkdir -p {params.work:q} && python -m qerl rule point {params.command:q} {params.work:q}/points.json"
         " && cp {params.work:q}/points.json {output:q}) > {log:q} 2>&1"
 
 
