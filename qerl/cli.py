@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -310,7 +311,9 @@ def grid(
     own = Path(plan.folder) / "points"
     states = {job: state(job, plan.config.shapes, own) for job in jobs(plan.config.shapes).values()}
     if missing:
-        typer.echo("\n".join(f"python -m {job.command} {own / job.file}" for job in states if MISSING in states[job]))
+        left = [job for job in states if MISSING in states[job]]
+        point = ("python", "-m", "qerl", "rule", "point")
+        typer.echo("\n".join(shlex.join([*point, job.command, str(own / job.file)]) for job in left))
     else:
         rows = pd.DataFrame({"job": [job.id for job in states], "state": list(states.values())})
         _console().print(rich_table(str(config), rows))

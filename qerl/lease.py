@@ -57,20 +57,21 @@ def lock_folder() -> Path:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
     """Keep `folder` (made if it isn't there) for the length of the block; a `ConfigError` if another process has it.
 
-    A training goes on when its Snakemake is killed; another one beside it would write the same checkpoints.
+    A training goes on when its Snakemake is killed; another one beside it would write the same checkpoints. `lock` is
+    the name of the file that is locked: with another one for each, several share a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
+    with (folder / lock).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(
                 f"process {file.read().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
-                "start again: the run goes on from its last checkpoint"
+                "start again: it goes on from what is kept there"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")

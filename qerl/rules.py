@@ -154,7 +154,7 @@ def point(
     """Run a job of the speed grid with a GPU, and its part of the cores, to itself."""
     module, *options = shlex.split(command)
     there = [*devices()]
-    with alone(work.parent), lease(1) as gpus:
+    with alone(work.parent, f".{work.stem}.lock"), lease(1) as gpus:
         if gpus:
             keep_to_own_cores(gpus, there)
         sys.argv[1:] = [*options, str(work)]

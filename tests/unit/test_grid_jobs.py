@@ -1,6 +1,7 @@
 """The jobs of the speed grid: what is measured, by which command, and how far it is."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,7 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     assert "decode-native-tiny-bf16-r4-128x256" in shown.output
     assert "missing" in shown.output
     commands = CliRunner().invoke(app, ["grid", str(file), "--missing"]).output.splitlines()
-    [command] = commands
-    assert command.startswith("python -m qerl.bench.decode --size tiny")
-    assert command.endswith("results/speed/points/decode-native-tiny-bf16-r4-128x256.json")
+    *rule, command, points = shlex.split(commands[0])
+    assert (len(commands), rule) == (1, ["python", "-m", "qerl", "rule", "point"])
+    assert command.startswith("qerl.bench.decode --size tiny")
+    assert points == "results/speed/points/decode-native-tiny-bf16-r4-128x256.json"

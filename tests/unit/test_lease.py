@@ -157,11 +157,14 @@ def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
 
 
 def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
+    """And no other file of the folder."""
     node(0)
     (tmp_path / "probe.py").write_text("")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = [sys.executable, "-m", "qerl", "rule", "point", "probe", tmp_path / "work" / "points.json"]
-    with alone(tmp_path / "work"):
+    with alone(tmp_path / "work", ".points.lock"):
         refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        other = [*command[:-1], tmp_path / "work" / "other.json"]
+        assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
