@@ -37,7 +37,7 @@ _NO_ROOM = ("No available memory for the cache blocks", "larger than the availab
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
     shapes, tensors = linear_shapes(size), {}
-    device = choose_device()  # a GPU fills a large one in a second
+    device = choose_device()  # large ones take a CPU long
     for layer in range(SHAPES[size][1]):
         for name, (outputs, inputs) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"

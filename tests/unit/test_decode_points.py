@@ -272,10 +272,10 @@ def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
     assert decode_points.timed(draw, 6, 10, 5)["samples"] == [24.0] * 3
 
 
-@pytest.mark.parametrize(("slower", "runs"), [(1, 3), (0.3, 6), (0.01, 9)])
-def test_short_runs_are_repeated_more_often(clock, monkeypatch, slower, runs):
-    # Five tokens behind the first take 3.25 s by that clock: 5 s are full after two of them.
-    monkeypatch.setattr(decode_points, "_SECONDS", 5.0 / slower)
+@pytest.mark.parametrize(("seconds", "runs"), [(5.0, 3), (16.0, 5), (16.5, 6), (500.0, 9)])
+def test_short_runs_are_repeated_more_often(clock, monkeypatch, seconds, runs):
+    # A run takes 3.25 s by that clock.
+    monkeypatch.setattr(decode_points, "_SECONDS", seconds)
     assert decode_points.timed(clock, 6, 10, 5)["samples"] == [24.0] * runs
 
 

@@ -27,7 +27,7 @@ rule shape_point:
         work=shape_work,
         code=shape_code,
     shell:
-        "(mkdir -p {params.work:q} && python -m qerl rule point {params.command:q} {params.work:q}/points.json"
+        "(python -m qerl rule point {params.command:q} {params.work:q}/points.json"
         " && cp {params.work:q}/points.json {output:q}) > {log:q} 2>&1"
 
 
