@@ -31,8 +31,12 @@ from qerl.progress import configure_logging
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
 _LENGTH = 2048
-#: What vLLM says, as a mere ValueError, where weights leave no room for the cache.
-_NO_ROOM = ("No available memory for the cache blocks", "larger than the available KV cache memory")
+#: What vLLM says, as a mere ValueError, where weights leave no room for the cache, or others none for its share.
+_NO_ROOM = (
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+    "less than desired GPU memory utilization",
+)
 
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
@@ -94,10 +98,15 @@ def _load(folder: Path, job: Job, sequences: list[int]) -> Measure:
     try:
         engine, request = _engine(folder, job, sequences)
     except ValueError as error:
-        if any(text in str(error) for text in _NO_ROOM):
+        if no_room(error):
             raise torch.cuda.OutOfMemoryError(str(error)) from error
         raise
     return lambda count: _measure(engine, request, job, count)
+
+
+def no_room(error: ValueError) -> bool:
+    """Whether vLLM says that memory is too small for it."""
+    return any(text in str(error) for text in _NO_ROOM)
 
 
 def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, Any]:

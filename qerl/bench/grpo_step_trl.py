@@ -29,6 +29,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from qerl.bench.decode_vllm import no_room
 from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
@@ -43,6 +44,7 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
+from qerl.bench.roofline import byte_parts
 from qerl.bench.shapes import write_shape
 from qerl.bench.sizes import SHAPES
 from qerl.config import AdapterSettings, ConfigError
@@ -51,6 +53,8 @@ from qerl.progress import configure_logging, log
 
 #: Whose inner names `TimedTrainer` relies on.
 TRL = "1.16."
+#: Of vLLM's share of the GPU: activations and buffers beside its weights and cache.
+_VLLM_BUFFERS = 5e9
 
 
 class TimedTrainer(GRPOTrainer):
@@ -103,6 +107,21 @@ class StepClock(TrainerCallback):
 
 def _rewards(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     return [text_reward(completion[0]["content"]) for completion in completions]
+
+
+def vllm_share(work: Work, device_bytes: int) -> float:
+    """Of the GPU's memory: what vLLM needs to decode all completions at once, so that none waits for the cache."""
+    length = work.prompt_tokens + work.completion_tokens
+    parts = byte_parts(work.size, work.weights, 0, work.completions, length)
+    # The embedding is held whole, and is as large as the head.
+    return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
+
+
+def _default_share(work: Work) -> float:
+    if not torch.cuda.is_available():
+        return 0.25  # of the machine's memory; the cache has a setting of its own there
+    _, total = torch.cuda.mem_get_info()
+    return vllm_share(work, total)
 
 
 def _config(work: Work, own: dict[str, Any], folder: Path) -> GRPOConfig:
@@ -250,15 +269,15 @@ def main(
     correction: bool = True,
     liger: bool = False,
     sleep: bool = False,
-    vllm_memory: float = 0.25,
+    vllm_memory: float | None = None,
     optimizer: str = "adamw_torch_fused",
 ) -> None:
     """Time REPEATS steps after one that warms up, and write OUT.
 
     `weights`: bf16 or nf4; `sampler`: vllm or transformers; `micro_batch`: completions of a forward pass; `recompute`:
     gradient checkpointing; `correction`: TRL's importance weights between vLLM and the trainer, its default, which cost
-    another forward pass; `vllm_memory`: share of the GPU for vLLM; without `checkpoint` it is written for this run.
-    Out of memory is a result, too.
+    another forward pass; `vllm_memory`: share of the GPU for vLLM, by default `vllm_share`; without `checkpoint` it is
+    written for this run. Out of memory is a result, too.
     """
     if weights not in ("bf16", "nf4") or sampler not in ("vllm", "transformers"):
         raise typer.BadParameter("weights are bf16 or nf4, the sampler is vllm or transformers")
@@ -270,14 +289,16 @@ def main(
         "correction": correction,
         "liger": liger,
         "sleep": sleep,
-        "vllm_memory": vllm_memory,
+        "vllm_memory": vllm_memory or _default_share(work),
         "optimizer": optimizer,
     }
     _check(work, own)
     try:
         with TemporaryDirectory() as folder:
             _run(work, own, checkpoint or Path(folder) / "model", out)
-    except torch.cuda.OutOfMemoryError:
+    except (torch.cuda.OutOfMemoryError, ValueError) as error:
+        if isinstance(error, ValueError) and not no_room(error):
+            raise
         write_failure(out, _system(work, own), work, own, "out of memory")
 
 

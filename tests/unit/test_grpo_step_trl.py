@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
 
-from qerl.bench.grpo_step_work import PARTS
+from qerl.bench.grpo_step_work import PARTS, Work
 from qerl.config import ConfigError
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
@@ -69,6 +70,35 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     assert result["memory"]["kv_cache_bytes"] == 2**30
     # BF16 copies of the same weights, the trainer's and vLLM's.
     assert result["memory"]["parts"]["sampler_weights"] == result["memory"]["parts"]["weights"]
+
+
+def test_vllm_gets_memory_for_all_completions_at_once():
+    work = Work("14B", "bf16", 16, 8, 128, 1024, 16, 1)
+    # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
+    needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
+    assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
+    assert grpo_step_trl.vllm_share(work, 10**9) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("No available memory for the cache blocks. Try increasing", "out of memory"),
+        ("Free memory on device (1/2 GiB) on startup is less than desired GPU memory utilization", "out of memory"),
+        ("unknown quantization", None),
+    ],
+)
+def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monkeypatch, message, status):
+    def fail(*_):
+        raise ValueError(message)
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step_trl, "_run", fail)
+    out = tmp_path / "out.json"
+    with nullcontext() if status else pytest.raises(ValueError, match=message):
+        grpo_step_trl.main(out, "tiny", **WORK, micro_batch=4)
+    assert out.exists() == bool(status)
+    assert not status or json.loads(out.read_text())["status"] == status
 
 
 def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
