@@ -64,10 +64,11 @@ class _Watched:
         """Of the sampler under measurement."""
         return self.sampler.served
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of its KV cache, as far as it keeps one between rollouts."""
-        return self.sampler.cache_bytes if isinstance(self.sampler, EngineSampler) else 0
+    def cache_bytes(self, part: str) -> int:
+        """Bytes of the native engine's KV cache in a part of a step: updates may have it given back."""
+        if not isinstance(self.sampler, EngineSampler) or (part == "update" and self.sampler.released):
+            return 0
+        return self.sampler.cache_bytes
 
     def sync(self) -> None:
         reset_peak_memory(collect=False)
@@ -145,8 +146,8 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
     for row, rollout_peak in zip(steps, watched.peaks, strict=True):
         row["rollout_peak_bytes"] = rollout_peak
     timed = steps[WARMUP:]
-    peak = max(row[f"{part}_peak_bytes"] for row in timed for part in ("rollout", "update"))
-    return watched.served, timed, _memory(trainer, peak, watched.cache_bytes)
+    peak, part = max((row[f"{part}_peak_bytes"], part) for row in timed for part in ("rollout", "update"))
+    return watched.served, timed, _memory(trainer, peak, watched.cache_bytes(part))
 
 
 def main(
@@ -183,7 +184,8 @@ def main(
     try:
         with TemporaryDirectory() as folder:
             sampler, steps, memory = _measure(work, settings, Path(folder))
-    except torch.cuda.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError as error:
+        log.warning("out of memory: %s", str(error))
         return write_failure(out, system, work, own, "out of memory")
     write_result(out, system, sampler, work, own, steps, memory)
 

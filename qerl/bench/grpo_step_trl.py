@@ -299,6 +299,7 @@ def main(
     except (torch.cuda.OutOfMemoryError, ValueError) as error:
         if isinstance(error, ValueError) and not no_room(error):
             raise
+        log.warning("out of memory: %s", str(error))
         write_failure(out, _system(work, own), work, own, "out of memory")
 
 

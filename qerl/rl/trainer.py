@@ -14,11 +14,14 @@ from qerl.models.policy import Policy
 from qerl.progress import track
 from qerl.provenance import write_text
 from qerl.rl.aqn import Noise
+from qerl.rl.batches import Sample
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.processes import Processes
 from qerl.rl.update import Updater
+
+_TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
 
 
 class Trainer:
@@ -74,7 +77,7 @@ class Trainer:
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
             with seconds() as update_time:
-                update = self.updater.update(step, rollout.samples)
+                update = self._update(step, rollout.samples)
         completed = rollout.metrics["completion_tokens"]
         read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
         return {
@@ -91,6 +94,12 @@ class Trainer:
             "seconds/step": total.value,
             "memory_bytes": peak_memory_bytes(),
         }
+
+    def _update(self, step: int, samples: list[Sample]) -> dict[str, float]:
+        try:
+            return self.updater.update(step, samples)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(f"the GPU's memory is used up by the update; {_TO_LOWER}") from error
 
     # --- state ---
 

@@ -39,6 +39,8 @@ class EngineSampler:
         self._decoder = Decoder(policy)
         self._pool: Pool | None = None
         self._bounded = False
+        #: Bytes of the newest KV cache, released or not.
+        self.cache_bytes = 0
 
     @property
     def served(self) -> str:
@@ -49,9 +51,9 @@ class EngineSampler:
         return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache that is held now."""
-        return self._pool.cache.nbytes if self._pool else 0
+    def released(self) -> bool:
+        """Whether the memory of cache and CUDA graphs is given back."""
+        return self._pool is None
 
     def sync(self) -> None:
         """Take over the adapter; norms and noise are read in place."""
@@ -81,9 +83,14 @@ class EngineSampler:
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(f"the GPU's memory is used up by the rollout; {_TO_LOWER}") from error
             raise
-        if self.settings.sleep:
+        if self.settings.sleep or self._scarce:
             self.release()
         return completions
+
+    @property
+    def _scarce(self) -> bool:
+        """Whether the cache has all the memory that it may take, and could use more: then an update needs that, too."""
+        return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         pool = self._ready_pool(prompts, params)
@@ -131,6 +138,7 @@ class EngineSampler:
         decoder.reach(pages_each * PAGE)
         slots = Slots.empty(sequences, tokens, pages_each, decoder.device)
         cache, rule = decoder.new_cache(min(wanted, affordable), PAGE), DrawRule.empty(decoder.device)
+        self.cache_bytes = cache.nbytes
         steps = Steps(decoder, slots, cache, rule, whole=self.settings.batch_invariant)
         return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, steps)
 

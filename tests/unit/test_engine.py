@@ -211,6 +211,24 @@ def test_longer_rollouts_follow_shorter_ones(policy, sleep):
     assert (sampler._pool is None) == sleep
 
 
+def test_a_cache_that_memory_bounds_is_given_back_after_the_rollout(policy, monkeypatch):
+    """An update would find nothing left; a size that was asked for is kept."""
+    params = SamplingParams(max_tokens=70, count=2)
+    needed = sampler_of(policy)
+    expected = needed.generate(PROMPTS, params)
+    assert not needed.released
+    size = needed.cache_bytes
+    monkeypatch.setattr(EngineSampler, "_cache_bytes", lambda self: size // 2)
+    short = sampler_of(policy)
+    assert short.generate(PROMPTS, params) == expected
+    assert short.released
+    assert 0 < short.cache_bytes <= size // 2
+    asked_for = sampler_of(policy, kv_cache_gib=1.0)
+    asked_for.generate(PROMPTS, params)
+    assert asked_for._bounded
+    assert not asked_for.released
+
+
 def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
     expected = sampler.generate(PROMPTS, params)

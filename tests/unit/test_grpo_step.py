@@ -11,6 +11,7 @@ from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, shape_name, text_
 from qerl.bench.qwen_files import write_tokenizer
 from qerl.bench.versus import versus
 from qerl.config import ConfigError
+from qerl.rl import trainer
 from qerl.rl.collect import Collector
 from qerl.rollout.engine import EngineSampler
 
@@ -77,6 +78,34 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     assert result["memory"]["kv_cache_bytes"] >= (2 + 8) * page
     assert result["memory"]["kv_cache_bytes"] % page == 0
     assert result["steps"][0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("given_back", [False, True])
+def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatch, given_back):
+    """The highest peak is the update's; what is left of it without the cache must be its own."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+    monkeypatch.setattr(EngineSampler, "_scarce", given_back)
+    monkeypatch.setattr(grpo_step, "peak_memory_bytes", lambda: 10)
+    monkeypatch.setattr(trainer, "peak_memory_bytes", lambda: 2000)
+    out = tmp_path / "out.json"
+    grpo_step.main(out, "tiny", "nvfp4", **WORK | {"repeats": 1})
+    memory = json.loads(out.read_text())["memory"]
+    assert memory["peak_bytes"] == 2000
+    assert (memory["kv_cache_bytes"] == 0) == given_back
+
+
+def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(trainer.Updater, "update", fails)
+    out = tmp_path / "out.json"
+    grpo_step.main(out, "tiny", "nvfp4", **WORK)
+    assert json.loads(out.read_text())["status"] == "out of memory"
+    assert "used up by the update; lower micro_batch_tokens" in caplog.text
+    assert "sleep: true" in caplog.text
 
 
 def test_questions_have_the_length_that_was_asked_for(tmp_path):
