@@ -341,8 +341,8 @@ class NativeSettings(Settings):
     """The native engine, which samples from the trainer's own weights on a GPU."""
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """GiB of the KV cache; unset: what the rollout can use, at most 60 % of the memory that is free before it. Where that
-    is less than it could use, the cache's memory is given back after each rollout, as with `sleep`."""
+    """GiB of the KV cache; unset: what the rollout can use, at most 60 % of the memory that is free before it. Where
+    that is less than it could use, the cache's memory is given back after each rollout, as with `sleep`."""
     sleep: bool = False
     """Give the cache's memory back after each rollout; the next one takes about a second longer."""
     batch_invariant: bool = False
