@@ -88,8 +88,8 @@ def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
 
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
     for size, limit in _MEMORY.items():
-        # One under a cap only where there is no other.
-        step = min(_ours(_alike(steps), size, "true"), key=lambda step: step["cap"] != "", default=None)
+        # Under the widest cap if there is none without: a tight one has the cache given back before the update.
+        step = max(_ours(_alike(steps), size, "true"), key=_cap, default=None)
         reached: float | str = NOT_MEASURED if step is None else step["status"]
         if step is not None and step["status"] == OK:
             reached = step["without KV cache/gb"]
@@ -134,6 +134,11 @@ def _alike(steps: pd.DataFrame) -> list[Row]:
 def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:
     own = [step for step in steps if step["system"].startswith("qerl") and _is(step, size, "nvfp4")]
     return [step for step in own if step["recompute"] == recompute]
+
+
+def _cap(step: Row) -> float:
+    """GB, infinite where there is none."""
+    return float(step["cap"].removesuffix(" GB") or np.inf)
 
 
 def _is(step: Row, size: str, weights: str) -> bool:

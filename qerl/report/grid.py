@@ -118,6 +118,13 @@ class StepSeconds(Stored):
     update: float
 
 
+class TimedStep(StepSeconds):
+    """With the peaks of memory in its parts, where a system tells them."""
+
+    rollout_peak_bytes: float | None = None
+    update_peak_bytes: float | None = None
+
+
 class StepMemory(Stored):
     """Bytes at the highest peak; `parts` are disjoint and make up what is there without the cache."""
 
@@ -135,7 +142,7 @@ class GrpoStep(Stored):
     sampler: str = ""
     work: StepWork
     settings: StepSettings
-    steps: tuple[StepSeconds, ...] = ()
+    steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     provenance: Provenance
 
@@ -219,15 +226,23 @@ def _step_row(job: GrpoStep) -> dict[str, Any]:
         "repeats": len(job.steps),
         "samples": [step.step for step in job.steps],
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
-        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job.memory).items()},
+        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,
     }
 
 
-def _memory_parts(memory: StepMemory | None) -> dict[str, float]:
+def _memory_parts(job: GrpoStep) -> dict[str, float]:
+    memory = job.memory
     if memory is None:
         return {}
-    return {"without KV cache": memory.without_kv_cache_bytes, "KV cache": memory.kv_cache_bytes} | memory.parts
+    peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in job.steps] for part in ("rollout", "update")}
+    told = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
+    return {
+        **told,
+        "without KV cache": memory.without_kv_cache_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        **memory.parts,
+    }
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
@@ -455,7 +470,8 @@ def _write_steps(steps: pd.DataFrame, out: Path) -> None:
     write_table(step_table(steps), out / "steps", caption_text(medians, steps[["machine", "commit"]]))
     parts = (
         "Memory of a GRPO step at its highest peak by part, GB of 10^9 bytes; the parts without the KV cache make up "
-        "the column of that name, a part that a system doesn't tell is in rest"
+        "the column of that name, a part that a system doesn't tell is in rest. A cache with less memory than it could "
+        "use is given back before the update, so that the highest peak may be the rollout's"
     )
     write_table(memory_table(steps), out / "memory", caption_text(parts, steps[["machine", "commit"]]))
 

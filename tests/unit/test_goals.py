@@ -88,6 +88,20 @@ def test_memory_is_that_of_a_step_that_recomputes(tmp_path):
     assert found["14B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
 
 
+@pytest.mark.parametrize("caps", [[40, 80], [80, 40], [40, 80, None]])
+def test_memory_is_that_of_the_widest_cap(tmp_path, caps):
+    """Under a tight one the highest peak is the rollout's, which without its cache has less than the update."""
+    files = []
+    for cap in caps:
+        file = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "32B", [10.0], "true"), memory_gb=cap)
+        step = json.loads(file.read_text())
+        step["memory"]["without_kv_cache_bytes"] = (cap or 100) * 1e9
+        file.write_text(json.dumps(step))
+        files.append(file)
+    found = reached(goals(NOTHING, grid.load_steps(files)))
+    assert found["32B GRPO step, memory without the KV cache, all recomputed"][0] == (100.0 if None in caps else 80.0)
+
+
 def test_the_table_tells_limit_and_interval(tmp_path, points):
     write_goals(points, NOTHING, tmp_path / "goals")
     text = (tmp_path / "goals.md").read_text()

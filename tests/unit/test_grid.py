@@ -283,6 +283,16 @@ def test_steps_by_hand(tmp_path):
     assert pd.isna(memory["sampler weights/gb"])
 
 
+def test_peaks_of_rollout_and_update_are_the_highest_of_all_steps(tmp_path):
+    file = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "true")
+    result = json.loads(file.read_text())
+    for step, rollout, update in zip(result["steps"], (19e9, 20e9), (17e9, 16e9), strict=True):
+        step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
+    file.write_text(json.dumps(result))
+    memory = grid.memory_table(grid.load_steps([file])).iloc[0]
+    assert (memory["rollout peak/gb"], memory["update peak/gb"]) == (20.0, 17.0)
+
+
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
