@@ -16,6 +16,8 @@ without: that changes the layers only.
 
 from __future__ import annotations
 
+import os
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -236,7 +238,15 @@ def _check(work: Work, own: dict[str, Any]) -> None:
         raise ConfigError(f"micro_batch={own['micro_batch']} doesn't divide the {work.completions} completions")
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
+    # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if not checkpoint.exists():
         write_shape(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()

@@ -101,6 +101,23 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monk
     assert not status or json.loads(out.read_text())["status"] == status
 
 
+def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatch):
+    """TRL itself would give both 29500."""
+
+    def stops(*_):
+        ports.append(os.environ["MASTER_PORT"])
+        raise InterruptedError
+
+    ports = []
+    monkeypatch.setattr(grpo_step_trl, "_trainer", stops)
+    for _ in range(2):
+        monkeypatch.setenv("MASTER_PORT", "1")  # so that it is put back
+        monkeypatch.delenv("MASTER_PORT")
+        with pytest.raises(InterruptedError):
+            grpo_step_trl.main(tmp_path / "out.json", "tiny", **WORK, micro_batch=4, checkpoint=tmp_path)
+    assert len({*ports, "29500"}) == 3
+
+
 def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(trl, "__version__", "1.17.0")
     with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
