@@ -245,8 +245,9 @@ def _free_port() -> int:
 
 
 def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
-    # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if own["sampler"] == "vllm":
+        # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if not checkpoint.exists():
         write_shape(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
