@@ -24,6 +24,7 @@ from qerl.config import (
     StepBench,
     parse,
 )
+from qerl.imports import imports
 from qerl.lease import alone, devices, keep_to_own_cores, lease
 from qerl.provenance import check_writable
 
@@ -50,8 +51,9 @@ def _pairs(values: list[str]) -> dict[str, Path]:
 @app.command()
 def data(settings: SettingsJson, out: Out, lock: Locked = None) -> None:
     """Prepare a data set: generated, from a local file or from the hub."""
-    from qerl.data.sources import prepare
-    from qerl.lock import key_of, read_lock
+    with imports():
+        from qerl.data.sources import prepare
+        from qerl.lock import key_of, read_lock
 
     parsed = parse(DatasetSettings, json.loads(settings), "data set")
     entry = read_lock(lock).get(key_of(parsed.origin)) if isinstance(parsed.origin, HubData) else None
@@ -62,7 +64,10 @@ def data(settings: SettingsJson, out: Out, lock: Locked = None) -> None:
 def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
     """Train the miniature base policy from scratch."""
     with lease(1):
-        from qerl.models.base import pretrain_base
+        with imports():
+            from qerl.models import miniature  # noqa: F401 (what pretrain_base imports)
+            from qerl.models.base import pretrain_base
+            from qerl.rollout import native  # noqa: F401
 
         pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
 
@@ -89,11 +94,14 @@ def quantize(
     if (calibration is None) != (data is None):
         raise typer.BadParameter("--calibration and --data belong together")
     with lease(1):
-        from qerl.models.base import make_checkpoint
-        from qerl.quant.awq import Calibration
+        with imports():
+            from qerl.models.base import make_checkpoint
+            from qerl.quant import quantize  # noqa: F401
 
         texts = None
         if calibration is not None and data is not None:
+            from qerl.quant.awq import Calibration
+
             texts = Calibration(parse(CalibrationSettings, json.loads(calibration), "calibration"), data)
         make_checkpoint(model, weights, source, out / "checkpoint", out / "report.json", texts)
 
@@ -104,7 +112,8 @@ def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out:
     row = json.loads(settings)
     # Its own work first: one that is left over from a killed Snakemake may have the GPU too.
     with alone(work), lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
-        from qerl.rl.train import train_run
+        with imports():
+            from qerl.rl.train import train_run
 
         train_run(row, checkpoint, data, work, out)
 
@@ -121,7 +130,12 @@ def evaluate(
     """Score a base or a trained policy on every task."""
     parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
     with lease(parsed.engine_gpus):
-        from qerl.evals.job import evaluate_policy
+        with imports():
+            from qerl.evals.evaluate import scorer
+            from qerl.evals.job import evaluate_policy
+
+            for task in parsed.tasks:
+                scorer(task.harness)
 
         evaluate_policy(parsed, json.loads(row), checkpoint, trained, _pairs(data), out)
 
@@ -137,11 +151,13 @@ def profile(
     inputs: Any = json.loads(points)
     with lease(_bench_gpus(parsed, inputs)):
         if isinstance(parsed, RolloutBench):
-            from qerl.bench.rollout import bench_rollout
+            with imports():
+                from qerl.bench.rollout import bench_rollout
 
             bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
         else:
-            from qerl.bench.step import bench_step
+            with imports():
+                from qerl.bench.step import bench_step
 
             bench_step(bench, parsed, inputs, out)
 
@@ -174,7 +190,8 @@ Results = Annotated[Path, typer.Argument(help="A file with the path of a stored 
 @app.command()
 def table(name: str, results: Results, out: Out) -> None:
     """Make one table from stored results."""
-    from qerl.report.job import make_table
+    with imports():
+        from qerl.report.job import make_table
 
     make_table(name, _paths(results), out)
 
@@ -182,7 +199,9 @@ def table(name: str, results: Results, out: Out) -> None:
 @app.command()
 def figure(name: str, results: Results, out: Out) -> None:
     """Make one figure from stored results."""
-    from qerl.report.job import make_figure
+    with imports():
+        from qerl.report import figures  # noqa: F401 (make_figure imports it, which make_table doesn't need)
+        from qerl.report.job import make_figure
 
     make_figure(name, _paths(results), out)
 
@@ -190,7 +209,8 @@ def figure(name: str, results: Results, out: Out) -> None:
 @app.command()
 def gate_numerics(vectors: Path, out: Out) -> None:
     """Compare codecs and graders with stored vectors."""
-    from qerl.gates.numerics import measure_numerics
+    with imports():
+        from qerl.gates.numerics import measure_numerics
 
     measure_numerics(vectors, out)
 

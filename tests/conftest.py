@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
+
+from qerl.imports import imports
 
 #: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
 PROFILE = "QERL_TEST_PROFILE"
@@ -26,6 +29,13 @@ settings.register_profile(
     "nightly", settings.get_profile("default"), max_examples=500, derandomize=False, print_blob=True
 )
 settings.load_profile(os.environ.get(PROFILE, "default"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting imports every library, in each process of the suite."""
+    with imports():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,7 +51,7 @@ def evaluate(
             sampling = settings.sampling_of(task).model_dump()
             params = SamplingParams(**sampling, count=settings.repeats_of(task), seed=settings.seed)
             policy = Policy(sampler, tokenizer, params)
-            rows = list(_samples(task, dataset, _harness(task.harness)(policy, dataset)))
+            rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row) + "\n" for row in rows)
             metrics[task.label] = {**summarize(rows), "task": task.task, "sampling": sampling}
             progress(f"{task.label}: {metrics[task.label]['accuracy']:.1%} of {len(rows)} completions correct")
@@ -131,7 +131,8 @@ def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str
     return [{column: str(record[column]) for column in columns} for record in records]
 
 
-def _harness(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
+def scorer(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
+    """What scores a policy by a harness."""
     # Each harness costs seconds to import; only those in use are.
     if name == "lm-eval":
         from qerl.evals import lm_eval

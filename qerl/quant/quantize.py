@@ -7,18 +7,19 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
-from qerl.models.loading import load_tokenizer, read_packed, stream
 from qerl.provenance import put
 from qerl.quant import FormatError
-from qerl.quant.awq import Calibration, write_equalised
 from qerl.quant.formats import dequantize, tensor_specs
 from qerl.quant.packing import linear_layers, write_packed
+
+if TYPE_CHECKING:
+    from qerl.quant.awq import Calibration
 
 #: rtn: round to nearest, without calibration data.
 _METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
@@ -50,12 +51,16 @@ def quantize_checkpoint(
             tensor_specs(weights_format, (rows, columns))
         except FormatError as error:
             raise FormatError(f"{source}: {layer}: {error}") from None
+    from qerl.models.loading import load_tokenizer  # seconds, which a report on a dense checkpoint doesn't need
+
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial, dense, awq = Path(scratch) / target.name, source, {}
         if calibration is not None:
+            from qerl.quant.awq import write_equalised
+
             dense = Path(scratch) / "equalised"
             awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
         write_packed(dense, partial, weights_format)
@@ -99,6 +104,8 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
 ) -> dict[str, float]:
+    from qerl.models.loading import read_packed, stream
+
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for layer, packed in read_packed(headers, weights_format):
