@@ -6,6 +6,7 @@ its share of the micro-batches, and adds up gradients with the others before the
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -113,6 +114,7 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
 def _start(count: int, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.progress import configure_logging
 
+    gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.imports)
     configure_logging()
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))

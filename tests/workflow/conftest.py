@@ -20,6 +20,8 @@ class Tree:
     def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
+        # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
         run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
         assert not check or run.returncode == 0, run.stdout + run.stderr
