@@ -67,7 +67,7 @@ def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
         with imports():
             from qerl.models import miniature  # noqa: F401 (what pretrain_base imports)
             from qerl.models.base import pretrain_base
-            from qerl.rollout import native  # noqa: F401
+            from qerl.rollout import native  # noqa: F401 (likewise)
 
         pretrain_base(parse(PretrainSettings, json.loads(settings), "model"), _pairs(data), out)
 
@@ -96,7 +96,7 @@ def quantize(
     with lease(1):
         with imports():
             from qerl.models.base import make_checkpoint
-            from qerl.quant import quantize  # noqa: F401
+            from qerl.quant import quantize  # noqa: F401 (what make_checkpoint imports)
 
         texts = None
         if calibration is not None and data is not None:
