@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -95,18 +97,20 @@ def _load(folder: Path, job: Job, sequences: list[int]) -> Measure:
     """What measures; OutOfMemoryError also where vLLM has room for the weights and none for its cache."""
     # One process: the engine's work is then what this process waits for.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
+    with no_room_is_out_of_memory():
         engine, request = _engine(folder, job, sequences)
-    except ValueError as error:
-        if no_room(error):
-            raise torch.cuda.OutOfMemoryError(str(error)) from error
-        raise
     return lambda count: _measure(engine, request, job, count)
 
 
-def no_room(error: ValueError) -> bool:
-    """Whether vLLM says that memory is too small for it."""
-    return any(text in str(error) for text in _NO_ROOM)
+@contextmanager
+def no_room_is_out_of_memory() -> Iterator[None]:
+    """OutOfMemoryError where vLLM says in the block that memory is too small for it."""
+    try:
+        yield
+    except ValueError as error:
+        if any(text in str(error) for text in _NO_ROOM):
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, Any]:

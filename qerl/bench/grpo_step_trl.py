@@ -31,7 +31,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.bench.decode_vllm import no_room
+from qerl.bench.decode_vllm import no_room_is_out_of_memory
 from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
@@ -305,11 +305,9 @@ def main(
     }
     _check(work, own)
     try:
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, no_room_is_out_of_memory():
             _run(work, own, checkpoint or Path(folder) / "model", out)
-    except (torch.cuda.OutOfMemoryError, ValueError) as error:
-        if isinstance(error, ValueError) and not no_room(error):
-            raise
+    except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
         write_failure(out, _system(work, own), work, own, "out of memory")
 
