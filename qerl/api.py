@@ -37,7 +37,7 @@ from qerl.config import (
 from qerl.lease import alone
 from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.progress import log
-from qerl.provenance import code_state, put, write_text
+from qerl.provenance import put, write_text
 from qerl.userfunction import load as load_function
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
-    code_state()  # no result without it, so it must not be missing only after hours
     for function in (settings.reward.function, getattr(settings.dataset.origin, "function", None)):
         if function is not None:
             load_function(function)
@@ -207,7 +206,6 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    code_state()
     source = _source(str(model))
     _whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
     return target
@@ -353,7 +351,6 @@ def evaluate(
         )
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
-    code_state()
     data = _problem_folder(problems, {"instruction": instruction, "answer": answer}, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     asked = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}

@@ -19,11 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from qerl import __version__
 from qerl.config import ConfigError
 
 PACKAGE = Path(__file__).parent
 #: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
 TELLING = ("qerl.config", "qerl.plan", "qerl.progress", "qerl.provenance")
+_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 #: Seconds that clocks of several machines may differ by.
 CLOCK_SKEW = 60
 LIBRARIES = (
@@ -40,21 +42,44 @@ LIBRARIES = (
 )
 
 
-def _git(*arguments: str) -> str:
-    answer = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise ConfigError(
-            "results need the commit of the code that made them: run from a git clone, "
-            f"or set QERL_COMMIT to the commit (git said: {answer.stderr.strip()})"
-        )
-    return answer.stdout.strip()
+def _git(*arguments: str) -> str | None:
+    """What git says in the package's folder; none where it refuses, or isn't installed."""
+    # Within a hook of git these name the repository of the hook.
+    environment = {key: value for key, value in os.environ.items() if key not in _GIT_PLACES}
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    except FileNotFoundError:
+        return None
+    return None if answer.returncode else answer.stdout.strip()
+
+
+def _checkout() -> dict[str, Any]:
+    """Commit and state of the checkout that the package is a part of.
+
+    A folder may lie in a repository that doesn't track it, as the .venv of another project does.
+    """
+    tracked = _git("ls-files", "--error-unmatch", "--", "__init__.py") is not None
+    commit = _git("rev-parse", "--verify", "HEAD") if tracked else None
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", ".")) if commit else None}
+
+
+def _hash_of_files(folder: Path) -> str:
+    """A hash of names and bytes of all source files in a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".cu")):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def code_state() -> dict[str, Any]:
-    """Commit and whether tracked files of the package differ from it."""
-    if commit := os.environ.get("QERL_COMMIT"):
-        return {"commit": commit, "dirty": None}
-    return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain", "--", str(PACKAGE)))}
+    """Version and hash of this package's files; commit of its git checkout and whether the files differ from it.
+
+    Installed from a wheel, or unpacked without git, it has no commit; QERL_COMMIT tells one.
+    """
+    told = os.environ.get("QERL_COMMIT")
+    checkout = {"commit": told, "dirty": None} if told else _checkout()
+    return {**checkout, "version": __version__, "files": _hash_of_files(PACKAGE)}
 
 
 def _cpu_name() -> str:

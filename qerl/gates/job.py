@@ -109,7 +109,7 @@ def accept(plan: Plan) -> Path:
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
     measured = Measured.model_validate_json(file.read_bytes())
-    if measured.provenance["dirty"]:
+    if measured.provenance["dirty"] or not measured.provenance["commit"]:
         raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
     _check_nothing_staged()
     written = write_baseline(settings.baselines, measured, spread(plan))

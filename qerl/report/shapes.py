@@ -25,16 +25,27 @@ class Machine(Stored):
 
 
 class Provenance(Stored):
-    """The part of a result's stamp that tables show; `dirty` is none where that isn't known."""
+    """The part of a result's stamp that tables show; `dirty` is none where that isn't known.
 
-    commit: str
+    Code outside a git checkout has no `commit`, but a `version` and a hash of its `files`.
+    """
+
+    commit: str | None
     dirty: bool | None
+    version: str = ""
+    files: str = ""
     machine: Machine
 
     @property
     def columns(self) -> dict[str, str]:
         """The stamp as columns `machine` and `commit`."""
-        return {"machine": self.machine.label, "commit": self.commit[:12] + (" (modified)" if self.dirty else "")}
+        return {"machine": self.machine.label, "commit": self._code}
+
+    @property
+    def _code(self) -> str:
+        if self.commit is None:
+            return f"version {self.version} (files {self.files})"
+        return self.commit[:12] + (" (modified)" if self.dirty else "")
 
 
 class Quartiles(Stored):

@@ -371,10 +371,10 @@ def accepting(tmp_path, monkeypatch):
         rows = [{"dataset": "d", "problem": i, "repeat": 0, "correct": int(i > number)} for i in range(32)]
         (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def store(dirty=False):
+    def store(**told):
         file = Path(made.folder) / "gates" / "measured.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(measured(provenance=measured().provenance | {"dirty": dirty}).model_dump_json())
+        file.write_text(measured(provenance=measured().provenance | told).model_dump_json())
         return made
 
     return store
@@ -397,6 +397,8 @@ def test_a_baseline_moves_in_a_commit_of_its_own(accepting):
 def test_a_baseline_must_be_of_committed_code_and_come_alone(accepting):
     with pytest.raises(ConfigError, match="commit first"):
         accept(accepting(dirty=True))
+    with pytest.raises(ConfigError, match="commit first"):
+        accept(accepting(commit=None))
     made = accepting()
     Path("other").write_text("unrelated")
     subprocess.run(["git", "add", "other"], check=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl import provenance
-from qerl.config import ConfigError
+from qerl import __version__, provenance
 
 SCRIPT = "import sys; from qerl.provenance import code_version; print(code_version(sys.argv[1]))"
 
@@ -65,12 +64,54 @@ def test_a_kernel_counts_for_what_runs_it(copy):
     assert version_in(copy, "qerl.quant.quantize") != before[1]
 
 
-def test_unknown_commit_is_an_error(monkeypatch, tmp_path):
+def git(*arguments: str, folder: Path) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A git project with one commit; a small package is installed into its .venv, which it ignores."""
     monkeypatch.delenv("QERL_COMMIT", raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
-    with pytest.raises(ConfigError, match="QERL_COMMIT"):
-        provenance.code_state()
+    package = tmp_path / ".venv/lib/qerl"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("a = 1\n")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git("init", "-q", folder=tmp_path)
+    git("add", ".gitignore", folder=tmp_path)
+    git("commit", "-q", "-m", "another project", folder=tmp_path)
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    return tmp_path
+
+
+def test_the_commit_of_a_project_around_the_package_is_not_its_own(repository):
+    before = provenance.code_state()
+    assert before["commit"] is None
+    assert before["dirty"] is None
+    (provenance.PACKAGE / "__init__.py").write_text("a = 2\n")
+    after = provenance.code_state()
+    assert (before["version"], after["version"]) == (__version__, __version__)
+    assert before["files"] != after["files"]
+
+
+def test_a_checkout_that_tracks_the_package_tells_its_commit(repository, monkeypatch):
+    git("add", "--force", ".venv", folder=repository)
+    git("commit", "-q", "-m", "the package", folder=repository)
+    commit = git("rev-parse", "HEAD", folder=repository)
+    monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))  # as in a hook of another repository
+    assert provenance.code_state().items() >= {"commit": commit, "dirty": False}.items()
+    (provenance.PACKAGE / "__init__.py").write_text("a = 2\n")
+    assert provenance.code_state().items() >= {"commit": commit, "dirty": True}.items()
+
+
+def test_a_package_without_any_git_runs(repository, monkeypatch):
+    shutil.rmtree(repository / ".git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repository.parent))
+    assert provenance.code_state()["commit"] is None
+    monkeypatch.setenv("PATH", "")  # no git
+    assert provenance.code_state()["commit"] is None
 
 
 def test_stamp_names_code_machine_and_versions(monkeypatch):

@@ -236,6 +236,14 @@ def test_caption_tells_of_modified_code_and_of_several_machines(tmp_path):
     assert text == "Sizes. Machine: H200; Test CPU, 2 cores. Commit: 0123456789ab (modified), 0123456789ab."
 
 
+def test_caption_tells_of_code_without_a_commit(tmp_path):
+    path = write_quantization(tmp_path, "nf4", 4.1, {})
+    stamp = json.loads(path.read_text())["provenance"]
+    installed = damaged(path, provenance=stamp | {"commit": None, "version": "0.1.0", "files": "abc123"})
+    text = tables.caption_text("Sizes", results.load_quantization([installed]))
+    assert text == "Sizes. Machine: Test CPU, 2 cores. Commit: version 0.1.0 (files abc123)."
+
+
 def test_bf16_report_has_no_error(tmp_path):
     reports = results.load_quantization([write_quantization(tmp_path, "bf16", 16, {})])
     bench = write_bench(tmp_path, "step", "step", [step_point("bf16-lora", [1.0])])
