@@ -323,7 +323,7 @@ def evaluate(
     *,
     repeats: int | None = None,
     seed: int = 0,
-    instruction: str = "",
+    instruction: str | None = None,
     answer: AnswerForm = "native",
     task: StockTask | TaskSettings | None = None,
     **sampling: float,
@@ -333,10 +333,10 @@ def evaluate(
     `task` names one of the harness's own tasks, with its prompt, gold answer and metric; as `TaskSettings`, whatever
     data set it names, with what else a task may set (`fewshot`, `chat`, sampling and repeats, which win).
 
-    `problems` is a file of records (all are asked, with `instruction`, for an answer of the form `answer`), a folder
-    with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`; of the latter two the test split
-    is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four
-    repeats.
+    `problems` is a file of records (all are asked for an answer of the form `answer`, with `instruction`, by default
+    that of `DatasetSettings`), a folder with a file test.jsonl (as the data of a run), or the values of
+    `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats` have the defaults of
+    `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
     """
     from qerl.data.sources import read_meta
     from qerl.evals.evaluate import harness_of
@@ -351,10 +351,11 @@ def evaluate(
         )
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
-    data = _problem_folder(problems, {"instruction": instruction, "answer": answer}, folder)
+    asked = {"answer": answer} if instruction is None else {"answer": answer, "instruction": instruction}
+    data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
-    asked = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
-    settings = _evaluation_settings({**asked, "dataset": _TASK}, repeats, seed, dtype, sampling)
+    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
+    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
     about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
     row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
     score_policy(policy, settings, row, {_TASK: data}, folder)

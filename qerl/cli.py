@@ -43,7 +43,10 @@ MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")
 Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
 Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
 Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
-Instruction = Annotated[str | None, typer.Option(help="Appended to each prompt; default: that of the run's data set.")]
+Instruction = Annotated[
+    str | None,
+    typer.Option(help="Appended to each prompt; default: that of the run's data set, without a run of eval's format."),
+]
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ def sample(
         raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     added = _instruction(model) if instruction is None else instruction
-    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
+    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added or "", **sampling)
     for text, completions in zip(asked, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
@@ -133,7 +136,7 @@ def evaluate(
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    own = (_instruction(model), _answer(model)) if stock is None else ("", "native")
+    own = (_instruction(model), _answer(model)) if stock is None else (None, "native")
     added = own[0] if instruction is None else instruction
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     policy = api.load(model, dtype)
@@ -150,9 +153,9 @@ def _run_of(model: str) -> api.Run | None:
     return api.Run(Path(model)) if (Path(model) / api.RUN_FILE).is_file() else None
 
 
-def _instruction(model: str) -> str:
+def _instruction(model: str) -> str | None:
     run = _run_of(model)
-    return run.settings.dataset.instruction if run else ""
+    return run.settings.dataset.instruction if run else None
 
 
 def _answer(model: str) -> AnswerForm:

@@ -153,6 +153,25 @@ class FilterSettings(Settings):
     without that number is dropped."""
 
 
+#: What a data set's instruction is where none is given, by the form of the answers and the record format. A policy that
+#: isn't told how to state its answer states it in some other way, and earns nothing.
+_TAGGED = "Reason between <think> and </think>, then give the final answer alone between <answer> and </answer>."
+_BOXED = "Let's think step by step and output the final answer within \\boxed{}."
+INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
+    "native": {
+        "gsm8k": 'Let\'s think step by step and output the final answer after "####".',
+        "math": _BOXED,
+        "aime": _BOXED,
+    },
+    "tags": {"gsm8k": _TAGGED, "math": _TAGGED, "aime": _TAGGED},
+}
+
+
+def _instruction_of(values: dict[str, Any]) -> str:
+    """The default of `DatasetSettings.instruction`; `values` are the fields before it."""
+    return INSTRUCTIONS[values["answer"]][values["format"]]
+
+
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers."""
 
@@ -161,11 +180,13 @@ class DatasetSettings(Settings):
     """The records' own names of the format's columns, where they differ: `{problem: prompt, answer: solution}`."""
     filter: FilterSettings = FilterSettings()
     origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
-    instruction: str = ""
-    """Appended to each question, on a line of its own; it tells the policy how to state the answer."""
     answer: AnswerForm = "native"
     """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
     `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
+    instruction: str = Field(default_factory=_instruction_of)
+    """Appended to each question, on a line of its own; it tells the policy how to state the answer. By default it asks
+    for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
+    appends nothing."""
 
     @property
     def own_file(self) -> Path | None:

@@ -126,6 +126,8 @@ def _type_name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if field.default_factory is not None:
+        return "by the keys before it"
     if isinstance(field.default, config.Settings):
         return "its defaults"
     return "none" if field.default is None else f"`{field.default}`"
