@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,11 +206,15 @@ def _short(keys: list[str]) -> dict[str, str]:
 
 
 def _shortened(config: Config) -> Config:
-    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems."""
+    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
+
+    Results go to a folder of their own, which ends in a hash of the two paths: other paths may have the same names.
+    """
     from qerl.data.sources import check_problem_file
 
     changes: dict[str, Any] = {}
-    model, problems = _plain_name(config.model), _plain_name(config.problems)
+    model = _plain_name(config.model, "model", ())
+    problems = _plain_name(config.problems, "problems", config.datasets)
     if config.model is not None:
         changes["models"] = {model: LocalModel(source="local", path=config.model)}
         changes["benches"] = {
@@ -231,13 +237,27 @@ def _shortened(config: Config) -> Config:
         key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
         for key, experiment in config.experiments.items()
     }
-    changes["name"] = "-".join([config.name, *base_change.values()]).replace(".", "_")
+    identity = _path_hash(config.model, config.problems)
+    changes["name"] = "-".join([config.name, *base_change.values(), identity]).replace(".", "_")
     return config.model_copy(update=changes)
 
 
-def _plain_name(path: Path | None) -> str:
-    """A file's or folder's name as a part of paths and commands; empty for no path."""
-    return _plain(path.resolve().stem if path.is_file() else path.resolve().name) if path else ""
+def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
+    """A file's or folder's name as a part of paths and commands; empty for no path.
+
+    `otherwise` takes the place of a name without a plain character; a name that is `taken` gets the path's hash.
+    """
+    if path is None:
+        return ""
+    name = path.resolve().stem if path.is_file() else path.resolve().name
+    plain = _plain(name)[:60].strip("-.+") or otherwise
+    return f"{plain}-{_path_hash(path)}" if plain in taken else plain
+
+
+def _path_hash(*paths: Path | None) -> str:
+    """Eight hexadecimal digits for files and folders, as they lie from the working directory, where results are too."""
+    lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
+    return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
 
 
 def _plain(value: Any) -> str:
@@ -252,7 +272,10 @@ def plan(config: Config) -> Plan:
     for name, experiment in config.experiments.items():
         for run in _expand(name, experiment):
             if run.id in runs:
-                raise ConfigError(f"two runs are named {run.id}; rename an arm or a grid key")
+                raise ConfigError(
+                    f"two runs are named {run.id}; rename an arm or a grid key, and put values of a grid that differ "
+                    "in special characters alone into arms"
+                )
             if len(run.id) > _LONGEST_ID:
                 raise ConfigError(
                     f"experiment {name}, arm {run.arm}: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
@@ -260,7 +283,7 @@ def plan(config: Config) -> Plan:
                 )
             _check_run(run, config)
             runs[run.id] = run
-    checkpoints = {c.id: c for c in _checkpoints(config, runs)}
+    checkpoints = _named_apart(_checkpoints(config, runs))
     trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
     timed = {id: run for id, run in runs.items() if id not in trained}
     evaluations: dict[str, Evaluation] = {}
@@ -301,6 +324,15 @@ def _checkpoints(config: Config, runs: Mapping[str, Run]) -> Iterator[Checkpoint
     for bench in config.benches.values():
         if isinstance(bench, RolloutBench):
             yield from (Checkpoint(bench.model, weights) for weights in ("bf16", *bench.weights))
+
+
+def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
+    """Each checkpoint once, by its id, which must not be another's."""
+    named: dict[str, Checkpoint] = {}
+    for checkpoint in checkpoints:
+        if named.setdefault(checkpoint.id, checkpoint) != checkpoint:
+            raise ConfigError(f"two checkpoints are named {checkpoint.id}; rename a model or a data set")
+    return named
 
 
 def _check_run(run: Run, config: Config) -> None:

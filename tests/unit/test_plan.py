@@ -79,12 +79,64 @@ def test_a_thousand_runs_have_a_thousand_names():
         ({"adapter.rnk": [4]}, "unknown key `adapter.rnk`"),
         ({"adapter.targets": [["q_proj"], "q_proj"]}, "`adapter.targets`"),
         ({"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]}, "two runs are named"),
+        ({"rollout.vllm.adapters": ["a b", "a-b"]}, "put values of a grid that differ in special characters"),
     ],
 )
 def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
     with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
         planned(with_experiment(grid=grid))
     assert sentence in str(error.value)
+
+
+def test_two_checkpoints_of_one_name_are_refused():
+    """m calibrated on the data set `x-nvfp4-awq-y`, and m-nvfp4-awq-x on y."""
+    given = values(benches={})
+    given["models"] |= dict.fromkeys(("m", "m-nvfp4-awq-x"), given["models"]["miniature"])
+    given["datasets"] |= dict.fromkeys(("y", "x-nvfp4-awq-y"), given["datasets"]["arithmetic"])
+    arms = {
+        "a": {"model": "m", "calibration.dataset": "x-nvfp4-awq-y"},
+        "b": {"model": "m-nvfp4-awq-x", "calibration.dataset": "y"},
+    }
+    base = {"dataset": "arithmetic", "weights": "nvfp4", "recipe": "awq"}
+    given["experiments"] = {"e": {"base": base, "arms": arms}}
+    with pytest.raises(ConfigError, match="two checkpoints are named m-nvfp4-awq-x-nvfp4-awq-y-256x2048-seed0"):
+        planned(given)
+
+
+# --- the command line's model and problems
+
+
+def short(**paths):
+    return planned(values(benches={}, **paths))
+
+
+def test_other_models_and_problems_have_other_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = json.dumps({"question": "What is 1 plus 1?", "answer": "1+1=2\n#### 2"})
+    given = []
+    for folder in ("m", "m2"):
+        (tmp_path / folder / "qwen2").mkdir(parents=True)
+        given.append({"model": f"{folder}/qwen2"})
+    for name in ("数据", "问题", "sums", "m2/sums", "arithmetic"):
+        Path(f"{name}.jsonl").write_text(record)
+        given.append({"problems": f"{name}.jsonl"})
+    folders = [short(**keys).folder for keys in given]
+    assert len(set(folders)) == len(folders)
+    assert all(folder.startswith("results/mini-") for folder in folders)
+    assert "-qwen2-" in folders[0]
+    assert "-sums-" in folders[4]
+    assert [short(**keys).folder for keys in given] == folders
+    # The same file, however it is written.
+    assert short(problems="m/../sums.jsonl").folder == short(problems=tmp_path / "sums.jsonl").folder == folders[4]
+    assert short(model="m/qwen2", problems="sums.jsonl").folder not in folders
+
+
+def test_problems_named_as_a_data_set_of_the_configuration_do_not_take_its_place(tmp_path):
+    (tmp_path / "arithmetic.jsonl").write_text(json.dumps({"question": "1 plus 1?", "answer": "1+1=2\n#### 2"}))
+    before, after = planned(values(benches={})), short(problems=tmp_path / "arithmetic.jsonl")
+    assert after.config.datasets["arithmetic"] == before.config.datasets["arithmetic"]  # what the base is trained on
+    [own] = {run.settings.dataset for run in after.runs.values()}
+    assert after.config.datasets[own].own_file == tmp_path / "arithmetic.jsonl"
 
 
 # --- tasks, timing

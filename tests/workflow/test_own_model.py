@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from qerl.plan import plan_from
 from tests.tiny import tiny_llama, tiny_qwen2
 
 from .conftest import copy_tree
@@ -17,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
     ("make", "target"),
     [(tiny_qwen2, "tables/accuracy.md"), (tiny_llama, "evaluate/main-nvfp4-lora-seed0/result.json")],
 )
-def test_own_model_and_problems_from_the_command_line(tmp_path, make, target):
+def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, make, target):
     model = make(tmp_path / "Own-Model-0.1B", shard_size="60KB")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert len(list(model.glob("*.safetensors"))) > 1
@@ -28,12 +29,13 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, make, target):
     problems = tmp_path / "pears.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = copy_tree(tmp_path / "tree")
-    name = "results/micro-Own-Model-0_1B-pears"
     # Every kind of rule but measurements and figures, which test_dag.py has.
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     values["experiments"]["main"]["arms"] = {"nvfp4-lora": {"weights": "nvfp4"}}
     (tree.folder / "own.yaml").write_text(yaml.safe_dump(values | {"benches": {}}))
     keys = ("--config", f"model={model}", f"problems={problems}")
+    monkeypatch.chdir(tree.folder)
+    name = plan_from({"model": model, "problems": problems}, tree.folder / "own.yaml").folder
     tree.snakemake(f"{name}/{target}", "--configfile", "own.yaml", *keys)
     results = tree.folder / name
     assert not (results / "models").exists()
