@@ -26,6 +26,7 @@ from qerl.config import (
     DatasetSettings,
     EngineSettings,
     EvaluationSettings,
+    FunctionData,
     RunFile,
     SamplingSettings,
     StockTask,
@@ -35,10 +36,17 @@ from qerl.config import (
     read_yaml,
 )
 from qerl.lease import alone
-from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, check_tokenizer, weights_format_of
+from qerl.models.checkpoint import (
+    RUN_FILE,
+    CheckpointError,
+    check_base,
+    check_checkpoint,
+    check_tokenizer,
+    weights_format_of,
+)
 from qerl.progress import log
 from qerl.provenance import put, write_text
-from qerl.userfunction import load as load_function
+from qerl.userfunction import check as check_function
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -50,7 +58,6 @@ Packed = Literal["nvfp4", "mxfp4", "nf4"]
 Dtype = Literal["float32", "bfloat16"]
 Problems = PathLike | Mapping[str, Any] | DatasetSettings
 
-RUN_FILE = "run.yaml"
 REPORT = "report.json"
 
 
@@ -114,9 +121,10 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
-    for function in (settings.reward.function, getattr(settings.dataset.origin, "function", None)):
-        if function is not None:
-            load_function(function)
+    if settings.reward.function is not None:
+        check_function(settings.reward.function, "reward.function")
+    if isinstance(settings.dataset.origin, FunctionData):
+        check_function(settings.dataset.origin.function, "origin.function")
     source = _source(settings.model, settings.weights)
     if settings.recipe == "awq" and weights_format_of(source) == settings.weights:
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")

@@ -37,7 +37,7 @@ from qerl.data.hub import check_folder
 from qerl.lock import with_locked_revisions
 from qerl.models.checkpoint import check_base, read_config
 from qerl.report.printed import figures_fed, tables_fed
-from qerl.userfunction import load
+from qerl.userfunction import check
 
 #: It names files, whose names have at most 255 bytes with what is appended to it.
 _LONGEST_ID = 200
@@ -372,9 +372,11 @@ def check_inputs(plan_: Plan) -> None:
     origins = [dataset.origin for dataset in config.datasets.values()]
     rewards = [run.settings.reward.function for run in plan_.runs.values()]
     data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
-    for function in dict.fromkeys([*rewards, *data]):
+    for function in dict.fromkeys(rewards):
         if function is not None:
-            load(function)
+            check(function, "reward.function")
+    for function in dict.fromkeys(data):
+        check(function, "origin.function")
     for origin in origins:
         if isinstance(origin, HubData):
             check_folder(origin)

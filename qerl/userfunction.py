@@ -15,31 +15,27 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from qerl.config import ConfigError
 from qerl.provenance import hash_of_code, of_this_package
 
+#: What a function is called with, by the key of the configuration that names it.
+ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
+
 
 def load(path: str) -> Callable[..., Any]:
     """Import the function `module:function`; a `ConfigError` says which part of the path is wrong.
 
-    What the module itself raises while it is imported is passed on.
+    What the module itself raises while it is imported is passed on, with a note that names it.
     """
     module_name, _, name = path.partition(":")
     # The installed command `qerl` hasn't the working directory on its path as `python -m qerl` has. It comes last, so
     # that a file in it can't take the place of a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(
-            f"{path}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
-            "directory, or install it"
-        ) from None
+    module = _imported(module_name, path)
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
@@ -48,10 +44,59 @@ def load(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _imported(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
+                "the import"
+            ) from error
+        raise ConfigError(
+            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
+            "install it"
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
+    except SyntaxError as error:
+        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
+    except SystemExit as error:
+        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
+    except Exception as error:
+        error.add_note(f"importing {path} raised this; mend the module, and start again")
+        raise
+
+
+def _place(error: BaseException) -> str:
+    """The file and line of the user that an error comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"
+
+
+def check(path: str, key: str) -> None:
+    """Raise a `ConfigError` unless the function can be imported and called as that of `key` (`ARGUMENTS`) is."""
+    function, arguments = load(path), ARGUMENTS[key]
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name, asked = path.partition(":")[2], ", ".join(arguments)
+        raise ConfigError(
+            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
+            f"write `def {name}({asked})`"
+        ) from None
+
+
 def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
     """What the function returns. `key` is where the configuration names it, and in `limit` seconds it must be done.
 
-    What it raises is passed on with a note that names it; over the limit, a `ConfigError` says where it was.
+    What it raises is passed on with a note that names it; over the limit, or where it ends the process, a
+    `ConfigError` says where it was.
     """
     function = load(path)
     try:
@@ -62,6 +107,11 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
         raise ConfigError(
             f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
             "or allow it more time: then the run goes on from its last checkpoint"
+        ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
+            "return a value"
         ) from error
     except Exception as error:
         error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")

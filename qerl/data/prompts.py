@@ -15,13 +15,17 @@ def prompt_text(question: str, instruction: str) -> str:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: str) -> list[int]:
     """Return the token ids of the chat up to the point where the policy answers."""
+    _check_there(tokenizer)
+    chat = [{"role": "user", "content": prompt_text(question, instruction)}]
+    return list(tokenizer.encode(chat_text(tokenizer, chat), add_special_tokens=False))
+
+
+def _check_there(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
             "use a chat checkpoint, or add chat_template.jinja to its folder"
         )
-    chat = [{"role": "user", "content": prompt_text(question, instruction)}]
-    return list(tokenizer.encode(chat_text(tokenizer, chat), add_special_tokens=False))
 
 
 def chat_text(
@@ -38,6 +42,28 @@ def chat_text(
             f"the chat template of {tokenizer.name_or_path!r} fails ({error}); use that of another checkpoint"
         ) from None
     return str(text)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise `DataError` unless the chat template renders a user's message, question and instruction, in known tokens.
+
+    `vocab_size` is how many tokens the model has an embedding for.
+    """
+    _check_there(tokenizer)
+    question, instruction = "What is 2+3", "Answer briefly"
+    text = chat_text(tokenizer, [{"role": "user", "content": prompt_text(question, instruction)}])
+    for part, what in ((question, "question"), (instruction, "instruction")):
+        if part not in text:
+            raise DataError(
+                f"the chat template of {tokenizer.name_or_path!r} drops the {what} of a user's message (it makes "
+                f"{text[:80]!r} of {prompt_text(question, instruction)!r}); use that of another checkpoint"
+            )
+    highest = max(prompt_ids(tokenizer, question, instruction))
+    if highest >= vocab_size:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} uses the token {tokenizer.decode([highest])!r}, whose id "
+            f"{highest} is beyond the model's vocab_size={vocab_size}; use the template that belongs to the model"
+        )
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

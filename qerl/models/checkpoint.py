@@ -18,6 +18,9 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+#: What a run calls its settings in its folder.
+RUN_FILE = "run.yaml"
 #: What PEFT calls the files of an adapter.
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -74,12 +77,40 @@ def check_base(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise `CheckpointError` unless there is a tokenizer with a chat template."""
+    """Raise `CheckpointError` unless there is a tokenizer with a chat template, whose ids all have an embedding."""
     tokenizer = folder / "tokenizer_config.json"
-    if not tokenizer.is_file() or not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json and tokenizer_config.json are needed")
+    if not tokenizer.is_file() or not (folder / TOKENIZER).is_file():
+        raise CheckpointError(f"{folder} has no tokenizer: {TOKENIZER} and tokenizer_config.json are needed")
     if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
         raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
+    tokens, rows = _vocabulary(folder / TOKENIZER), read_config(folder)["vocab_size"]
+    token = max(tokens, key=lambda token: tokens[token])
+    if tokens[token] >= rows:
+        raise CheckpointError(
+            f"{folder / TOKENIZER} has the token {token[:40]!r} with the id {tokens[token]}, but {folder / CONFIG} has "
+            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
+        )
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Tokens with their ids, all that plain text can be made of.
+
+    Special tokens aren't among them: models may have some that nothing uses, and the chat template is looked at by
+    `qerl.data.prompts.check_template`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        read = Tokenizer.from_buffer(path.read_bytes())
+    except Exception as error:  # noqa: BLE001 -- the library raises nothing more special
+        raise CheckpointError(
+            f"{path} holds no tokenizer ({error}); copy {TOKENIZER} from where the model comes from"
+        ) from None
+    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
+    tokens = {token: id for token, id in read.get_vocab().items() if token not in special}
+    if not tokens:
+        raise CheckpointError(f"{path} holds no token; copy {TOKENIZER} from where the model comes from")
+    return tokens
 
 
 def check_adapter(folder: Path) -> None:
@@ -123,6 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or of another architecture."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
+    _check_kind(folder)
     config = _read_json(folder / CONFIG)
     if config.get("model_type") not in ARCHITECTURES:
         raise CheckpointError(
@@ -136,7 +168,32 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{folder / CONFIG} has {key}={str(size)[:40]}, which must be a whole number from 1 to {_LARGEST}; "
                 "download the checkpoint again"
             )
+    _check_layer_types(folder, config)
     return config
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise `CheckpointError` for folders of this project and of PEFT that are taken for checkpoints."""
+    if (folder / CONFIG).exists():
+        return
+    if (folder / RUN_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} is the folder of a run, which is no checkpoint; its base is {folder / 'checkpoint'}, and "
+            "`qerl sample` and `qerl eval` take the run itself"
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter, which is no checkpoint; give the folder of the model that it was trained on"
+        )
+
+
+def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is not None and not (isinstance(types, list) and len(types) == layers):
+        found = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
+        raise CheckpointError(
+            f"{folder / CONFIG} has {found} for num_hidden_layers={layers}; correct one of them, each layer has a type"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .conftest import REWARD, read_rows
 
 PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
 MODULE = """
-import re, socket, time
+import re, socket, sys, time
 
 def sleeps(answer, problem):
     time.sleep(60)
@@ -44,6 +44,9 @@ def quick(answer, problem):
 
 def breaks(answer, problem):
     return float(int("eighteen"))
+
+def leaves(answer, problem):
+    sys.exit(3)
 """
 
 
@@ -117,6 +120,11 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
     monkeypatch.setattr(cli, "app", lambda: reward("breaks"))
     with pytest.raises(ValueError, match="eighteen"):
         cli.main()
+
+
+def test_a_reward_that_ends_the_process_is_told(reward):
+    with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
+        reward("leaves")
 
 
 STUCK = f"""

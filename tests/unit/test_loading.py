@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weights_format_of
-from qerl.models.loading import load_model
+from qerl.data.prompts import check_template
+from qerl.data.records import DataError
+from qerl.models.checkpoint import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
+from qerl.models.loading import load_model, load_tokenizer
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
@@ -130,6 +132,70 @@ def test_index_that_disagrees_with_the_shards(tmp_path):
 def test_unsupported_architecture(folder):
     edit_config(folder, model_type="mamba")
     cheap_error(folder, "model_type='mamba'.*qwen2")
+
+
+@pytest.mark.parametrize(
+    ("types", "match"),
+    [(["full_attention"] * 3, "3 layer_types for num_hidden_layers=2"), ("full", "that are no list")],
+)
+def test_layer_types_that_do_not_fit_the_layers(folder, types, match):
+    edit_config(folder, layer_types=types)
+    cheap_error(folder, match)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("run.yaml", "is the folder of a run, which is no checkpoint; its base is .*checkpoint"),
+        ("adapter_config.json", "holds an adapter, which is no checkpoint; give the folder of the model"),
+    ],
+)
+def test_a_folder_of_another_kind(tmp_path, name, match):
+    (tmp_path / name).write_text("{}")
+    cheap_error(tmp_path, match)
+
+
+def with_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    check_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
+def test_a_file_without_tokenizer(folder, text):
+    (with_template(folder) / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds no token") as error:
+        check_tokenizer(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings(folder):
+    edit_config(with_template(folder), vocab_size=60)
+    with pytest.raises(CheckpointError, match=r"has the token '.*' with the id 101, but .*vocab_size=60.* go up to 59"):
+        check_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [("user: answer!", "question"), ("{{ messages[0]['content'].split('\\n')[0] }}", "instruction")],
+)
+def test_a_template_that_drops_what_is_asked(folder, template, what):
+    tokenizer = load_tokenizer(with_template(folder))
+    check_template(tokenizer, 102)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=f"drops the {what} of a user's message"):
+        check_template(tokenizer, 102)
+
+
+def test_a_template_with_tokens_that_the_model_does_not_know(folder):
+    tokenizer = load_tokenizer(with_template(folder))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    check_template(tokenizer, 102)
+    tokenizer.chat_template = "<|im_start|>{{ messages[0]['content'] }}"
+    added = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    check_template(tokenizer, added + 1)
+    with pytest.raises(DataError, match=rf"uses the token '<\|im_start\|>', whose id {added} .*vocab_size={added};"):
+        check_template(tokenizer, added)
 
 
 NVFP4 = {

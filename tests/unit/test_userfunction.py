@@ -9,7 +9,7 @@ import pytest
 from qerl.config import Config, ConfigError, RewardSettings, RunSettings, parse
 from qerl.plan import plan_from
 from qerl.rl.train import _fingerprint
-from qerl.userfunction import load, source_version
+from qerl.userfunction import check, load, source_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,13 +48,57 @@ def test_what_is_not_there_is_one_sentence(folder, path, message):
     assert "\n" not in str(error.value)
 
 
-def test_errors_of_the_module_itself_are_passed_on(folder):
-    (folder / "mine.py").write_text("import mine_gone")
-    with pytest.raises(ModuleNotFoundError, match="mine_gone"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef f(:\n", r"mine:f: .*mine\.py, line 2: invalid syntax; correct the line"),
+        ("def f():\nreturn 1\n", r"mine\.py, line 2: expected an indented block"),
+        ("import json\nimport mine_gone\n", r"mine\.py, line 2 imports mine_gone, which isn't installed"),
+        ("from json import gone", r"mine\.py, line 1: cannot import name 'gone'.*; correct the import"),
+        ("import sys\nsys.exit(3)", r"mine\.py, line 2 ends the process"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_sentence(folder, text, message):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
         load("mine:f")
-    (folder / "other.py").write_text("1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        load("other:f")
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_module_raises_is_passed_on_with_its_name(folder):
+    (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
+    with pytest.raises(ValueError, match="math domain error") as error:
+        load("mine:f")
+    assert error.value.__notes__ == ["importing mine:f raised this; mend the module, and start again"]
+
+
+REWARD = (
+    "reward.function mine:f is defined as f{}, but it is called as f(answer, problem); write `def f(answer, problem)`"
+)
+
+
+@pytest.mark.parametrize("signature", ["(answer)", "()", "(a, b, c)", "(answer, *, problem)"])
+def test_a_reward_of_another_arity_is_one_sentence(folder, signature):
+    (folder / "mine.py").write_text(f"def f{signature}: return 1")
+    with pytest.raises(ConfigError) as error:
+        check("mine:f", "reward.function")
+    assert str(error.value) == REWARD.format(signature)
+
+
+def test_what_can_be_called_as_asked_is_taken(folder):
+    rewards = (
+        "def f(answer, problem): pass",
+        "def f(*any): pass",
+        "def f(a, b, c=1): pass",
+        "class f:\n  def __init__(self, a, b): pass",
+    )
+    for text in rewards:
+        (folder / "mine.py").write_text(text)
+        sys.modules.pop("mine", None)
+        check("mine:f", "reward.function")
+    with pytest.raises(ConfigError, match=r"origin.function mine:f .* called as f\(\); write `def f\(\)`"):
+        check("mine:f", "origin.function")
+    check("builtins:dict", "origin.function")
 
 
 @pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine:f()", "mine.py:f", "a b:c", "../mine:f"])
@@ -153,7 +197,7 @@ def configuration(reward, origin):
 
 
 def test_functions_are_imported_before_any_job_starts(folder):
-    (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []")
+    (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []\ndef one(x): return []")
     good_origin, good_reward = {"source": "python", "function": "mine:rows"}, {"function": "mine:f"}
     plan_from(configuration(good_reward, good_origin), Path("unused"))
     for reward, origin in (
@@ -161,6 +205,12 @@ def test_functions_are_imported_before_any_job_starts(folder):
         (good_reward, {"source": "python", "function": "mine:gone"}),
     ):
         with pytest.raises(ConfigError, match="has no function gone"):
+            plan_from(configuration(reward, origin), Path("unused"))
+    for reward, origin in (
+        ({"function": "mine:one"}, good_origin),
+        (good_reward, {"source": "python", "function": "mine:one"}),
+    ):
+        with pytest.raises(ConfigError, match=r"\.function mine:one is defined as one\(x\)"):
             plan_from(configuration(reward, origin), Path("unused"))
 
 
