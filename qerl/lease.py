@@ -1,30 +1,28 @@
 """What one process has to itself: GPUs of this node, so that jobs of several workflows never share one by accident,
 and the folder of a run.
 
-A lease is an flock on a file a GPU. The kernel drops it when the process ends, however it ends. The GPUs are found
-without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+A lease is a `filelock` on a file a GPU: an flock, which the kernel drops when the process ends, however it ends. The
+GPUs are found by NVML without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import re
-import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pynvml
+from filelock import FileLock, Timeout
+
 from qerl.config import ConfigError
 from qerl.progress import log
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LISTED = re.compile(r"^GPU (\d+): .*\(UUID: ([\w-]+)\)$", re.MULTILINE)
 _POLL_SECONDS = 1.0
 
 
@@ -33,7 +31,7 @@ def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
     """
-    found = dict(_LISTED.findall(_nvidia_smi()))
+    found = _uuids()
     visible = environment.get(VISIBLE)
     if visible is None:
         return found
@@ -41,10 +39,17 @@ def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: found.get(name, name) for name in names} if found else {}
 
 
-def _nvidia_smi() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+def _uuids() -> dict[str, str]:
+    """The UUID of every GPU of this machine by its index; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return {str(index): pynvml.nvmlDeviceGetUUID(handle) for index, handle in enumerate(handles)}
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def lock_folder() -> Path:
@@ -64,18 +69,16 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
     the name of the file that is locked: with another one for each, several share a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / lock).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"process {file.read().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
-                "start again: it goes on from what is kept there"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    file = folder / lock
+    try:
+        kept = FileLock(file, timeout=0).acquire()
+    except Timeout:
+        raise ConfigError(
+            f"process {file.read_text().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
+            "start again: it goes on from what is kept there"
+        ) from None
+    with kept:
+        file.write_text(f"{os.getpid()} on {socket.gethostname()}")
         yield
 
 
@@ -136,14 +139,10 @@ def _wait(there: Mapping[str, str], count: int, held: ExitStack) -> list[str]:
 
 
 def _lock(uuid: str, held: ExitStack) -> bool:
-    path = lock_folder() / f"{uuid}.lock"
-    if not path.exists():  # where others may write, kernels refuse O_CREAT on a file that is another user's
-        path.touch()
-    file = os.open(path, os.O_RDONLY)
+    # Writable by all users of the node, whoever made the file.
+    lock = FileLock(lock_folder() / f"{uuid}.lock", mode=0o666, timeout=0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
+        held.enter_context(lock)
+    except Timeout:
         return False
-    held.callback(os.close, file)
     return True

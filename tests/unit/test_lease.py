@@ -1,4 +1,4 @@
-"""GPU leases between real processes, with a made-up `nvidia-smi`."""
+"""GPU leases between real processes, with a made-up NVML."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -25,19 +26,45 @@ with lease(int(sys.argv[1])) as names:
 """
 
 
+NVML = """
+class NVMLError(Exception):
+    pass
+
+
+def nvmlInit():
+    if not COUNT:
+        raise NVMLError("no driver")
+
+
+def nvmlShutdown():
+    pass
+
+
+def nvmlDeviceGetCount():
+    return COUNT
+
+
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+
+
+def nvmlDeviceGetUUID(index):
+    return f"GPU-{index:04x}-abcd"
+"""
+
+
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     """A node with as many GPUs as asked for, and a lock folder of its own."""
 
     def make(count: int) -> None:
-        lines = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i:04x}-abcd)\n" for i in range(count))
-        script = tmp_path / "nvidia-smi"
-        script.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
-        script.chmod(0o755)
+        (tmp_path / "pynvml.py").write_text(f"COUNT = {count}\n{NVML}")
+        made = types.ModuleType("pynvml")
+        exec((tmp_path / "pynvml.py").read_text(), vars(made))
+        monkeypatch.setattr("qerl.lease.pynvml", made)
 
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("tempfile.tempdir", None)
     return make
