@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,16 +71,9 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
 
     Percentile bootstrap over the repeats of each. Of a handful of repeats it spans little more than their range.
     """
-    ratio = float(np.median(above) / np.median(below))
     if min(len(above), len(below)) < 2:
-        return Interval(ratio, np.nan, np.nan)
-    generator = np.random.default_rng(_SEED)
-    medians = [
-        np.median(np.asarray(values)[generator.integers(len(values), size=(_DRAWS, len(values)))], axis=1)
-        for values in (above, below)
-    ]
-    low, high = np.quantile(medians[0] / medians[1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(ratio, float(low), float(high))
+        return Interval(float(np.median(above) / np.median(below)), np.nan, np.nan)
+    return _bootstrap((above, below), _ratio_of_medians)
 
 
 def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
@@ -92,10 +85,23 @@ def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Int
     if len(above) != len(below) or len(above) == 0:
         raise ValueError(f"times must come in pairs, not {len(above)} and {len(below)}")
     ratios = np.asarray(above) / np.asarray(below)
+    if len(ratios) < 2:
+        return Interval(float(ratios[0]), float(ratios[0]), float(ratios[0]))
+    return _bootstrap((ratios,), np.median)
+
+
+def _ratio_of_medians(above: Scores, below: Scores, axis: int) -> Scores:
+    return np.median(above, axis=axis) / np.median(below, axis=axis)
+
+
+def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scores]) -> Interval:
+    """A statistic of independent samples with its percentile interval."""
     generator = np.random.default_rng(_SEED)
-    medians = np.median(ratios[generator.integers(len(ratios), size=(_DRAWS, len(ratios)))], axis=1)
-    low, high = np.quantile(medians, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(np.median(ratios)), float(low), float(high))
+    found = stats.bootstrap(
+        samples, statistic, n_resamples=_DRAWS, confidence_level=LEVEL, method="percentile", rng=generator
+    )
+    low, high = found.confidence_interval
+    return Interval(float(statistic(*map(np.asarray, samples), axis=-1)), float(low), float(high))
 
 
 def _interval(*sets: Scores) -> Interval:
