@@ -225,7 +225,10 @@ def test_the_vectors_are_those_of_the_libraries():
     stored, made = load_file(GATES / VECTORS), vectors()
     assert stored.keys() == made.keys()
     for name, tensor in made.items():
-        assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        if tensor.dtype == torch.float64:  # a product, whose order of additions is that of the machine's BLAS
+            torch.testing.assert_close(stored[name], tensor, rtol=0, atol=1e-12, msg=name)
+        else:
+            assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_numerics_find_nothing_here_and_a_scale_that_is_one_step_off(tmp_path):
