@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from qerl.config import GROUP_SIZE, UserError
 
@@ -29,8 +30,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 _LARGEST = 1 << 20
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
-#: The longest header that the safetensors library reads.
-_LONGEST_HEADER = 100_000_000
+#: Bytes of an element by safetensors' name of its dtype.
+_BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+_BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 
 _COMPRESSED_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 _QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
@@ -305,45 +307,18 @@ def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """The header of one safetensors file: 8 bytes of length (little endian), JSON, then the tensors' bytes."""
+    """The tensors of one safetensors file, whose header promises exactly the bytes that it has."""
     if not path.is_file():
         raise CheckpointError(f"{path} doesn't exist, though the index names it; download the checkpoint again")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else math.inf
-        if 8 + length > size or length > _LONGEST_HEADER:
-            raise CheckpointError(f"{path} is truncated within its header; download it again")
-        text = file.read(int(length))
-    header = _parse_header(text, path)
-    expected = 8 + length + max((end for _, _, (_, end) in header.values()), default=0)
-    if size != expected:
-        raise CheckpointError(f"{path} has {size} bytes, but its header promises {expected}; download it again")
-    return {name: TensorInfo(path, dtype, shape, end - start) for name, (dtype, shape, (start, end)) in header.items()}
-
-
-def _parse_header(text: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, int]]]:
-    """The dtype, shape and first and last byte of each tensor."""
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    entries = {k: v for k, v in header.items() if k != "__metadata__"} if isinstance(header, dict) else {"": None}
-    if not all(map(_is_entry, entries.values())):
-        raise CheckpointError(f"{path} is not a safetensors file; download it again")
-    return {
-        name: (entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
-        for name, entry in entries.items()
-        if entry
-    }
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+    return {name: _info(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        return False
-    offsets = entry.get("data_offsets", [])
-    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
-
-
-def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    if dtype not in _BYTES:
+        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {_QUANTIZE_AGAIN}")
+    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape))

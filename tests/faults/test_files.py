@@ -161,7 +161,7 @@ def test_a_half_written_adapter_is_named(run, name):
 def test_a_truncated_base_is_named_before_anything_is_loaded(run):
     file = run.base / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(BaseError, match=r"model\.safetensors has \d+ bytes, but its header promises"):
+    with pytest.raises(BaseError, match=r"model\.safetensors is not a whole safetensors file"):
         run.train()
 
 

@@ -160,7 +160,7 @@ def entry(**changes):
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12, 100_000_001])
 def test_a_header_of_huge_length_is_refused_unread(folder, length):
     header_file(folder / "model.safetensors", b"{}", length)
-    with pytest.raises(CheckpointError, match="truncated within its header"):
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         check_checkpoint(folder)
 
 
@@ -185,7 +185,7 @@ def test_any_header_is_read_or_one_sentence(tmp_path_factory, header, data):
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b'{"a":' * 50_000])
 def test_broken_headers_and_json_are_one_sentence(folder, text):
     header_file(folder / "model.safetensors", text)
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         check_checkpoint(folder)
     for name in ("config.json", "tokenizer_config.json"):
         kept = (folder / name).read_bytes()

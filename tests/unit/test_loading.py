@@ -100,13 +100,13 @@ def test_broken_json(folder):
 def test_truncated_weights(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    cheap_error(folder, r"model\.safetensors (is truncated|has \d+ bytes)")
+    cheap_error(folder, r"model\.safetensors is not a whole safetensors file")
 
 
 def test_no_safetensors(folder):
     path = folder / "model.safetensors"
     path.write_bytes(b"\x04" + bytes(7) + b"\xff\xfe{}" + bytes(50))
-    cheap_error(folder, "not a safetensors file")
+    cheap_error(folder, "not a whole safetensors file")
 
 
 def test_missing_and_superfluous_shards(tmp_path):
