@@ -50,8 +50,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
 def export(checkpoint: Path, trained: Path, out: Path) -> None:
     """Split a trained policy into what engines without trained norms can load: `out`/base and `out`/adapter.
 
-    The base is `checkpoint`, dense or packed, with the trained norms in its own dtype; the adapter is LoRA alone.
-    `trained` is the folder of an adapter in PEFT's layout.
+    The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter is LoRA alone. An engine
+    that computes norms in 16 bits rounds them as it loads them. `trained` is the folder of an adapter in PEFT's layout.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
@@ -62,7 +62,7 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
     if (checkpoint / INDEX).exists():
         shutil.copyfile(checkpoint / INDEX, out / "base" / INDEX)
     for path in weight_files(checkpoint):
-        _rewrite(path, out / "base" / path.name, lambda name, old: norms.get(name, old).to(old.dtype))
+        _rewrite(path, out / "base" / path.name, norms.get)
     (out / "adapter").mkdir()
     lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
     save_file(lora, out / "adapter" / ADAPTER, metadata={"format": "pt"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +42,15 @@ class _Slot:
     name: str
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32: Sequence[str] = ()
+) -> PreTrainedModel:
     """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
 
-    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Tensors are read one at
-    a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file at most. Raises
-    `CheckpointError`, which names the file and the fix.
+    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Modules whose names end
+    with one of `float32` keep float32 weights; the caller puts modules in their place that compute with these. Tensors
+    are read one at a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file
+    at most. Raises `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
@@ -59,7 +62,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     slots = _slots(model)
     _check_names(slots, headers, model.config.tie_word_embeddings, folder)
     for name, tensor in stream(headers, device):
-        _fill(slots[name], name, tensor, dtype, headers[name])
+        wide = name.rpartition(".")[0].endswith(tuple(float32))
+        _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
     _tie_head(model, headers)
     _restore_computed_buffers(model, device)
     if (folder / "generation_config.json").exists():

@@ -90,6 +90,7 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's.
 
+        The matrices of a whole model are rounded to bfloat16; norms and biases stay float32, as an adapter's do.
         A value function goes into the folder `value` there: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
@@ -98,7 +99,9 @@ class Policy:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
         else:
-            self.lm.bfloat16().save_pretrained(folder)
+            for parameter in self.lm.parameters():
+                parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+            self.lm.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
 
@@ -115,7 +118,8 @@ def use_own_modules(lm: PreTrainedModel) -> None:
 
 
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    lm = load_model(checkpoint, DTYPES[dtype], device or choose_device())
+    # A norm of 16 bits would round what is added to it: a copy that PEFT loads trained norms into has its dtype.
+    lm = load_model(checkpoint, DTYPES[dtype], device or choose_device(), float32=ROLES)
     use_own_modules(lm)
     tokenizer = load_tokenizer(checkpoint)
     return lm.requires_grad_(False), tokenizer

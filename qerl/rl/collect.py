@@ -12,7 +12,7 @@ from qerl.config import AnswerForm, RecordFormat, RunSettings
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.models.policy import Policy
-from qerl.rl.advantages import group_advantages
+from qerl.rl.advantages import differ, group_advantages
 from qerl.rl.batches import Sample
 from qerl.rl.processes import Processes
 from qerl.rl.rewards import Answer, reward_parts, total
@@ -41,7 +41,7 @@ class Group:
     @property
     def informative(self) -> bool:
         """Whether the rewards differ: equal ones have no advantage over each other and teach nothing."""
-        return len(set(self.rewards)) > 1
+        return bool(differ(torch.tensor([self.rewards])))
 
 
 @dataclass(frozen=True)

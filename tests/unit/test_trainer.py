@@ -285,6 +285,15 @@ def equal_rewards_for(monkeypatch, questions):
     monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
 
 
+def test_a_step_of_equal_rewards_has_no_gradient(checkpoints, tmp_path, monkeypatch):
+    """0.1, the reward for the right form alone; eight of them have another mean in float32."""
+    monkeypatch.setattr("qerl.rl.collect.total", lambda *_: 0.1)
+    made = trainer(checkpoints, tmp_path, rollout={**BASE["rollout"], "group_size": 8})
+    row = made.step(1, 0)
+    assert row["grad_norm"] == row["loss"] == 0
+    assert row["reward/equal_groups"] == 1
+
+
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(checkpoints, tmp_path, monkeypatch):
     order = [PROBLEMS[problem_index(len(PROBLEMS), 0, position)].question for position in range(6)]
     equal_rewards_for(monkeypatch, {order[0], order[2]})
