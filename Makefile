@@ -41,6 +41,7 @@ lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
 	mypy
+	deptry .
 	snakefmt --check Snakefile workflow
 	snakemake --lint
 

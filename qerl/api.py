@@ -35,6 +35,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.imports import check_installed
 from qerl.lease import alone
 from qerl.models.checkpoint import (
     RUN_FILE,
@@ -118,6 +119,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     if made.finished:
         log.info("%s is finished: nothing to do", made.folder)
         return made
+    check_installed("train")
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
@@ -212,6 +214,7 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
     target = Path(out)
     if weights not in GROUP_SIZE:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
+    check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     source = _source(str(model))
@@ -346,6 +349,7 @@ def evaluate(
     `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats` have the defaults of
     `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
     """
+    check_installed("eval")
     from qerl.data.sources import read_meta
     from qerl.evals.evaluate import harness_of
     from qerl.evals.job import RESULT, score_policy

@@ -1,10 +1,42 @@
-"""Imports of large libraries, quicker."""
+"""Imports of large libraries: quicker, and missing ones said in a sentence."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from qerl.config import ConfigError
+
+DISTRIBUTION = "qerl"
+
+
+def check_installed(extra: str) -> None:
+    """Raise `ConfigError` unless the libraries of an extra of this package are there: said before anything long.
+
+    Where the package itself isn't installed, as in a working tree on PYTHONPATH, nothing is known of its extras.
+    """
+    try:
+        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    except metadata.PackageNotFoundError:
+        return
+    for requirement in declared:
+        if requirement.marker and requirement.marker.evaluate({"extra": extra}) and not _is_there(requirement):
+            raise ConfigError(
+                f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
+                f"pip install '{DISTRIBUTION}[{extra}]'"
+            )
+
+
+def _is_there(requirement: Requirement) -> bool:
+    try:
+        metadata.distribution(requirement.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @contextmanager
