@@ -27,10 +27,6 @@ def row(tree) -> str:
 
 def test_a_failed_run_is_a_row_where_that_is_asked_for_and_else_fails(tmp_path):
     tree = copy_tree(tmp_path / "qerl")
-    # Further tries are for kills (test_kill.py); this run would fail in each.
-    rule = tree.folder / "workflow/rules/train.smk"
-    assert "retries: 2" in rule.read_text()
-    rule.write_text(rule.read_text().replace("retries: 2", "retries: 0"))
     write(tree, time_limit=1e-9)
     failed = tree.snakemake(*ARGUMENTS, check=False)
     assert failed.returncode != 0

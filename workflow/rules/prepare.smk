@@ -60,7 +60,6 @@ rule fetch_model:
         "<logs>/fetch_model/{model}.log",
     wildcard_constraints:
         model=models_of(HubModel),
-    retries: 2
     localrule: True
     conda:
         "../../environment.yml"

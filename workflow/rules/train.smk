@@ -1,4 +1,5 @@
 # Reinforcement learning, one job a run. Checkpoints lie in work/, outside of the outputs: a killed job goes on from them.
+# SIGKILL (137) is answered by another try, of three; an error of its own would only come again.
 
 
 rule train:
@@ -13,7 +14,6 @@ rule train:
         "<logs>/train/{run}.log",
     benchmark:
         "<benchmarks>/train/{run}.tsv"
-    retries: 2
     conda:
         "../../environment.yml"
     threads: run_processes
@@ -28,5 +28,7 @@ rule train:
         out=subpath(output.run, parent=True),
         code=run_code,
     shell:
-        "python -m qerl rule train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
-        " --out {params.out:q} >> {log:q} 2>&1"
+        "for try in 1 2 3; do"
+        " python -m qerl rule train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
+        " --out {params.out:q} >> {log:q} 2>&1 && exit 0 || status=$?;"
+        " [ $status -eq 137 ] || break; done; exit $status"
