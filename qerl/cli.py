@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from qerl import api, rules
 from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml
@@ -26,7 +28,21 @@ if TYPE_CHECKING:
 
 WORKFLOW = "The workflow"
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+
+class _Interruptible(TyperGroup):
+    """The commands; Ctrl-C ends any of them with a sentence, since what each has finished is kept."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("qerl: interrupted; run the same command to continue", err=True)
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
+app = typer.Typer(
+    cls=_Interruptible, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__
+)
 app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
 gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
 app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)

@@ -442,7 +442,7 @@ class RewardSettings(Settings):
 
 
 #: Keys of `RunSettings` that decide whether a run ends and nothing about its outcome.
-UNDECIDING: Any = {"reward": {"timeout"}}
+UNDECIDING: Any = {"reward": {"timeout"}, "on_no_signal": True}
 
 
 class PPOSettings(Settings):
@@ -533,6 +533,10 @@ class RunSettings(Settings):
     micro-batch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
+    on_no_signal: Literal["warn", "stop"] = "warn"
+    """What becomes of a run whose rewards teach nothing: no completion of its first step states an answer that can be
+    read, or all completions of a problem earned the same in each of three steps. `warn` says so once, with a
+    completion; `stop` ends the run."""
     processes: PositiveInt = 1
     """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
     to the order in which gradients are added."""

@@ -21,6 +21,8 @@ def configure_logging() -> None:
     """Time-stamped lines on standard error, where Snakemake's rules collect them into their log files."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     log.setLevel(logging.INFO)
+    # It warns of an optional package that would speed up what isn't used here.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def track(items: Iterable[T], total: int, what: str, start: int = 0) -> Iterator[T]:

@@ -63,6 +63,13 @@ def extract(text: str, record_format: RecordFormat, form: AnswerForm = "native")
     return _in_format(boxed[0].strip(), record_format) if boxed else None
 
 
+def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
+    """Return how a completion is expected to state `answer`: what `extract` reads it from."""
+    if form == "tags":
+        return f"<think>...</think><answer>{answer}</answer>"
+    return f"#### {answer}" if record_format == "gsm8k" else f"{_BOXED}{answer}}}"
+
+
 def is_correct(text: str, problem_answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> bool:
     """Whether the final answer of `text` equals `problem_answer`: as a number, or as an expression (math)."""
     answer = extract(text, record_format, form)

@@ -22,7 +22,7 @@ from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.models.checkpoint import read_headers
 from qerl.models.loading import load_tokenizer
-from qerl.quant.packing import DENSE, SCHEMES, write_config, write_shards
+from qerl.quant.packing import DENSE, SCHEMES, quiet, write_config, write_shards
 
 _HOST = torch.device("cpu")
 
@@ -73,10 +73,9 @@ def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]
     """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
     # The imports take seconds and configure a global logger, so only a process that calibrates pays for them.
     from llmcompressor import oneshot
-    from llmcompressor.logger import LoggerConfig, configure_logger
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    configure_logger(LoggerConfig(console_log_level="ERROR"))
+    quiet()
     rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)

@@ -112,6 +112,13 @@ def write_config(source: Path, target: Path, quantization: dict[str, Any] | None
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
 
 
+def quiet() -> None:
+    """Let llmcompressor print errors only: its warnings, of a CPU among others, are nothing to act on."""
+    from llmcompressor.logger import LoggerConfig, configure_logger
+
+    configure_logger(LoggerConfig(console_log_level="ERROR"))
+
+
 class _FP4:
     """NVFP4 and MXFP4 by llmcompressor's quantization without a model."""
 
@@ -120,6 +127,7 @@ class _FP4:
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
+        quiet()
         scheme = preset_name_to_scheme(SCHEMES[weights_format], ["Linear"])
         self._converter = ModelFreePtqConverter(
             QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])

@@ -33,8 +33,10 @@ class Task:
 class Group:
     """The completions of one problem with their rewards."""
 
+    problem: Problem
     prompt: list[int]
     completions: list[Completion]
+    texts: list[str]
     parts: list[dict[str, float]]
     rewards: list[float]
 
@@ -46,10 +48,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The batch of one step, and statistics of all that was drawn for it."""
+    """The batch of one step, and statistics of all groups that were drawn for it."""
 
     samples: list[Sample]
     metrics: dict[str, float]
+    groups: list[Group]
 
 
 def problem_index(count: int, seed: int, position: int) -> int:
@@ -87,7 +90,7 @@ class Collector:
         chosen = drawn
         if rollout.resample:
             chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
-        return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)})
+        return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)}, drawn)
 
     def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
         seed, problems = self.settings.seed, self.task.problems
@@ -109,7 +112,7 @@ class Collector:
         texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
         answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
         parts = [reward_parts(answer, problem, self.task.format, weights, self.task.answer) for answer in answers]
-        return Group(prompt, completions, parts, [total(p, weights) for p in parts])
+        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts])
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])

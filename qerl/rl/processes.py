@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import nn
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -106,6 +108,10 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
     )
     try:
         elastic_launch(launch, _start)(count, function, *arguments)
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error

@@ -22,6 +22,7 @@ from qerl.provenance import code_version, flush, stamp, write_json, write_text
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.failures import Failure, failure, forget, noted
+from qerl.rl.no_signal import report
 from qerl.rl.processes import Processes, run_in_processes
 from qerl.rl.trainer import Trainer
 from qerl.rollout.make import make_sampler
@@ -137,7 +138,7 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     write_json(
         out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)}
     )
-    log.info("reward %.3f -> %.3f in %d steps", rows[0]["reward"], rows[-1]["reward"], len(rows))
+    report(rows, settings)
 
 
 def _save(trainer: Trainer, out: Path) -> None:

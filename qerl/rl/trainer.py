@@ -11,13 +11,14 @@ import torch
 from qerl.config import RunSettings
 from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.policy import Policy
-from qerl.progress import track
+from qerl.progress import log, track
 from qerl.provenance import write_text
 from qerl.rl.aqn import Noise
 from qerl.rl.batches import Sample
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector
 from qerl.rl.failures import TimeLimitError
+from qerl.rl.no_signal import Watch
 from qerl.rl.processes import Processes
 from qerl.rl.update import Updater
 
@@ -38,6 +39,8 @@ class Trainer:
         self.metrics = metrics
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
+        #: Looks at the rollouts of a run; steps that are only timed have none.
+        self.watch: Watch | None = None
 
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
         """Train to the last step; return the metrics of every step.
@@ -46,6 +49,7 @@ class Trainer:
         """
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
+        self.watch = Watch(self.settings, self.collector.task)
         for step in track(steps, self.settings.steps, "steps", start=len(rows)):
             if time_limit is not None:
                 self._keep_to(time_limit, rows)
@@ -74,6 +78,8 @@ class Trainer:
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
                 rollout = self.collector.collect(step, position)
+            if self.watch:
+                self.watch.look(step, rollout, self.processes.writes)
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
             with seconds() as update_time:
@@ -115,7 +121,10 @@ class Trainer:
             for name, parameter in self.policy.trainable():
                 parameter.copy_(state["trained"][name])
         self.updater.optimizer.load_state_dict(state["optimizer"])
-        return state["rows"]
+        rows: list[dict[str, float]] = state["rows"]
+        if self.processes.writes:
+            log.info("going on from step %d of %d", len(rows), self.settings.steps)
+        return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """The whole file anew each step: a killed run leaves no torn or repeated row."""

@@ -1,6 +1,7 @@
 """The command line: what people call is the library, what rules call is set apart, a mistake is one sentence."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import qerl
 from qerl import cli
+from qerl.progress import configure_logging
 from tests.tiny import tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -173,3 +175,29 @@ def test_plan_takes_keys_as_the_workflow_does(call, folder):
     (row, *_) = map(json.loads, call("plan", MINI, f"problems={folder / 'sums.jsonl'}", "--json").splitlines())
     assert row["dataset"] == "sums"
     assert re.fullmatch("results/mini-sums-[0-9a-f]{8}\n", call("where", MINI, f"problems={folder / 'sums.jsonl'}"))
+
+
+def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, tmp_path):
+    """Wherever Ctrl-C comes: here in the loading of a base, in its quantization, and in an evaluation."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    model, out = str(folder / "model"), str(tmp_path / "evaluated")
+    commands = {
+        "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
+        "qerl.models.base.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
+        "qerl.evals.job.evaluate": ("eval", str(folder / "run"), "--max-tokens", "2", "--repeats", "1", "--out", out),
+    }
+    for within, command in commands.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(within, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            interrupted = CliRunner().invoke(cli.app, command)
+        assert interrupted.exit_code == 130
+        assert interrupted.stderr.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
+        assert "Traceback" not in interrupted.output
+        assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0, command
+
+
+def test_libraries_print_no_warnings_that_a_user_can_do_nothing_about(call, capsys, tmp_path):
+    call("quantize", "model", "--out", str(tmp_path / "packed"))
+    assert "WARNING" not in "".join(capsys.readouterr())
+    configure_logging()
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

@@ -1,6 +1,7 @@
 """The GRPO loop on a tiny policy: resume, noise modes, what is trained and what is not."""
 
 import json
+import logging
 from itertools import count, pairwise
 from statistics import fmean
 
@@ -82,7 +83,7 @@ PPO = {
     [{"weights": "nvfp4", "noise": {"schedule": "linear"}}, {"weights": "bf16", "method": "full"}, PPO],
     ids=["aqn", "full", "ppo"],
 )
-def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, changes):
+def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, caplog, changes):
     whole = trainer(checkpoints, tmp_path / "whole", **changes)
     expected = whole.run()
     killed = trainer(checkpoints, tmp_path / "killed", **changes)
@@ -94,7 +95,9 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
         killed.run()
     continued = trainer(checkpoints, tmp_path / "killed", **changes)
     torch.manual_seed(99)
-    rows = continued.run()
+    with caplog.at_level(logging.INFO):
+        rows = continued.run()
+    assert "going on from step 2 of 5" in caplog.text
     assert untimed(rows) == untimed(expected)
     assert [json.loads(line)["step"] for line in (tmp_path / "killed/m.jsonl").read_text().splitlines()] == [
         1,
