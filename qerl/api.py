@@ -119,7 +119,6 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     if made.finished:
         log.info("%s is finished: nothing to do", made.folder)
         return made
-    check_installed("train")
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
@@ -128,7 +127,9 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
     source = _source(settings.model, settings.weights)
-    if settings.recipe == "awq" and weights_format_of(source) == settings.weights:
+    if weights_format_of(source) != settings.weights:
+        check_installed("train")
+    elif settings.recipe == "awq":
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
     _write_run_file(settings)
     _prepare(settings.dataset, made.data)
