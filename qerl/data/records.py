@@ -18,6 +18,8 @@ from qerl.config import RecordFormat, UserError
 from qerl.data.answers import extract
 
 Record = dict[str, Any]
+#: A record with its place in words (file and line, file and row), for errors.
+Located = tuple[str, Record]
 
 
 class DataError(UserError):
@@ -48,7 +50,27 @@ def detect_format(record: Mapping[str, Any], where: str = "the record") -> Recor
         # MATH-500 has an `answer` beside its boxed solution; AIME's solution is optional and AIME has no level.
         is_math = "level" in record or _get(record, "answer") is None
         return "math" if is_math else "aime"
-    raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime)")
+    raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); {_mapping(record)}")
+
+
+#: What other data sets call a question and an answer, as the data sets for TRL do.
+_QUESTIONS = ("prompt", "query", "input", "instruction", "text")
+_ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", "response", "output", "target", "label")
+
+
+def _mapping(record: Mapping[str, Any]) -> str:
+    """How to say, with `columns`, that a record's own names mean those of a format."""
+    question = next((name for name in _QUESTIONS if name in record), None)
+    answer = next((name for name in _ANSWERS if name in record), None)
+    if question is None or answer is None:
+        return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
+    stated = str(record[answer])
+    if extract(stated, "gsm8k") is not None:
+        found, columns = "gsm8k", {"question": question, "answer": answer}
+    else:
+        found, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
+    named = ", ".join(f"{name}: {own}" for name, own in columns.items() if name != own)
+    return f"write its own names as `dataset: {{format: {found}, columns: {{{named}}}, origin: ...}}`"
 
 
 def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
@@ -83,7 +105,10 @@ def _given(record: Mapping[str, Any]) -> str:
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = _get(record, key)
     if value is None or not str(value).strip():
-        raise DataError(f"{where} has no `{key}`; its columns: {', '.join(map(str, record)) or 'none'}")
+        found = ", ".join(map(str, record)) or "none"
+        raise DataError(f"{where} has no `{key}`; its columns: {found} (`columns: {{{key}: NAME}}` names another one)")
+    if hasattr(value, "__len__") and not isinstance(value, str):
+        raise DataError(f"{where} has a {type(value).__name__} in `{key}`; give it as text")
     if not _is_unicode(text := str(value)):
         raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
     return text

@@ -29,8 +29,9 @@ from qerl.config import (
     Split,
 )
 from qerl.data.arithmetic import generate
+from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
-from qerl.data.records import DataError, Problem, Record, detect_format, parse_record, question_id
+from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
 from qerl.provenance import write_json
 from qerl.userfunction import call
 
@@ -38,9 +39,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 META = "dataset.json"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
-_Splits = dict[Split, list[Record]]
-#: A record with its place in words (file and line, file and row), for errors.
-_Located = tuple[str, Record]
+_Splits = dict[Split, list[Located]]
 
 
 def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = None) -> None:
@@ -50,8 +49,9 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
-    splits = generate(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
-    splits = _without_leaks(_filtered(splits, settings), settings.format)
+    found = _generated(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
+    located = distinct(_filtered(found, settings), settings.format)
+    splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
     meta = {
@@ -113,14 +113,14 @@ def check_problem_file(
     return found
 
 
-def _file(path: Path) -> list[_Located]:
+def _file(path: Path) -> list[Located]:
     records = list(_records(path))
     if not records:
         raise DataError(f"{path} holds no records")
     return records
 
 
-def _records(path: Path) -> Iterator[_Located]:
+def _records(path: Path) -> Iterator[Located]:
     """Yield the records of a file, each with its place in words (file and line, or file and row)."""
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path} is no file of problems: expected one of {', '.join(_SUFFIXES)}")
@@ -134,7 +134,7 @@ def _records(path: Path) -> Iterator[_Located]:
         yield f"{path}, record {number}", record
 
 
-def _lines(path: Path) -> Iterator[_Located]:
+def _lines(path: Path) -> Iterator[Located]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -198,6 +198,11 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     return files
 
 
+def _generated(record_format: RecordFormat, origin: Generated) -> _Splits:
+    splits = generate(record_format, origin)
+    return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
+
+
 def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     """The records of the origin by split, under the names of the format's columns, each validated."""
     origin = settings.origin
@@ -208,10 +213,10 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     splits = {split: list(_renamed(records, settings.columns)) for split, records in found.items()}
     for where, record in chain(*splits.values()):
         parse_record(record, settings.format, where)
-    return {split: [record for _, record in records] for split, records in splits.items()}
+    return splits
 
 
-def _own_records(origin: Any) -> dict[Split, list[_Located]] | list[_Located]:
+def _own_records(origin: Any) -> dict[Split, list[Located]] | list[Located]:
     """The records of a user's file, folder or function, by split if they have splits."""
     if isinstance(origin, FunctionData):
         return _call(origin)
@@ -219,11 +224,11 @@ def _own_records(origin: Any) -> dict[Split, list[_Located]] | list[_Located]:
     return _by_file(_split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
 
 
-def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[_Located]]:
+def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:
     return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
 
 
-def _renamed(records: Iterable[_Located], columns: Mapping[str, str]) -> Iterator[_Located]:
+def _renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
     """The records under the format's own names: `columns` maps these to the records'."""
     for where, record in records:
         for name, own in columns.items():
@@ -234,7 +239,7 @@ def _renamed(records: Iterable[_Located], columns: Mapping[str, str]) -> Iterato
         yield where, {**rest, **{name: record[own] for name, own in columns.items()}}
 
 
-def _call(origin: FunctionData) -> dict[Split, list[_Located]] | list[_Located]:
+def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
     """What the user's function returns: records, or splits of records."""
     returned = call(origin.function, key="origin.function")
     if not isinstance(returned, Mapping):
@@ -244,7 +249,7 @@ def _call(origin: FunctionData) -> dict[Split, list[_Located]] | list[_Located]:
     return {split: list(_numbered(records, f"{origin.function}, split {split}")) for split, records in returned.items()}
 
 
-def _numbered(records: Any, source: str) -> Iterator[_Located]:
+def _numbered(records: Any, source: str) -> Iterator[Located]:
     """Yield the records of a list, each with its place in words."""
     if not isinstance(records, list) or not records:
         found = "an empty one" if records == [] else type(records).__name__
@@ -254,13 +259,13 @@ def _numbered(records: Any, source: str) -> Iterator[_Located]:
 
 
 def _split_by_hash(
-    records: Iterable[_Located], origin: LocalData | FunctionData, record_format: RecordFormat
+    records: Iterable[Located], origin: LocalData | FunctionData, record_format: RecordFormat
 ) -> _Splits:
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
     splits: _Splits = {split: [] for split in SPLITS}
     for where, record in records:
-        splits[_hashed_split(parse_record(record, record_format, where), origin)].append(record)
+        splits[_hashed_split(parse_record(record, record_format, where), origin)].append((where, record))
     return splits
 
 
@@ -277,14 +282,14 @@ def _filtered(splits: _Splits, settings: DatasetSettings) -> _Splits:
     wanted, given = settings.filter, splits.get("train", [])
     if wanted == FilterSettings() or not given:
         return splits
-    kept = [record for number, record in enumerate(given, start=1) if _keeps(wanted, record, settings.format, number)]
+    kept = [located for located in given if _keeps(wanted, *located, settings.format)]
     if not kept:
         raise DataError(f"`filter` leaves none of {len(given)} training records; widen it")
     return {**splits, "train": kept}
 
 
-def _keeps(wanted: FilterSettings, record: Record, record_format: RecordFormat, number: int) -> bool:
-    problem = parse_record(record, record_format, f"split train, record {number}")
+def _keeps(wanted: FilterSettings, where: str, record: Record, record_format: RecordFormat) -> bool:
+    problem = parse_record(record, record_format, where)
     if wanted.max_characters is not None and len(problem.question) > wanted.max_characters:
         return False
     if wanted.levels is not None and problem.level not in wanted.levels:
@@ -301,19 +306,6 @@ def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
     if value is not None and not isinstance(value, (int, float)):
         raise DataError(f"filter.within names {column!r}, which holds {value!r} and not numbers")
     return value is not None and bounds[0] <= value <= bounds[1]
-
-
-def _without_leaks(splits: _Splits, record_format: RecordFormat) -> _Splits:
-    """Drop a training record whose question is in another split, and all but the first of equal training questions."""
-
-    def key(record: Record, split: Split, number: int) -> str:
-        return question_id(parse_record(record, record_format, f"split {split}, record {number}").question)
-
-    keys = {s: [key(r, s, n) for n, r in enumerate(records, start=1)] for s, records in splits.items()}
-    held_out = {k for split in SPLITS if split != "train" for k in keys.get(split, [])}
-    first = {k: r for k, r in reversed(list(zip(keys.get("train", []), splits.get("train", []), strict=True)))}
-    kept = [first[k] for k in dict.fromkeys(keys.get("train", [])) if k not in held_out]
-    return {**splits, "train": kept}
 
 
 def _write(records: list[Record], path: Path) -> str:

@@ -1,4 +1,5 @@
 import pytest
+import yaml
 
 from qerl.data.records import DataError, detect_format, parse_record
 
@@ -63,6 +64,30 @@ def test_a_bad_record_is_an_error_that_names_its_place_and_key(record, record_fo
 def test_an_unknown_record_has_no_format():
     with pytest.raises(DataError, match="line 3 has no key `question`"):
         detect_format({"prompt": "Two?"}, "line 3")
+
+
+@pytest.mark.parametrize(
+    ("record", "mapping"),
+    [
+        ({"prompt": "Two?", "answer": "It is\n#### 2"}, "format: gsm8k, columns: {question: prompt}"),
+        ({"prompt": "Two?", "completion": "#### 2"}, "format: gsm8k, columns: {question: prompt, answer: completion}"),
+        ({"prompt": "Two?", "answer": "\\frac{4}{2}"}, "format: math, columns: {problem: prompt}"),
+        ({"prompt": "Two?", "ground_truth": 2}, "format: math, columns: {problem: prompt, answer: ground_truth}"),
+        ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
+    ],
+)
+def test_columns_of_other_names_are_told_the_mapping_that_reads_them(record, mapping):
+    with pytest.raises(DataError, match="line 3 has no key `question`") as error:
+        detect_format(record, "line 3")
+    assert f"write its own names as `dataset: {{{mapping}, origin: ...}}`" in str(error.value)
+    told = yaml.safe_load(mapping.replace(", columns", "\ncolumns"))
+    renamed = {name: record[own] for name, own in told["columns"].items()}
+    assert parse_record({**record, **renamed}, told["format"], "here").answer in ("2", "\\frac{4}{2}")
+
+
+def test_a_chat_is_no_question():
+    with pytest.raises(DataError, match="line 3 has a list in `question`; give it as text"):
+        parse_record({**GSM8K, "question": [{"role": "user", "content": "Two?"}]}, "gsm8k", "line 3")
 
 
 def test_the_id_depends_on_the_question_alone():

@@ -93,6 +93,43 @@ def test_training_questions_of_other_splits_and_duplicates_are_dropped(tmp_path)
     assert len(found["test"]) == 3
 
 
+@pytest.fixture
+def said(caplog):
+    caplog.set_level("INFO", logger="qerl")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_a_question_is_asked_once_in_every_split(tmp_path, said):
+    source = tmp_path / "in"
+    source.mkdir()
+    write_lines(source / "test.jsonl", [*gsm8k(3), *gsm8k(1)])
+    write_lines(source / "validation.jsonl", gsm8k(3, start=2))
+    write_lines(source / "train.jsonl", [*gsm8k(9), *gsm8k(2, start=6)])
+    found = questions(prepared(tmp_path, LocalData(source="local", path=source)))
+    expected = [record["question"] for record in gsm8k(9)]
+    assert found == {"test": expected[:3], "validation": expected[3:5], "train": expected[5:]}
+    held_out = "whose question is in another split, held out there"
+    assert said() == [
+        "split test: dropped 1 records that repeat a question",
+        f"split validation: dropped 1 records {held_out}",
+        "split train: dropped 2 records that repeat a question",
+        f"split train: dropped 5 records {held_out}",
+    ]
+
+
+def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
+    rows = gsm8k(4)
+    rows += [{**rows[0], "answer": "#### 1.0"}, {**rows[1], "answer": "#### 7"}, {**rows[1], "answer": "#### 7"}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    found = questions(prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)))
+    assert found["test"] == [rows[n]["question"] for n in (0, 2, 3)]
+    assert said() == [
+        "split test: dropped 1 records that repeat a question",
+        "split test: dropped 1 questions whose answers contradict each other; correct them: "
+        f"{path}, line 2 (2) and {path}, line 6 (7)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
