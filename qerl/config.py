@@ -309,7 +309,8 @@ class NoiseSettings(Settings):
     sigma_start: Annotated[float, Field(ge=0)] = 1e-2
     sigma_end: Annotated[float, Field(ge=0)] = 5e-4
     stages: PositiveInt = 10
-    """K of Eq. 8; the first stage carries no noise."""
+    """K of Eq. 8; the first stage carries no noise. In a run of fewer steps than stages each step is a stage, and the
+    last stages are left out."""
     mode: Literal["sampler", "consistent"] = "sampler"
     """`sampler`: noise in the behaviour policy only (Algorithm 1); `consistent`: the same z in the training
     forward."""
@@ -401,6 +402,15 @@ class RolloutSettings(EngineSettings):
     this many further rounds."""
     sampling: SamplingSettings = SamplingSettings()
 
+    @model_validator(mode="after")
+    def _draws_at_a_temperature(self) -> RolloutSettings:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature=0 is greedy: all completions of a problem are the same, and training "
+                "divides by it; use a temperature above 0, such as 1.0 (an evaluation may have 0)"
+            )
+        return self
+
 
 RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
 
@@ -481,7 +491,7 @@ class LossSettings(Settings):
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, which is the base without the adapter."""
     scale_advantages: bool = True
-    """Divide by the group's standard deviation (Eq. 4); Dr. GRPO doesn't."""
+    """Divide by the group's standard deviation (Eq. 4). Where it isn't given, `dr_grpo` has false."""
     mask_truncated: bool = False
     """Completions that ran into the limit carry no loss (DAPO's overlong filtering)."""
     updates_per_rollout: PositiveInt = 1
@@ -491,6 +501,13 @@ class LossSettings(Settings):
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
     ppo: PPOSettings = PPOSettings()
     """Used by `ppo` only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dr_grpo_does_not_scale(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("name") != "dr_grpo":
+            return values
+        return {"scale_advantages": False, **values}
 
 
 class OptimizerSettings(Settings):

@@ -24,7 +24,8 @@ from qerl.models.checkpoint import (
     weight_files,
     weights_format_of,
 )
-from qerl.models.loading import packed_layers, read_packed, stream
+from qerl.models.loading import packed_layers, read_packed
+from qerl.models.tensors import stream
 from qerl.quant.formats import dequantize
 from qerl.rl.aqn import ROLES
 

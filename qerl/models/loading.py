@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,11 +20,11 @@ from transformers import (
 from qerl.models.checkpoint import (
     CheckpointError,
     TensorInfo,
-    by_shard,
     check_layers,
     read_headers,
     weights_format_of,
 )
+from qerl.models.tensors import stream
 from qerl.quant import FormatError, formats, nf4
 from qerl.quant.linear import PackedLinear
 
@@ -77,14 +76,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
-
-
-def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint, one shard after the other."""
-    for path, names in by_shard(headers).items():
-        with safe_open(path, framework="pt", device=str(device)) as shard:
-            for name in names:
-                yield name, shard.get_tensor(name)
 
 
 def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, formats.Packed]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX, WEIGHTS, TensorInfo, by_shard, read_config, read_headers
+from qerl.models.tensors import stream
 from qerl.progress import track
 from qerl.quant.formats import check_magnitudes
 
@@ -58,8 +59,6 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     In memory at a time: what one file of `target` holds, and the dense weights that share a scale. Packing is on the
     GPU, if there is one. The tokenizer is not written.
     """
-    from qerl.models.loading import stream  # seconds, which a report on a dense checkpoint doesn't need
-
     headers = read_headers(source)
     packer = _NF4() if weights_format == "nf4" else _FP4(weights_format)
     layers = {f"{layer}.weight" for layer in linear_layers(headers)}

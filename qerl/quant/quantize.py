@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl.models.checkpoint import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
+from qerl.models.tensors import stream
 from qerl.provenance import put
 from qerl.quant import FormatError
 from qerl.quant.formats import dequantize, tensor_specs
@@ -39,10 +40,12 @@ def quantize_checkpoint(
     Weights are rounded to nearest; with a `calibration` (NVFP4, MXFP4) the model is equalised by AWQ before.
     Embeddings, norms and the head stay bfloat16; the tokenizer comes along. `target` appears complete or not at all.
     "bf16" writes nothing. Returns `quantization_report`, of AWQ against the equalised model. Raises `CheckpointError`
-    if `source` isn't dense or `target` exists, `FormatError` if the format's groups don't divide a layer's input
-    dimension, `DataError` if there is nothing to calibrate on.
+    if `source` isn't dense, holds NaN or infinity, or `target` exists, `FormatError` if the format's groups don't
+    divide a layer's input dimension, `DataError` if there is nothing to calibrate on.
     """
     headers = _dense_headers(source)
+    if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
+        _refuse_what_is_not_finite(headers)
     if weights_format == "bf16":
         return quantization_report(source, source, "bf16")
     for layer in linear_layers(headers):
@@ -94,6 +97,11 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
     }
 
 
+def _refuse_what_is_not_finite(headers: dict[str, TensorInfo]) -> None:
+    for _ in stream(headers):
+        pass
+
+
 def _dense_headers(source: Path) -> dict[str, TensorInfo]:
     found = weights_format_of(source)
     if found != "bf16":
@@ -104,7 +112,7 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
 ) -> dict[str, float]:
-    from qerl.models.loading import read_packed, stream
+    from qerl.models.loading import read_packed
 
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)

@@ -99,7 +99,8 @@ def make_noisy(model: nn.Module) -> None:
 def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
     """Standard deviation of the noise at `step` (1-based) of `total_steps`.
 
-    The stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 carries no noise (Eq. 8). `exponential`
+    The stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 carries no noise (Eq. 8). Where there are
+    fewer steps than stages (M < K), each step is a stage: k = step - 1, which ends before K - 1. `exponential`
     is Eq. 8 as printed, whose last stage stops short of sigma_end; `exponential-reaching` spreads the exponent so that
     stage K - 1 reaches it, as in the released code. The other decays, whose formulas the paper doesn't give, run from
     sigma_start in stage 1 to sigma_end in stage K - 1. `constant` is sigma_start in every stage, 0 included.

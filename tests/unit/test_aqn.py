@@ -47,6 +47,18 @@ def test_schedule_does_not_repeat_or_overrun_with_more_steps_than_stages_divide(
     assert values[0] == values[1] == 0
 
 
+@pytest.mark.parametrize(("steps", "stages"), [(1, 3), (4, 10), (9, 10), (10, 10), (24, 10)])
+def test_a_stage_has_a_step_at_least_and_what_is_left_over_is_the_last_ones(steps, stages):
+    """docs/algorithms.md, also for fewer steps than stages: the run then ends before the last one."""
+    noise = settings("linear", stages=stages)
+    length = max(steps // stages, 1)
+    stage_of = [min(i // length, stages - 1) for i in range(steps)]
+    line = np.linspace(noise.sigma_start, noise.sigma_end, stages - 1)
+    expected = [line[stage - 1] if stage else 0.0 for stage in stage_of]
+    np.testing.assert_allclose([sigma(noise, step, steps) for step in range(1, steps + 1)], expected, rtol=1e-12)
+    assert (max(stage_of) == stages - 1) == (steps >= stages)
+
+
 def test_few_stages_are_an_error_not_a_division_by_zero():
     with pytest.raises(ValueError, match=r"noise\.stages=2"):
         settings("exponential", stages=2)

@@ -7,7 +7,7 @@ import yaml
 
 from qerl import config, reference
 from qerl.bench.grid import jobs
-from qerl.config import Config, ConfigError, RunSettings, Settings, parse
+from qerl.config import Config, ConfigError, EvaluationSettings, RunSettings, Settings, parse
 from qerl.plan import plan
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +88,28 @@ def test_every_run_and_every_base_is_evaluated():
     assert len(made.runs) == 18
     assert set(made.evaluations) == {*made.runs, *(f"base-{name}" for name in made.checkpoints)}
     assert set(made.checkpoints) == {f"miniature-{w}" for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
+
+
+def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation():
+    run = {"model": "m", "dataset": "d", "rollout": {"sampling": {"temperature": 0}}}
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature=0 is greedy.*use a temperature above 0"):
+        parse(RunSettings, run, "run.yaml")
+    assert parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 0}}, "e").repeats == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "scaled"),
+    [
+        ({}, True),
+        ({"name": "dr_grpo"}, False),
+        ({"name": "dr_grpo", "scale_advantages": True}, True),
+        ({"name": "dapo"}, True),
+        ({"name": "grpo", "scale_advantages": False}, False),
+    ],
+)
+def test_dr_grpo_does_not_divide_by_the_standard_deviation_unless_it_is_told_to(loss, scaled):
+    settings = parse(RunSettings, {"model": "m", "dataset": "d", "loss": loss}, "run.yaml")
+    assert settings.loss.scale_advantages is scaled
+    stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it
+    assert stored["loss"]["scale_advantages"] is scaled
+    assert parse(RunSettings, stored, "row") == settings

@@ -14,6 +14,7 @@ from qerl.data.prompts import check_template
 from qerl.data.records import DataError
 from qerl.models.checkpoint import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
 from qerl.models.loading import load_model, load_tokenizer
+from qerl.quant.quantize import quantize_checkpoint
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
@@ -266,3 +267,34 @@ def test_wrong_shape_or_type(folder, tensor):
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight as .*calls for"):
         load_model(folder, torch.bfloat16)
+
+
+#: One of each kind of a checkpoint's tensors.
+NOT_FINITE = {
+    "model.norm.weight": float("nan"),
+    "model.layers.0.input_layernorm.weight": float("inf"),
+    "model.embed_tokens.weight": float("-inf"),
+    "model.layers.1.self_attn.q_proj.bias": float("nan"),
+    "model.layers.1.mlp.up_proj.weight": float("inf"),
+}
+
+
+@pytest.mark.parametrize(("name", "number"), NOT_FINITE.items())
+def test_nan_and_infinity_are_refused_with_tensor_and_file(folder, tmp_path, name, number):
+    """By quantization to every format, and by whoever loads the checkpoint."""
+    rewrite(folder, lambda tensors: tensors[name].flatten()[-1:].fill_(number))
+    sentence = rf"model\.safetensors holds NaN or infinity in {name}; download"
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder, torch.bfloat16)
+    for weights in ("bf16", "nvfp4", "mxfp4", "nf4"):
+        with pytest.raises(CheckpointError, match=sentence):
+            quantize_checkpoint(folder, tmp_path / "out", weights)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    rewrite(tmp_path / "out", lambda tensors: tensors[name].view(torch.uint8)[0].fill_(0x7F))
+    with pytest.raises(CheckpointError, match=f"holds NaN or infinity in {name}"):
+        load_model(tmp_path / "out", torch.bfloat16)

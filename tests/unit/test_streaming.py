@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 from qerl.measure import peak_memory_bytes, reset_peak_memory
 from qerl.models.checkpoint import read_headers
-from qerl.models.loading import stream
+from qerl.models.tensors import stream
 from qerl.quant.packing import write_packed
 from qerl.quant.quantize import quantization_report
 
