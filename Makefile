@@ -2,11 +2,11 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-CONFIG ?= config/mini.yaml
-CORES ?= all
 # Your own checkpoint folder and file of problems, in place of those of the configuration.
 MODEL ?=
 PROBLEMS ?=
+CONFIG ?= $(if $(MODEL),config/own.yaml,config/mini.yaml)
+CORES ?= all
 # Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
 KEYS := $(if $(MODEL),model=$(MODEL)) $(if $(PROBLEMS),problems=$(PROBLEMS))

@@ -264,6 +264,7 @@ def show_plan(
 ) -> None:
     """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
     from qerl.needs import by_table, page
+    from qerl.plan import fitting
     from qerl.sheet import disk, sheet, totals
 
     plan_ = _plan(config, keys)
@@ -276,7 +277,7 @@ def show_plan(
         return
     _print_sheet(plan_.folder, runs)
     _print_table("Checkpoints on disk", disk(plan_))
-    for line in totals(plan_, runs, machine):
+    for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
         _console().print(line, soft_wrap=True)
 
 

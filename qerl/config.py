@@ -924,6 +924,9 @@ class Config(Settings):
     gates: GateSettings | None = None
     shapes: ShapesSettings | None = None
     """With it a configuration may have nothing else."""
+    fit_to_model: bool = False
+    """Settings of runs and of the evaluation that are left out are chosen by what each experiment's local checkpoint is
+    (size, context) and by whether there is a GPU (`qerl/own.py`), in the place of their defaults below."""
     model: FilePath | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: FilePath | None = None

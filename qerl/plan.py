@@ -36,6 +36,7 @@ from qerl.config import (
 from qerl.data.hub import check_folder
 from qerl.lock import with_locked_revisions
 from qerl.models.checkpoint import check_base, read_config
+from qerl.own import described, fitted, traits
 from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import check
 
@@ -391,10 +392,24 @@ def check_inputs(plan_: Plan) -> None:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
 
 
+def fitting(plan_: Plan) -> list[str]:
+    """Lines for people about the settings that follow from the models; none where nothing does."""
+    if not plan_.config.fit_to_model:
+        return []
+    first = {run.settings.model: run for run in reversed(plan_.runs.values())}
+    lines = []
+    for name, run in first.items():
+        model = plan_.config.models[name]
+        assert isinstance(model, LocalModel)
+        about, *keys = described(traits(model.path), run.settings.model_dump())
+        lines += [f"{model.path}: {about}", *keys]
+    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
+
+
 def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
     """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`."""
     values = given if "name" in given else {**read_yaml(default), **given}
-    config = parse(Config, values, "configuration" if "name" in given else str(default))
+    config = parse(Config, fitted(values), "configuration" if "name" in given else str(default))
     plan_ = plan(with_locked_revisions(config))
     check_inputs(plan_)
     return plan_

@@ -16,6 +16,8 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 `qerl/config.py` by `qerl keys`.
 
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
+* `own.yaml`: a real model of your own, with settings chosen by what its checkpoint is (`fit_to_model`); the default
+  where `model` is given on the command line.
 * `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
 * `ci.yaml`: the regression gates of speed and accuracy, in minutes on two CPU cores (docs/gates.md).
 * `shapes.yaml`: speed and memory on the sizes of Qwen2.5 with random weights; needs a GPU, and no network
@@ -24,7 +26,7 @@ is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an e
 
 An experiment expands into one run for each arm and each point of its grid; keys of arms and grid may be dotted
 (`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` puts your own checkpoint and problems
-in the place of those of every run.
+in the place of those of every run; with `model` and without `--configfile`, those of `own.yaml`.
 
 An example that compares three ranks at two learning rates, with three seeds each:
 

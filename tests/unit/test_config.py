@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.yaml")), ids=lambda file: file.name)
 def test_every_configuration_of_the_repository_is_valid(file):
-    planned = plan(parse(Config, yaml.safe_load(file.read_text()), file.name))
+    values = yaml.safe_load(file.read_text())
+    if values.get("fit_to_model"):
+        pytest.skip("it needs a model: test_own.py")
+    planned = plan(parse(Config, values, file.name))
     assert planned.runs or jobs(planned.config.shapes)
 
 

@@ -48,3 +48,10 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, mak
     assert sum(sizes.values()) == len(rows)
     assert evaluation["tasks"]["pears"]["problems"] == sizes["test"]
     assert target != "tables/accuracy.md" or "pears" in (results / target).read_text()
+
+
+def test_a_model_without_a_configuration_is_planned_with_that_of_real_models(tmp_path, tree):
+    model = tiny_qwen2(tmp_path / "own")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    planned = tree.planned("--config", f"model={model}")
+    assert (planned["train"], planned["evaluate"], planned.get("pretrain")) == (3, 5, None)

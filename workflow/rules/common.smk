@@ -17,16 +17,20 @@ from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
 from qerl.gates.measured import workload_key
 from qerl.lease import devices
 from qerl.lock import check_pinned
-from qerl.plan import Plan, plan_from
+from qerl.plan import Plan, fitting, plan_from
 from qerl.provenance import check_clock, code_version, times_of
 from qerl.report import printed
 from qerl.userfunction import source_version
 
 
 def read_plan(given: dict) -> Plan:
-    """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys."""
+    """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys.
+
+    The default is the miniature's, and for `--config model=FOLDER` that of real models.
+    """
+    default = "config/own.yaml" if given.get("model") else "config/mini.yaml"
     try:
-        plan = plan_from(given, default=ROOT / "config/mini.yaml")
+        plan = plan_from(given, default=ROOT / default)
         check_clock([Path(plan.folder), *plan.config.own_files])
         return plan
     except ValueError as error:
@@ -39,6 +43,12 @@ def refuse_branches() -> None:
         check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
     except ValueError as error:
         raise WorkflowError(str(error)) from None
+
+
+def print_settings() -> None:
+    """What was chosen by the model, for people to read before it starts."""
+    for line in fitting(PLAN):
+        print(line, file=sys.stderr)
 
 
 PLAN = read_plan(config)
