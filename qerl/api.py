@@ -31,6 +31,7 @@ from qerl.config import (
     SamplingSettings,
     StockTask,
     TaskSettings,
+    harness_of,
     local_dataset,
     parse,
     read_yaml,
@@ -352,7 +353,6 @@ def evaluate(
     """
     check_installed("eval")
     from qerl.data.sources import read_meta
-    from qerl.evals.evaluate import harness_of
     from qerl.evals.job import RESULT, score_policy
 
     folder = Path(out)

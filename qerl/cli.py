@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api, rules
-from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml
+from qerl.config import SEEDS, AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml, read_yaml
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -56,7 +56,15 @@ ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
 MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
-Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
+
+
+def _seed(seed: int) -> int:
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"--seed must be a whole number from 0 to {SEEDS - 1}, not {seed}")
+    return seed
+
+
+Seed = Annotated[int, typer.Option(callback=_seed, help="Equal seeds draw equal completions.")]
 Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
 Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
 Instruction = Annotated[
@@ -248,7 +256,7 @@ def _plan(config: Path, keys: list[str] | None) -> Plan:
 
     if wrong := [key for key in keys or [] if "=" not in key]:
         raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
-    return plan_from(dict(key.split("=", 1) for key in keys or []), config)
+    return plan_from({**read_yaml(config), **dict(key.split("=", 1) for key in keys or [])}, config, [config])
 
 
 @app.command(name="plan", rich_help_panel=WORKFLOW)
@@ -310,7 +318,7 @@ def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
 @app.command(rich_help_panel=WORKFLOW)
 def lock(config: Path) -> None:
     """Ask the hub which commits and files a configuration means, and write them to its lock file."""
-    from qerl.config import Config, parse, read_yaml
+    from qerl.config import Config, parse
     from qerl.lock import write_lock
 
     typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))

@@ -7,12 +7,23 @@ Unknown keys and impossible combinations are errors that name the key and the fi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from qerl.config_errors import nearest, sentence
+from qerl.yaml_values import DuplicateKey, UniqueKeys, as_meant
 
 RecordFormat = Literal["gsm8k", "math", "aime"]
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
@@ -20,12 +31,16 @@ Recipe = Literal["rtn", "awq"]
 Harness = Literal["lm-eval", "lighteval"]
 Split = Literal["train", "validation", "test"]
 AnswerForm = Literal["native", "tags"]
+#: The linear layers of a block, in every architecture that is supported.
+Layer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 #: Weights that share one scale, by format (NF4: bitsandbytes' block, along the flattened tensor).
 GROUP_SIZE: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+#: What every consumer takes: a step's seed of 64 bits holds the run's in its upper half.
+SEEDS = 2**32
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -47,9 +62,17 @@ class ConfigError(UserError):
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable; an unknown key and a number that is none, or infinite, are errors."""
+    """Base of all settings: immutable; an unknown key and a number that is none, or infinite, are errors.
+
+    Where something can be off, `off`, `none` and `false` all say so. True and false are no numbers.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        return as_meant(cls, values)
 
 
 def _names_a_function(path: str) -> str:
@@ -294,10 +317,10 @@ class AdapterSettings(Settings):
 
     rank: Annotated[int, Field(ge=0)] = 32
     alpha: PositiveInt = 64
-    dropout: Fraction = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     train_norms: bool = True
     """The released scripts also train the two RMSNorms of each block."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: NonEmpty[Layer] = list(get_args(Layer))
 
 
 class NoiseSettings(Settings):
@@ -671,6 +694,9 @@ def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
 
 StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
 
+#: The record formats that each harness has a task for.
+SCORED: dict[Harness, tuple[RecordFormat, ...]] = {"lm-eval": ("gsm8k",), "lighteval": ("math", "aime")}
+
 #: The harness and the record format of each stock task. lighteval has no amc23: it is built of its aime tasks' parts.
 STOCK_TASKS: dict[StockTask, tuple[Harness, RecordFormat]] = {
     "gsm8k": ("lm-eval", "gsm8k"),
@@ -893,6 +919,13 @@ class Experiment(Settings):
     def _null_is_left_out(cls, arms: Any) -> Any:
         return {name: arm for name, arm in arms.items() if arm is not None} if isinstance(arms, Mapping) else arms
 
+    @field_validator("arms")
+    @classmethod
+    def _arms_are_left(cls, arms: dict[Name, dict[str, Any]]) -> dict[Name, dict[str, Any]]:
+        if not arms:
+            raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
+        return arms
+
     @field_validator("grid")
     @classmethod
     def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -909,6 +942,7 @@ class Config(Settings):
     """A whole configuration file."""
 
     name: str
+    """Results go to results/NAME: letters, digits, - and _."""
     protocol: Protocol = "paper"
     """Which of the sources to follow where they disagree. `paper` is the file as it stands; another takes the part of
     that name in `protocols` over it, and its results go to a folder of their own."""
@@ -968,16 +1002,17 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Config:
-        for harness_task in self.evaluation.tasks:
-            _require(harness_task.dataset, self.datasets, "evaluation.tasks", "datasets")
+        for number, task in enumerate(self.evaluation.tasks):
+            require(task.dataset, self.datasets, f"evaluation.tasks[{number}].dataset", "datasets")
+            check_scored(task, self.datasets[task.dataset].format, f"evaluation.tasks[{number}]")
         asked = {task.dataset: None for task in self.evaluation.tasks}
         for name, experiment in self.experiments.items():
-            for task in experiment.tasks or ():
-                _require(task, asked, f"experiments.{name}.tasks", "evaluation.tasks")
+            for dataset in experiment.tasks or ():
+                require(dataset, asked, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
             if isinstance(model, PretrainSettings):
                 for dataset in model.datasets:
-                    _require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                    require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
                     if self.datasets[dataset].answer == "tags":
                         raise ValueError(
                             f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
@@ -985,13 +1020,13 @@ class Config(Settings):
                         )
         for name, bench in self.benches.items():
             if isinstance(bench, RolloutBench):
-                _require(bench.model, self.models, f"benches.{name}.model", "models")
+                require(bench.model, self.models, f"benches.{name}.model", "models")
             else:
-                _require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+                require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
         if self.gates:
-            _require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
-            _require(self.gates.spread, self.experiments, "gates.spread", "experiments")
-            _require(self.gates.bench, self.benches, "gates.bench", "benches")
+            require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            require(self.gates.spread, self.experiments, "gates.spread", "experiments")
+            require(self.gates.bench, self.benches, "gates.bench", "benches")
         return self
 
 
@@ -1004,27 +1039,43 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:
+def require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:
+    """Raise `ConfigError` unless the value `name` of `key` is a key of `section`."""
     if name not in known:
-        raise ValueError(f"{key} names {name!r}, which is not in `{section}` ({', '.join(known) or 'empty'})")
+        among = ", ".join(known) or "empty"
+        raise ConfigError(f"{key} names {name!r}, which is not in `{section}` ({among}){nearest(name, known)}")
 
 
-def _one_sentence(error: ValidationError, where: str) -> str:
-    """The first problem of a validation error, as a sentence with the dotted key."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key `{key}`; check its spelling (config/README.md lists every key)"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: `{key}`: {message}" if key else f"{where}: {message}"
+def harness_of(record_format: RecordFormat) -> Harness:
+    """The harness that has a task for a record format."""
+    return next(harness for harness, formats in SCORED.items() if record_format in formats)
 
 
-def parse(settings: type[S], values: Mapping[str, Any], where: str) -> S:
-    """Validate `values`; a `ConfigError` of one sentence names `where` and the offending key."""
+def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) -> None:
+    """Raise `ConfigError` unless the task can be asked of records of that format."""
+    if task.task and STOCK_TASKS[task.task][1] != record_format:
+        raise ConfigError(
+            f"{where}: task={task.task} needs records of format {STOCK_TASKS[task.task][1]}, and those of "
+            f"{task.dataset!r} are {record_format}; name another data set or another task"
+        )
+    if record_format not in SCORED[task.harness]:
+        raise ConfigError(
+            f"{where}: {task.harness} has no task for {task.dataset!r}, whose format is {record_format}; "
+            f"use harness: {harness_of(record_format)}"
+        )
+
+
+def parse(
+    settings: type[S], values: Mapping[str, Any], where: str, written: Callable[[str], str] = lambda key: key
+) -> S:
+    """Validate `values`; a `ConfigError` of one sentence names `where`, if any, and the offending key.
+
+    `written` turns a dotted key of `settings` into the key that the user wrote.
+    """
     try:
         return settings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_one_sentence(error, where)) from None
+        raise ConfigError((f"{where}: " if where else "") + sentence(error, settings, written)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -1042,7 +1093,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str | bytes, where: str) -> Any:
     """The value that a YAML text states; a `ConfigError` of one sentence names `where`. Tags make no objects."""
     try:
-        return yaml.safe_load(text)
+        return UniqueKeys(text).get_single_data()
+    except DuplicateKey as error:
+        raise ConfigError(f"{where}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
     # Impossible dates, numbers of thousands of digits and bytes that are no text are mere ValueErrors.

@@ -104,7 +104,11 @@ class Costs:
     """The speeds of one machine."""
 
     def __init__(self, machine: str) -> None:
-        rows = [row for row in _rows(SPEEDS) if row["machine"] == machine]
+        measured = _rows(SPEEDS)
+        known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
+        if machine not in known:
+            raise ConfigError(f"no speeds are known of the machine {machine!r}; use one of {', '.join(known)}")
+        rows = [row for row in measured if row["machine"] == machine]
         self._rollouts, self._updates = (
             [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from qerl.config import (
     RunSettings,
     StepBench,
     TaskSettings,
+    harness_of,
     merged,
     parse,
     read_yaml,
+    require,
 )
 from qerl.data.hub import check_folder
 from qerl.lock import with_locked_revisions
@@ -193,11 +196,41 @@ def _expand(name: str, experiment: Experiment) -> Iterator[Run]:
     base = nested(experiment.base)
     for arm, changes in experiment.arms.items():
         of_arm = merged(base, nested(changes))
+        written = functools.partial(_written, name, experiment, arm)
         for values in itertools.product(*experiment.grid.values()):
-            varied = dict(zip(experiment.grid, values, strict=True))
-            settings = parse(RunSettings, merged(of_arm, nested(varied)), f"experiment {name}, arm {arm}")
+            given = dict(zip(experiment.grid, values, strict=True))
+            settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
+            varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
             suffix = "".join(f"-{labels[key]}{_plain(value)}" for key, value in varied.items())
             yield Run(f"{name}-{arm}{suffix}", name, arm, varied, settings)
+
+
+def _written(name: str, experiment: Experiment, arm: str, key: str) -> str:
+    """The key of a configuration that a dotted key of a run's settings comes from."""
+    above = f"experiments.{name}"
+    if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
+        return f"{above}.grid.{key}"
+    if experiment.arms[arm] and (not key or _holds(nested(experiment.arms[arm]), key)):
+        return f"{above}.arms.{arm}.{key}".removesuffix(".")
+    return f"{above}.base.{key}".removesuffix(".")
+
+
+def _holds(tree: Any, key: str) -> bool:
+    """Whether there is a value at a dotted key, places in lists (`[0]`) left aside."""
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _as_taken(value: Any, key: str, settings: Any) -> Any:
+    """A value of a grid, with the one word that settings have for "off", whichever was used."""
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    if isinstance(value, Mapping):
+        return {inner: _as_taken(of_inner, inner, settings) for inner, of_inner in value.items()}
+    return settings if settings in ("off", None) else value
 
 
 def _short(keys: list[str]) -> dict[str, str]:
@@ -230,8 +263,7 @@ def _shortened(config: Config) -> Config:
         values = {"format": record_format, "origin": origin, **asked}
         dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, problems: dataset}
-        harness = "lm-eval" if record_format == "gsm8k" else "lighteval"
-        task = TaskSettings(dataset=problems, harness=harness)  # type: ignore[arg-type]
+        task = TaskSettings(dataset=problems, harness=harness_of(record_format))
         changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
     base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
     changes["experiments"] = {
@@ -279,11 +311,13 @@ def plan(config: Config) -> Plan:
                 )
             if len(run.id) > _LONGEST_ID:
                 raise ConfigError(
-                    f"experiment {name}, arm {run.arm}: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
+                    f"experiments.{name}.grid: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
                     "characters; put the long values of the grid into arms"
                 )
             _check_run(run, config)
             runs[run.id] = run
+    if not (config.shapes or config.benches or any(config.experiments[run.experiment].train for run in runs.values())):
+        raise ConfigError("nothing to do: `experiments` has no run to train, and there are no `benches` or `shapes`")
     checkpoints = _named_apart(_checkpoints(config, runs))
     trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
     timed = {id: run for id, run in runs.items() if id not in trained}
@@ -338,14 +372,14 @@ def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
 
 def _check_run(run: Run, config: Config) -> None:
     """What can be known before any job starts."""
-    settings, where = run.settings, f"experiment {run.experiment}, arm {run.arm}"
-    for name, section, known in (("model", "models", config.models), ("dataset", "datasets", config.datasets)):
-        if getattr(settings, name) not in known:
-            raise ConfigError(f"{where}: {name}={getattr(settings, name)!r} is not in `{section}` of the configuration")
-    if (made := settings.calibrated) and made.dataset not in config.datasets:
-        raise ConfigError(f"{where}: calibration.dataset={made.dataset!r} is not in `datasets` of the configuration")
+    settings = run.settings
+    written = functools.partial(_written, run.experiment, config.experiments[run.experiment], run.arm)
+    require(settings.model, config.models, written("model"), "models")
+    require(settings.dataset, config.datasets, written("dataset"), "datasets")
+    if (made := settings.calibrated) and made.dataset:
+        require(made.dataset, config.datasets, written("calibration.dataset"), "datasets")
     if settings.weights in GROUP_SIZE:
-        _check_groups(config.models[settings.model], settings.weights, where)
+        _check_groups(config.models[settings.model], settings.weights, written("weights"))
 
 
 def _check_groups(model: Any, weights: str, where: str) -> None:
@@ -406,10 +440,26 @@ def fitting(plan_: Plan) -> list[str]:
     return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
 
 
-def plan_from(given: Mapping[str, Any], default: Path) -> Plan:
-    """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`."""
-    values = given if "name" in given else {**read_yaml(default), **given}
-    config = parse(Config, fitted(values), "configuration" if "name" in given else str(default))
-    plan_ = plan(with_locked_revisions(config))
+def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = ()) -> Plan:
+    """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`.
+
+    A whole configuration comes from `files`, where there are any. Errors name the file.
+    """
+    where = ", ".join(map(_as_typed, files)) or "configuration"
+    values = given
+    if not files and "name" not in given:
+        keys = f" with {', '.join(map(str, given))} of the command line" if given else ""
+        values, where = {**read_yaml(default), **given}, f"{_as_typed(default)}{keys}"
+    if "name" not in values:
+        raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
+    try:
+        plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     check_inputs(plan_)
     return plan_
+
+
+def _as_typed(file: Path) -> str:
+    """A file as people name it: from the working directory, where it lies below that."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)

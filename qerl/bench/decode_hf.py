@@ -46,7 +46,7 @@ def random_model(size: str, weights: str, rank: int, device: torch.device, seed:
 
 
 def _lora_config(rank: int) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=rank, target_modules=AdapterSettings().targets, task_type="CAUSAL_LM")
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=list(AdapterSettings().targets), task_type="CAUSAL_LM")
 
 
 def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:

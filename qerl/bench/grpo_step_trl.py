@@ -167,7 +167,7 @@ def _trainer(work: Work, own: dict[str, Any], checkpoint: Path, folder: Path) ->
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     adapter = LoraConfig(
-        r=work.rank, lora_alpha=work.rank, target_modules=AdapterSettings().targets, task_type="CAUSAL_LM"
+        r=work.rank, lora_alpha=work.rank, target_modules=list(AdapterSettings().targets), task_type="CAUSAL_LM"
     )
     return TimedTrainer(
         str(checkpoint),

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import STOCK_TASKS, EvaluationSettings, Harness, RecordFormat, Split, StockTask, TaskSettings
+from qerl.config import EvaluationSettings, Harness, Split, StockTask, TaskSettings, check_scored
 from qerl.data.answers import is_correct
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals.policy import STOCK_COLUMNS, EvaluationSet, Policy, Stock, Verdict
@@ -20,9 +20,6 @@ from qerl.rollout.sampler import Sampler, SamplingParams
 Row = dict[str, Any]
 
 SAMPLES = "samples.jsonl"
-
-#: The record formats that each harness has a task for.
-SCORED: dict[Harness, tuple[RecordFormat, ...]] = {"lm-eval": ("gsm8k",), "lighteval": ("math", "aime")}
 
 
 class EvaluationError(ValueError):
@@ -58,11 +55,6 @@ def evaluate(
     return metrics
 
 
-def harness_of(record_format: RecordFormat) -> Harness:
-    """The harness that has a task for a record format."""
-    return next(harness for harness, formats in SCORED.items() if record_format in formats)
-
-
 def summarize(samples: Iterable[Row]) -> Row:
     """Return the metrics of one task from its samples (rows of samples.jsonl of one data set and harness)."""
     rows = list(samples)
@@ -88,16 +80,7 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]
     about = read_meta(folder)
-    if about["format"] not in SCORED[task.harness]:
-        raise EvaluationError(
-            f"evaluation.tasks: {task.harness} has no task for {task.dataset!r}, whose format is {about['format']}; "
-            f"use harness: {harness_of(about['format'])}"
-        )
-    if task.task and about["format"] != STOCK_TASKS[task.task][1]:
-        raise EvaluationError(
-            f"evaluation.tasks: task {task.task} reads records of format {STOCK_TASKS[task.task][1]}, but "
-            f"{task.dataset!r} has format {about['format']}"
-        )
+    check_scored(task, about["format"], "evaluation.tasks")
     problems = read_split(folder, "test")
     if not problems:
         raise EvaluationError(

@@ -132,7 +132,7 @@ def lora_config(adapter: AdapterSettings) -> LoraConfig:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=adapter.targets,
+        target_modules=list(adapter.targets),
         modules_to_save=list(ROLES) if adapter.train_norms else None,
     )
     register_lora(config)

@@ -11,6 +11,15 @@ from qerl.data.records import DataError
 from qerl.models.checkpoint import CheckpointError
 from qerl.quant import FormatError
 
+#: What pydantic says, which no user has to know of.
+PHRASES = (
+    "Input should",
+    "Field required",
+    "instance of",
+    "Unable to",
+    "valid dictionary",
+    "Value error",
+)
 #: The errors whose message is one sentence for the user.
 SENTENCES = (ConfigError, DataError, CheckpointError, FormatError)
 
@@ -39,5 +48,6 @@ def refused_in_one_sentence(*naming: str):
         assert sentence.strip()
         assert len(sentence.splitlines()) == 1, sentence
         assert len(sentence) < 4000
+        assert not any(phrase in sentence for phrase in PHRASES), sentence
         for name in naming:
             assert name in sentence

@@ -108,7 +108,7 @@ def test_estimates_are_told_from_measurements():
     assert Costs("h200").rollout(work()).estimated == 0
     assert Costs("h200").rollout(work(model="qwen2.5-14b")).measured == 0
     assert math.isnan(Costs("h200").rollout(work(model="miniature")).estimated)
-    assert math.isnan(Costs("abacus").update(work(trained=1.0)).estimated)
+    assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
 
 
 def test_an_estimate_of_what_was_measured_would_have_been_an_upper_limit(monkeypatch, tmp_path):

@@ -52,11 +52,14 @@ MAIN = ("experiments", "main")
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (set_key("evaluaton", {}), "unknown key `evaluaton`"),
-        (set_key(*MAIN, "base", "adapter", {"rnk": 8}), "unknown key `adapter.rnk`"),
+        (set_key("evaluaton", {}), "changed.yaml: unknown key `evaluaton`; did you mean `evaluation`?"),
+        (set_key(*MAIN, "base", "adapter", {"rnk": 8}), "unknown key `experiments.main.base.adapter.rnk`"),
         (set_key(*MAIN, "arms", "bad", {"weights": "nf4", "method": "full"}), "method=full can't train weights=nf4"),
         (set_key(*MAIN, "arms", "bad", {"adapter.rank": 0}), "adapter.rank=0 leaves method=lora nothing to train"),
-        (set_key(*MAIN, "base", "model", "minature"), "model='minature' is not in `models`"),
+        (
+            set_key(*MAIN, "base", "model", "minature"),
+            "experiments.main.base.model names 'minature', which is not in `models`",
+        ),
         (set_key("models", "miniature", "hidden_size", 100), "hidden_size=100 must be a multiple of 64"),
         (set_key("models", "miniature", {"source": "local", "path": "no/such/folder"}), "no/such/folder"),
         (set_key("datasets", "arithmetic", "origin", {"source": "local", "path": "no/such.jsonl"}), "no/such.jsonl"),

@@ -13,7 +13,13 @@ sys.path.insert(0, str(ROOT))
 from snakemake.exceptions import WorkflowError
 
 from qerl.bench.grid import jobs, measured_files
-from qerl.config import HubModel, LocalModel, PretrainSettings, RolloutBench
+from qerl.config import (
+    HubModel,
+    LocalModel,
+    PretrainSettings,
+    RolloutBench,
+    read_yaml,
+)
 from qerl.gates.measured import workload_key
 from qerl.lease import devices
 from qerl.lock import check_pinned
@@ -29,8 +35,11 @@ def read_plan(given: dict) -> Plan:
     The default is the miniature's, and for `--config model=FOLDER` that of real models.
     """
     default = "config/own.yaml" if given.get("model") else "config/mini.yaml"
+    files = [Path(file) for file in workflow.configfiles]
     try:
-        plan = plan_from(given, default=ROOT / default)
+        for file in files:
+            read_yaml(file)  # Snakemake takes the last one of two equal keys
+        plan = plan_from(given, ROOT / default, files)
         check_clock([Path(plan.folder), *plan.config.own_files])
         return plan
     except ValueError as error:

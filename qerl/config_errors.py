@@ -1,0 +1,263 @@
+"""What is wrong with a setting, in plain words: the key as it was written, what would do there, the nearest known key.
+
+pydantic finds the mistake; the words are made here, from the types of the settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+#: Where pydantic puts an error in a key of a mapping, behind the key.
+_OF_KEY = "[key]"
+#: Numbers from here on are no limits that a reader needs to know.
+_LARGE = 2**53
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def options(annotation: Any) -> list[Any]:
+    """What may stand in a place: the members of a union, without limits."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return options(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [option for member in get_args(annotation) for option in options(member)]
+    return [annotation]
+
+
+def parts(annotation: Any) -> Iterator[Any]:
+    """All types that a value consists of, down to those of items and of mappings' values."""
+    for option in options(annotation):
+        if get_origin(option) in (list, dict, tuple):
+            for inner in get_args(option):
+                yield from parts(inner)
+        else:
+            yield option
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that may stand in a place."""
+    chosen = [option for option in options(annotation) if get_origin(option) is Literal]
+    return [str(word) for option in chosen for word in get_args(option)]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel)]
+
+
+def _tags(model: type[BaseModel]) -> dict[str, str]:
+    """The key of a model whose value tells it from the others of a union."""
+    key = next(key for key, field in model.model_fields.items() if len(choices(field.annotation)) == 1)
+    return dict.fromkeys(choices(model.model_fields[key].annotation), key)
+
+
+def expected(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """What may stand in a place, in words: "a whole number above 0"."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        nested = [limit for one in more for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        return expected(inner, [*nested, *limits])
+    if get_origin(annotation) in (Union, UnionType):
+        members = [m for m in get_args(annotation) if m is not NoneType and not _words(m) and not _models(m)]
+        models = _models(annotation)
+        words = [*(["a mapping"] if models else []), *(expected(member, limits) for member in members)]
+        null = ["null"] if NoneType in get_args(annotation) else []
+        return _or([*words, *(word for member in get_args(annotation) for word in _words(member)), *null])
+    if words := _words(annotation):
+        return _or(words) if len(words) < 3 else f"one of {_or(words)}"
+    if models := _models(annotation):
+        return f"a mapping of the keys {_listed(models[0].model_fields)}"
+    return _one(annotation, limits)
+
+
+def _words(annotation: Any) -> list[str]:
+    return ["true", "false"] if annotation is bool else choices(annotation)
+
+
+def _one(annotation: Any, limits: Sequence[Any]) -> str:
+    inner = get_args(annotation)
+    if get_origin(annotation) is list:
+        least = next((limit.min_length for limit in limits if isinstance(limit, annotated_types.MinLen)), 0)
+        return f"a list {'of at least one item, ' * bool(least)}each {expected(inner[0])}"
+    if get_origin(annotation) is tuple:
+        return f"a list of {len(inner)}, each {expected(inner[0])}"
+    if get_origin(annotation) is dict:
+        return f"a mapping, each value {expected(inner[1])}" if inner[1] is not Any else "a mapping"
+    names = {int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}
+    return names.get(annotation, "another value") + _range(limits, annotation is int)
+
+
+def _range(limits: Sequence[Any], whole: bool) -> str:
+    """ " from 0 to 9" of the limits of a number; none are named that nobody meets."""
+    found = {
+        name: value
+        for limit in limits
+        for name in ("gt", "ge", "lt", "le")
+        if (value := getattr(limit, name, None)) is not None and abs(value) < _LARGE
+    }
+    if whole and "lt" in found:
+        found["le"] = found.pop("lt") - 1
+    if {"ge", "le"} <= found.keys():
+        return f" from {found['ge']} to {found['le']}"
+    named = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+    return "".join(" and " * bool(n) + f" {named[name]} {found[name]}" for n, name in enumerate(found)).replace(
+        "  ", " "
+    )
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def _listed(words: Iterable[Any], most: int = 8) -> str:
+    named = list(map(str, words))
+    return ", ".join([*named[:most], *["..."] * (len(named) > most)])
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an error is: its key, what may stand there (None: the key isn't known), and whose key it is."""
+
+    key: tuple[str | int, ...]
+    annotation: Any
+    owner: type[BaseModel] | None
+    description: str = ""
+
+    @property
+    def dotted(self) -> str:
+        """As it is written: `evaluation.tasks[0].dataset`."""
+        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.key).removeprefix(".")
+
+
+def _place(settings: type[BaseModel], location: Sequence[Any]) -> _Place:
+    """The place of an error of pydantic, whose own locations name members of unions besides."""
+    place = _Place((), settings, None)
+    for part in location:
+        found = _models(place.annotation)
+        containers = [o for o in options(place.annotation) if get_origin(o) in (list, tuple, dict)]
+        if len(found) > 1:
+            chosen = next((model for model in found if part in _tags(model)), None)
+            place = _Place(place.key, chosen, place.owner)
+        elif found:
+            place = _field(place, found[0], part)
+        elif containers and (isinstance(part, int) or get_origin(containers[0]) is dict):
+            place = _Place((*place.key, part), get_args(containers[0])[-1], None)
+        else:
+            break
+    return place
+
+
+def _field(place: _Place, model: type[BaseModel], name: Any) -> _Place:
+    field = model.model_fields.get(name)
+    if field is None:
+        return _Place((*place.key, str(name)), None, model)
+    annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return _Place((*place.key, name), annotation, model, " ".join((field.description or "").split()))
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """ "; did you mean `x`?", where a known word is like the given one; else nothing."""
+    found = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
+    return f"; did you mean `{found[0]}`?" if found else ""
+
+
+def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
+    """The first problem of a validation error; `written` turns the dotted key into that of the user."""
+    errors = error.errors(include_url=False)
+    # A misspelt key is missing under its right name as well.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    location = first["loc"]
+    of_key = bool(location) and location[-1] == _OF_KEY
+    place = _place(settings, location[:-2] if of_key else location)
+    key, kind = written(place.dotted), first["type"]
+    prefix = f"`{key}` " if key else "it "
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"unknown key `{key}`{_meant(place, settings, written)}"
+    if kind in ("value_error", "assertion_error"):
+        message = str(first["ctx"]["error"])
+        return f"`{key}`: {message}" if key else message
+    if of_key:
+        return prefix + _key_rule(place, location[-2])
+    if kind == "missing":
+        about = f" ({place.description.partition('. ')[0].rstrip('.')})" if place.description else ""
+        return f"{prefix}is missing; give {expected(place.annotation)}{about}"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        return _tag_sentence(place, first, key)
+    if first["input"] is None:
+        return f"{prefix}is empty; it must be {expected(place.annotation)}"
+    return f"{prefix}must be {expected(place.annotation)}, not {_shown(first['input'])}{_remedy(place, first)}"
+
+
+def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
+    """What an unknown key may stand for: one beside it that is like it, or one of that name elsewhere."""
+    name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
+    known = place.owner.model_fields if place.owner else {}
+    if found := difflib.get_close_matches(name, known, 1):
+        return f"; did you mean `{written(f'{above}.{found[0]}'.removeprefix('.'))}`?"
+    if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:
+        return f"; did you mean {_or([f'`{written(key)}`' for key in elsewhere])}?"
+    return f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
+
+
+def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:
+    """The dotted keys of all settings within, those of lists and mappings left aside."""
+    for name, field in settings.model_fields.items():
+        yield above + name
+        for model in _models(field.annotation):
+            yield from _keys(model, f"{above}{name}.")
+
+
+def _key_rule(place: _Place, key: Any) -> str:
+    if not isinstance(key, str):
+        return "has a key that is no text (YAML reads off and no as false); put it in quotes"
+    mapping = next(o for o in options(place.annotation) if get_origin(o) is dict)
+    names = get_args(mapping)[0]
+    return f"has the key {_shown(key)}; its keys must be {expected(names)}{nearest(key, choices(names))}"
+
+
+def _tag_sentence(place: _Place, error: Mapping[str, Any], key: str) -> str:
+    tags = {tag: name for model in _models(place.annotation) for tag, name in _tags(model).items()}
+    own = f"{key}.{next(iter(tags.values()))}"
+    if error["type"] == "union_tag_not_found":
+        return f"`{own}` is missing; give {_or(list(tags))}"
+    tag = error["ctx"]["tag"]
+    return f"`{own}` must be {_or(list(tags))}, not {_shown(tag)}{nearest(tag, tags)}"
+
+
+def _remedy(place: _Place, error: Mapping[str, Any]) -> str:
+    """The nearest word; quotes, for a text that YAML reads as something else; what no limit in the sentence says."""
+    value, text = error["input"], any(option in (str, Path) for option in options(place.annotation))
+    if text and not isinstance(value, (Mapping, list, tuple, str)):
+        return "; put it in quotes"
+    if error.get("ctx", {}).get("lt", 0) >= _LARGE:
+        return "; it is too large"
+    return nearest(value, choices(place.annotation))
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML would have it, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
