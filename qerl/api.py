@@ -36,6 +36,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.evals import RESULT, SAMPLES
 from qerl.imports import check_installed
 from qerl.lease import alone
 from qerl.models.checkpoint import (
@@ -47,7 +48,7 @@ from qerl.models.checkpoint import (
     weights_format_of,
 )
 from qerl.progress import log
-from qerl.provenance import put, write_text
+from qerl.provenance import check_writable, put, write_text
 from qerl.userfunction import check as check_function
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ Dtype = Literal["float32", "bfloat16"]
 Problems = PathLike | Mapping[str, Any] | DatasetSettings
 
 REPORT = "report.json"
+METRICS = "metrics.jsonl"
+#: The state of a run that isn't finished, in its folder.
+WORK = "work"
+_DATA = "data"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -71,6 +76,9 @@ class Run:
     """A training run in its folder: run.yaml, data, checkpoint, policy, metrics.jsonl, run.json."""
 
     folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
 
     @cached_property
     def settings(self) -> RunFile:
@@ -95,12 +103,21 @@ class Run:
     @property
     def data(self) -> Path:
         """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
-        return self.folder / "data"
+        return self.folder / _DATA
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """One row a step: reward and its parts, loss, entropy, lengths, mismatch, noise, seconds, memory."""
-        return pd.read_json(self.folder / "metrics.jsonl", lines=True)
+        """One row a step, of an unfinished run those so far: reward and its parts, loss, entropy, lengths, ..."""
+        # While it is trained, they lie beside its checkpoints.
+        found = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
+        there = [file for file in found if file.is_file()]
+        if not there:
+            raise ConfigError(
+                f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
+                if (self.folder / RUN_FILE).is_file()
+                else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
+            )
+        return pd.read_json(max(there, key=lambda file: file.stat().st_mtime_ns), lines=True)
 
     @cached_property
     def policy(self) -> Policy:
@@ -120,6 +137,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     if made.finished:
         log.info("%s is finished: nothing to do", made.folder)
         return made
+    check_writable(made.folder)
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
@@ -190,7 +208,7 @@ def _base(settings: RunFile, source: Path, target: Path) -> None:
         link_checkpoint(source, target)
         return
     made = settings.settings.calibrated
-    texts = Calibration(made, settings.out / "data") if made else None
+    texts = Calibration(made, settings.out / _DATA) if made else None
     make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts)
 
 
@@ -199,7 +217,7 @@ def _train(run: Run) -> None:
 
     name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
     row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings}
-    with alone(work := run.folder / "work"):
+    with alone(work := run.folder / WORK):
         train_run(row, run.checkpoint, run.data, work, run.folder)
 
 
@@ -219,6 +237,7 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
     check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    check_writable(target)
     source = _source(str(model))
     _whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
     return target
@@ -311,7 +330,7 @@ class Evaluation:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The harness and its version, accuracy, accuracy of each repeat, tokens, share of truncated completions."""
-        [metrics] = json.loads((self.folder / "result.json").read_text())["tasks"].values()
+        [metrics] = json.loads((self.folder / RESULT).read_text())["tasks"].values()
         return metrics
 
     @cached_property
@@ -353,7 +372,7 @@ def evaluate(
     """
     check_installed("eval")
     from qerl.data.sources import read_meta
-    from qerl.evals.job import RESULT, score_policy
+    from qerl.evals.job import score_policy
 
     folder = Path(out)
     if isinstance(task, str):
@@ -362,8 +381,7 @@ def evaluate(
         raise ConfigError(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction and answer"
         )
-    if (folder / RESULT).exists():
-        raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
+    check_evaluation(problems, folder, task)
     asked = {"answer": answer} if instruction is None else {"answer": answer, "instruction": instruction}
     data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
@@ -376,6 +394,26 @@ def evaluate(
 
 
 _TASK = "problems"
+
+
+def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
+    """Raise `ConfigError` for what can't be evaluated so, before a policy is loaded."""
+    folder = Path(out)
+    if (folder / RESULT).exists():
+        raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
+    # What an evaluation leaves that was killed.
+    left = {_DATA, f".{_DATA}.partial", SAMPLES, f"{RESULT}.partial"}
+    others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
+    data = folder / _DATA
+    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / "dataset.json").is_file()):
+        raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
+    check_writable(folder)
+    asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
+    if task and task.task == "gsm8k" and task.fewshot != 0 and asks_all:
+        raise ConfigError(
+            f"task gsm8k shows {task.fewshot or 5} solved problems of a training split, and {problems} is all asked; "
+            "set fewshot to 0 (--fewshot 0), or give a data set with both splits"
+        )
 
 
 def stock_task(name: str, **settings: Any) -> TaskSettings:
@@ -413,5 +451,6 @@ def _problem_folder(problems: Problems, asked: Mapping[str, str], out: Path) -> 
         all_of_it = {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(problems), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
-    prepare(settings, out / "data")
-    return out / "data"
+    shutil.rmtree(out / _DATA, ignore_errors=True)
+    _whole(out / _DATA, lambda folder: prepare(settings, folder))
+    return out / _DATA

@@ -102,7 +102,7 @@ def train(
         "settings": made.folder / api.RUN_FILE,
         "checkpoint": made.checkpoint,
         "trained": made.adapter,
-        "metrics": made.folder / "metrics.jsonl",
+        "metrics": made.folder / api.METRICS,
     }.items():
         _console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
@@ -163,6 +163,7 @@ def evaluate(
     own = (_instruction(model), _answer(model)) if stock is None else (None, "native")
     added = own[0] if instruction is None else instruction
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    api.check_evaluation(asked, out, stock)
     policy = api.load(model, dtype)
     outcome = api.evaluate(
         policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=own[1], task=stock, **sampling

@@ -169,7 +169,10 @@ def _fsync(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise `ConfigError` unless a file can be made where `path` is to be: said before hours are spent on it."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    path = path.absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir() or (folder != path and folder.exists()))
+    if not folder.is_dir():
+        raise ConfigError(f"{path} can't be made, because {folder} is a file; choose another folder")
     try:
         with TemporaryFile(dir=folder):
             pass

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import EvaluationSettings
-from qerl.evals.evaluate import SAMPLES, evaluate
+from qerl.evals import RESULT, SAMPLES
+from qerl.evals.evaluate import evaluate
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
 from qerl.rl.aqn import noise_norm
 from qerl.rl.failures import failed
 from qerl.rollout.make import make_sampler
-
-RESULT = "result.json"
 
 
 def evaluate_policy(

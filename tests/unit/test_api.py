@@ -114,6 +114,26 @@ def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
     assert qerl.train(values, out=moved).finished
 
 
+def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(values, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run: it has no run\.yaml"):
+        qerl.Run("nowhere").metrics  # noqa: B018
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.checkpoint.Checkpoints.save", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    run = qerl.Run(values["out"])
+    assert list(run.metrics["step"]) == [1]
+    for file in run.folder.glob("work/*/metrics.jsonl"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"run has no metrics: none of its steps is finished; train it"):
+        run.metrics  # noqa: B018
+    assert list(qerl.train(values).metrics["step"]) == [1, 2]
+
+
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monkeypatch):
     whole = qerl.train(values, out=tmp_path / "whole")
 
@@ -155,6 +175,8 @@ def test_a_folder_of_something_else_is_left_alone(values, tmp_path):
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl doesn't exist"),
         ({"dataset": {"format": "gsm8k", "orign": {}}}, "`dataset.origin`"),
         ({"out": None}, "`out`"),
+        ({"out": f"{__file__}/run"}, r"test_api.py/run can't be made, because .*test_api.py is a file"),
+        ({"out": "/proc/run"}, "can't write to /proc"),
         ({"calibration": {"dataset": "gsm8k"}}, "calibrated on its own data; leave it out"),
     ],
 )
@@ -245,7 +267,7 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
         qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
     with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
         qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
-    with pytest.raises(ValueError, match=r"which .* lacks; set fewshot: 0"):
+    with pytest.raises(ValueError, match=r"sums.jsonl is all asked; set fewshot to 0"):
         qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
 
 

@@ -135,6 +135,16 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
         (["eval", "model", "--out", "e"], "nothing to evaluate on"),
         (["eval", "model", "--out", "e", "--problems", "absent.jsonl"], "absent.jsonl doesn't exist"),
         (["eval", "model", "--out", "e", "--dataset", "gsm8k"], "--dataset must be a mapping"),
+        (["eval", "run", "--out", "run"], "run exists and is not the folder of an evaluation; give a new folder"),
+        (["eval", "run", "--out", "sums.jsonl"], "sums.jsonl exists and is not the folder of an evaluation"),
+        (["eval", "run", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),
+        (
+            ["eval", "run", "--out", "e", "--task", "gsm8k", "--problems", "sums.jsonl"],
+            "task gsm8k shows 5 solved problems of a training split, and sums.jsonl is all asked; set fewshot to 0",
+        ),
+        (["quantize", "run", "--out", "e"], "run is the folder of a run, which is no checkpoint; its base is "),
+        (["quantize", "model", "--out", "/proc/e"], "can't write to /proc"),
+        (["train", "run.yaml", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),
     ],
 )
 def test_a_mistake_is_one_sentence(call, folder, monkeypatch, capsys, arguments, sentence):
