@@ -9,7 +9,9 @@ CONFIG ?= $(if $(MODEL),config/own.yaml,config/mini.yaml)
 CORES ?= all
 # Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
-KEYS := $(if $(MODEL),model=$(MODEL)) $(if $(PROBLEMS),problems=$(PROBLEMS))
+# One word of the shell, whatever it holds.
+quoted = '$(subst ','\'',$(1))'
+KEYS := $(if $(MODEL),$(call quoted,model=$(MODEL))) $(if $(PROBLEMS),$(call quoted,problems=$(PROBLEMS)))
 SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KEYS)),--config $(KEYS)) $(ARGS)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1

@@ -347,7 +347,7 @@ def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
 def test_harness_must_fit_the_format(tokenizer, datasets, tmp_path):
     for name, harness, fix in (("math", "lm-eval", "lighteval"), ("gsm8k", "lighteval", "lm-eval")):
         settings = EvaluationSettings(tasks=[TaskSettings(dataset=name, harness=harness)])
-        with pytest.raises(EvaluationError, match=f"'{name}'.*use harness: {fix}"):
+        with pytest.raises(ConfigError, match=f"'{name}'.*use harness: {fix}"):
             evaluate(None, tokenizer, settings, datasets, tmp_path, print)
 
 

@@ -15,11 +15,14 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 
 @pytest.mark.parametrize(
-    ("make", "target"),
-    [(tiny_qwen2, "tables/accuracy.md"), (tiny_llama, "evaluate/main-nvfp4-lora-seed0/result.json")],
+    ("make", "folder", "target"),
+    [
+        (tiny_qwen2, "Own-Model-0.1B", "tables/accuracy.md"),
+        (tiny_llama, "Own Model's", "evaluate/main-nvfp4-lora-seed0/result.json"),
+    ],
 )
-def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, make, target):
-    model = make(tmp_path / "Own-Model-0.1B", shard_size="60KB")
+def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, make, folder, target):
+    model = make(tmp_path / folder, shard_size="60KB")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert len(list(model.glob("*.safetensors"))) > 1
     rows = [
@@ -35,13 +38,15 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, mak
     (tree.folder / "own.yaml").write_text(yaml.safe_dump(values | {"benches": {}}))
     keys = ("--config", f"model={model}", f"problems={problems}")
     monkeypatch.chdir(tree.folder)
-    name = plan_from({"model": model, "problems": problems}, tree.folder / "own.yaml").folder
+    planned = plan_from({"model": model, "problems": problems}, tree.folder / "own.yaml")
+    name, [run] = planned.folder, planned.runs.values()
     tree.snakemake(f"{name}/{target}", "--configfile", "own.yaml", *keys)
     results = tree.folder / name
     assert not (results / "models").exists()
-    run = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
-    assert run["settings"]["model"] == "Own-Model-0.1B"
-    assert run["settings"]["dataset"] == "pears"
+    trained = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
+    assert trained["settings"]["model"] == run.settings.model
+    assert run.settings.model.startswith("Own-Model")
+    assert trained["settings"]["dataset"] == "pears"
     evaluation = json.loads((results / "evaluate/main-nvfp4-lora-seed0/result.json").read_text())
     assert list(evaluation["tasks"]) == ["pears"]
     sizes = json.loads((results / "data/pears/dataset.json").read_text())["rows"]
