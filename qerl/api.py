@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +47,9 @@ from qerl.models.checkpoint import (
     check_tokenizer,
     weights_format_of,
 )
+from qerl.parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward, whole
 from qerl.progress import log
-from qerl.provenance import check_writable, put, write_text
+from qerl.provenance import check_writable, write_text
 from qerl.userfunction import check as check_function
 
 if TYPE_CHECKING:
@@ -61,11 +62,9 @@ Packed = Literal["nvfp4", "mxfp4", "nf4"]
 Dtype = Literal["float32", "bfloat16"]
 Problems = PathLike | Mapping[str, Any] | DatasetSettings
 
-REPORT = "report.json"
 METRICS = "metrics.jsonl"
 #: The state of a run that isn't finished, in its folder.
 WORK = "work"
-_DATA = "data"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -73,7 +72,7 @@ _DATA = "data"
 
 @dataclass(frozen=True)
 class Run:
-    """A training run in its folder: run.yaml, data, checkpoint, policy, metrics.jsonl, run.json."""
+    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json."""
 
     folder: Path
 
@@ -93,7 +92,7 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         """The base in the run's format; linked where it was so already."""
-        return self.folder / "checkpoint"
+        return self.folder / CHECKPOINT
 
     @property
     def adapter(self) -> Path:
@@ -103,7 +102,7 @@ class Run:
     @property
     def data(self) -> Path:
         """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
-        return self.folder / _DATA
+        return self.folder / DATA
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -129,12 +128,14 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     """Prepare the problems, fetch and quantize the model, train; `out` goes before the `out` of `run`.
 
     `run` is a `RunFile`, its values, or a YAML file with them. Parts that are finished are kept: a run that was killed
-    goes on where it was, for a finished one there is nothing to do.
+    goes on where it was, for a finished one there is nothing to do. What was made of other files, functions or code
+    than those of now is made anew; a finished run refuses, with a `ConfigError` that names them.
     """
     settings = _read_run(run, out)
     made = Run(settings.out)
     _check_same(made.folder, settings)
     if made.finished:
+        check_inputs(made.settings)
         log.info("%s is finished: nothing to do", made.folder)
         return made
     check_writable(made.folder)
@@ -151,9 +152,11 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     elif settings.recipe == "awq":
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
     _write_run_file(settings)
-    _prepare(settings.dataset, made.data)
-    _whole(made.checkpoint, lambda target: _base(settings, source, target))
-    _train(made)
+    with alone(made.folder / WORK):
+        make_data(settings)
+        make_base(settings, source)
+        tell_reward(settings)
+        _train(made)
     return made
 
 
@@ -190,35 +193,12 @@ def _write_run_file(settings: RunFile) -> None:
     write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
 
 
-def _prepare(settings: DatasetSettings, target: Path) -> None:
-    from qerl.data.records import DataError
-    from qerl.data.sources import prepare, read_meta
-
-    _whole(target, lambda folder: prepare(settings, folder))
-    if not read_meta(target)["rows"]["train"]:
-        raise DataError(f"dataset has no training problems: give it a split train, then delete {target}")
-
-
-def _base(settings: RunFile, source: Path, target: Path) -> None:
-    """The checkpoint that the run trains on."""
-    from qerl.models.base import link_checkpoint, make_checkpoint
-    from qerl.quant.awq import Calibration
-
-    if weights_format_of(source) == settings.weights:
-        link_checkpoint(source, target)
-        return
-    made = settings.settings.calibrated
-    texts = Calibration(made, settings.out / _DATA) if made else None
-    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts)
-
-
 def _train(run: Run) -> None:
     from qerl.rl.train import train_run
 
     name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
     row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings}
-    with alone(work := run.folder / WORK):
-        train_run(row, run.checkpoint, run.data, work, run.folder)
+    train_run(row, run.checkpoint, run.data, run.folder / WORK, run.folder)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -239,7 +219,7 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     source = _source(str(model))
-    _whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
+    whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
     return target
 
 
@@ -283,18 +263,6 @@ def _source(model: str, weights: str | None = None) -> Path:
         check_checkpoint(folder)
         check_tokenizer(folder)
     return folder
-
-
-def _whole(target: Path, make: Callable[[Path], object]) -> None:
-    """Have `make` write the folder `target` unless it's there: whole or not at all, whenever the process is killed."""
-    if target.exists():
-        return
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    make(partial / target.name)
-    put(partial / target.name, target)
-    partial.rmdir()
 
 
 # --- sampling and evaluation -----------------------------------------------------------------------------------------
@@ -402,9 +370,9 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # What an evaluation leaves that was killed.
-    left = {_DATA, f".{_DATA}.partial", SAMPLES, f"{RESULT}.partial"}
+    left = {DATA, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
-    data = folder / _DATA
+    data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / "dataset.json").is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
     check_writable(folder)
@@ -451,6 +419,6 @@ def _problem_folder(problems: Problems, asked: Mapping[str, str], out: Path) -> 
         all_of_it = {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(problems), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
-    shutil.rmtree(out / _DATA, ignore_errors=True)
-    _whole(out / _DATA, lambda folder: prepare(settings, folder))
-    return out / _DATA
+    shutil.rmtree(out / DATA, ignore_errors=True)
+    whole(out / DATA, lambda folder: prepare(settings, folder))
+    return out / DATA

@@ -474,8 +474,13 @@ class RewardSettings(Settings):
         return {**REWARD_PRESETS[values["preset"]], **values}
 
 
-#: Keys of `RunSettings` that decide whether a run ends and nothing about its outcome.
-UNDECIDING: Any = {"reward": {"timeout"}, "on_no_signal": True}
+#: Keys of `EngineSettings` that change no completion. Not the size of the cache or of the batch: what is decoded
+#: together decides how sums are rounded.
+UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}
+#: Keys of `RunSettings` that decide neither the outcome of a run nor what its steps take.
+UNDECIDING_OF_STEPS: Any = {"reward": {"timeout"}, "on_no_signal": True, "checkpoint_every": True}
+#: Keys of `RunSettings` that don't decide the outcome of a run: changed, a finished run stays, a killed one goes on.
+UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
 
 
 class PPOSettings(Settings):
@@ -964,12 +969,6 @@ class Config(Settings):
     model: FilePath | None = None
     """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
     problems: FilePath | None = None
-
-    @property
-    def own_files(self) -> list[Path]:
-        """The user's own files and folders that results are made of."""
-        models = [model.path for model in self.models.values() if isinstance(model, LocalModel)]
-        return models + [own for data in self.datasets.values() if (own := data.own_file)]
 
     @model_validator(mode="before")
     @classmethod

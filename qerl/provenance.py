@@ -24,7 +24,7 @@ from qerl.config import ConfigError
 
 PACKAGE = Path(__file__).parent
 #: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
-TELLING = ("qerl.config", "qerl.plan", "qerl.progress", "qerl.provenance")
+TELLING = ("qerl.config", "qerl.inputs", "qerl.plan", "qerl.progress", "qerl.provenance")
 _GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 #: Seconds that clocks of several machines may differ by.
 CLOCK_SKEW = 60
@@ -128,6 +128,11 @@ def stamp(seed: int | None = None) -> dict[str, Any]:
     }
 
 
+def cache_folder(name: str) -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / name
+
+
 # --- files that are whole or not there -------------------------------------------------------------------------------
 
 
@@ -190,16 +195,6 @@ def _files(path: Path) -> Iterator[Path]:
     yield path
     for folder, _, names in os.walk(path):
         yield from (Path(folder, name) for name in sorted(names))
-
-
-def times_of(path: Path) -> str:
-    """A hash of sizes and times of a file, or of all in a folder: any change of them is one, also to an older time.
-
-    Snakemake compares times with those of results only, so that a file moved to the place of a newer one isn't seen.
-    """
-    files = _files(path) if path.exists() else ()
-    told = [(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(sorted(told[1:] or told)).encode()).hexdigest()[:12]
 
 
 def check_clock(paths: Iterable[Path]) -> None:

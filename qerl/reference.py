@@ -40,6 +40,9 @@ experiments:
       seed: [0, 1, 2]
 ```
 
+These keys of a run decide no result, so that changing them makes nothing anew: UNDECIDING. The same holds for the keys
+of an evaluation's engine.
+
 A key of a grid may be any key of a run. `qerl plan CONFIG` prints the sheet of runs, what they cost at the speeds that
 were measured, and what is done.
 
@@ -148,6 +151,18 @@ def _section(settings: type[config.Settings]) -> str:
     return "\n".join([f"## {settings.__name__}", "", inspect.getdoc(settings) or "", "", *head, *rows])
 
 
+def _dotted(keys: Any) -> list[str]:
+    """Dotted keys of a mapping of keys to sets of keys, to mappings of the same kind, or to True."""
+    if not isinstance(keys, dict):
+        return sorted(keys)
+    inner = {key: [""] if value is True else [f".{rest}" for rest in _dotted(value)] for key, value in keys.items()}
+    return [f"{key}{rest}" for key, rests in inner.items() for rest in rests]
+
+
 def markdown() -> str:
     """The whole page."""
-    return "\n\n".join([HEAD.strip(), *(_section(settings) for settings in SECTIONS)]) + "\n"
+    undeciding = ", ".join(f"`{key}`" for key in _dotted(config.UNDECIDING))
+    return (
+        "\n\n".join([HEAD.strip().replace("UNDECIDING", undeciding), *(_section(settings) for settings in SECTIONS)])
+        + "\n"
+    )

@@ -32,12 +32,12 @@ from qerl.data.arithmetic import generate
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
+from qerl.inputs import DATA_SUFFIXES
 from qerl.provenance import write_json
 from qerl.userfunction import call
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 META = "dataset.json"
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _Splits = dict[Split, list[Located]]
 
@@ -122,8 +122,8 @@ def _file(path: Path) -> list[Located]:
 
 def _records(path: Path) -> Iterator[Located]:
     """Yield the records of a file, each with its place in words (file and line, or file and row)."""
-    if path.suffix not in _SUFFIXES:
-        raise DataError(f"{path} is no file of problems: expected one of {', '.join(_SUFFIXES)}")
+    if path.suffix not in DATA_SUFFIXES:
+        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}")
     if not path.is_file():
         raise DataError(f"file of problems {path} doesn't exist")
     if path.suffix == ".jsonl":
@@ -184,7 +184,7 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     """The files of a folder by split: train.jsonl, main/test.parquet, or shards like train-00000-of-00002.parquet"""
     files: dict[Split, list[Path]] = {}
     for split in SPLITS:
-        found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in _SUFFIXES and p.is_file())
+        found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in DATA_SUFFIXES and p.is_file())
         shards = len({path.parent for path in found}) == 1 and all(_SHARD.search(path.stem) for path in found)
         if len(found) > 1 and not shards:
             raise DataError(
@@ -194,7 +194,7 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
         if found:
             files[split] = found
     if not files:
-        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(_SUFFIXES)})")
+        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)})")
     return files
 
 

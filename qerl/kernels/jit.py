@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+
+from qerl.provenance import cache_folder
 
 _SOURCES = Path(__file__).parent
 
@@ -66,17 +67,13 @@ def _machine_code(sources: tuple[str, ...], defines: tuple[tuple[str, int], ...]
     # The compiler's messages name the file and its line.
     text = "".join(f'#line 1 "{source}"\n{(_SOURCES / source).read_text()}' for source in sources).encode()
     key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
-    kept = _cache_folder() / f"{Path(sources[-1]).stem}-{key}.cubin"
+    kept = cache_folder("kernels") / f"{Path(sources[-1]).stem}-{key}.cubin"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=kept.parent, delete=False) as partial:
             partial.write(_compile(text, sources[-1], options))
         Path(partial.name).replace(kept)
     return kept.read_bytes()
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / "kernels"
 
 
 def _nvrtc_version() -> tuple[int, int]:

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 
 from qerl.config import UNDECIDING, RunSettings, parse
 from qerl.data.sources import META, read_meta, read_split, split_file
-from qerl.lock import sha256_of
+from qerl.inputs import hash_of, model_files
 from qerl.measure import peak_memory_bytes, seconds
-from qerl.models.checkpoint import CONFIG, check_checkpoint, weight_files
+from qerl.models.checkpoint import check_checkpoint
 from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.value import add_value
 from qerl.progress import log
@@ -73,8 +73,8 @@ def _state_folder(settings: RunSettings, checkpoint: Path, data: Path, work: Pat
     Times of files say nothing: they follow the clock, and what is copied or moved keeps its old ones.
     """
     check_checkpoint(checkpoint)
-    files = [checkpoint / CONFIG, *weight_files(checkpoint), data / META, split_file(data, "train")]
-    text = _fingerprint(settings) + "".join(map(sha256_of, files))
+    files = [*model_files(checkpoint), data / META, split_file(data, "train")]
+    text = _fingerprint(settings) + "".join(map(hash_of, files))
     return work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl.config import merged
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import Tree, copy_tree
 
@@ -139,10 +140,30 @@ def test_a_clock_set_back_is_told_and_the_sentence_mends_it(tree):
     assert tree.planned(*ARGUMENTS) == {}
 
 
+def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
+    """What Snakemake plans with other settings of the runs and their experiment."""
+    values = yaml.safe_load((tree.folder / "faults.yaml").read_text())
+    main = values["experiments"]["main"]
+    main |= {"base": merged(main["base"], changes), **experiment}
+    (tree.folder / "changed.yaml").write_text(yaml.safe_dump(values))
+    return tree.planned("--configfile", "changed.yaml", "--", f"{RUN}/run.json")
+
+
+def test_what_decides_no_result_makes_none_anew(tree):
+    later = time.time_ns() + 10**9
+    for file in (tree.folder / "own.jsonl", tree.folder / "model", *(tree.folder / "model").iterdir()):
+        os.utime(file, ns=(later, later))  # copied, say
+    changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
+    assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
+    assert with_settings(tree, {"optimizer": {"learning_rate": 1e-9}}) == {"train": 1}
+    # Where a run over its limit is a result, the limit decides.
+    assert with_settings(tree, {}, time_limit=9.0, on_failure="row") == {"train": 1}
+
+
 def test_an_input_replaced_by_an_older_file_is_new(tree):
     for name in ("own.jsonl", "model/model.safetensors"):
         file = tree.folder / name
-        times = file.stat().st_mtime_ns - 10**12
-        file.write_bytes(file.read_bytes())
-        os.utime(file, ns=(times, times))
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name != "own.jsonl" else content + b"\n")
+        os.utime(file, ns=(10**18, 10**18))
     assert tree.planned(*ARGUMENTS) == {"prepare_data": 1, "quantize": 1, "train": 1}

@@ -17,7 +17,7 @@ import torch
 from qerl.config import AdapterSettings, ConfigError, DatasetSettings, Generated, VllmSettings
 from qerl.data.sources import prepare
 from qerl.models.policy import with_adapter
-from qerl.provenance import check_clock, times_of
+from qerl.provenance import check_clock
 from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.vllm_server import VllmServerSampler
@@ -58,7 +58,11 @@ def other_problems(run) -> None:
     prepare(DatasetSettings(format="gsm8k", origin=generated), run.data)
 
 
-@pytest.mark.parametrize("change", [another_base, other_problems])
+def another_template(run) -> None:
+    (run.base / "chat_template.jinja").write_text("Q: {% for m in messages %}{{ m['content'] }}{% endfor %}:")
+
+
+@pytest.mark.parametrize("change", [another_base, another_template, other_problems])
 def test_a_killed_run_does_not_go_on_with_another_base_or_other_problems(run, change):
     assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
     change(run)
@@ -104,20 +108,6 @@ def test_files_of_the_future_are_refused_and_the_sentence_mends_it(tmp_path):
     subprocess.run(str(error.value).rpartition("anew: ")[2].replace("{}", "'{}'"), shell=True, check=True)
     check_clock([tmp_path / "results"])
     assert len({file.stat().st_mtime for file in (tmp_path / "results").iterdir()}) == 1  # none looks newer
-
-
-def test_a_file_moved_to_the_place_of_a_newer_one_is_seen(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("model/weights", "older"):
-        (tmp_path / name).write_text("same size")
-    os.utime(tmp_path / "older", (1, 1))
-    first = times_of(model), times_of(model / "weights")
-    assert first == (times_of(model), times_of(model / "weights"))
-    (tmp_path / "older").replace(model / "weights")
-    assert times_of(model) != first[0]
-    assert times_of(model / "weights") != first[1]
-    assert times_of(tmp_path / "absent") == times_of(tmp_path / "absent")
 
 
 # --- two at once -----------------------------------------------------------------------------------------------------

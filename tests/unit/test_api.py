@@ -91,11 +91,18 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
         qerl.train({**values, **changed})
 
 
-def test_a_run_is_calibrated_on_its_own_data(values):
-    run = qerl.train({**values, "weights": "nvfp4", "recipe": "awq", "calibration": {"samples": 4}})
+def test_a_run_is_calibrated_on_its_own_data(values, problems, tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text(problems.read_text())
+    asked = {**values, "dataset": str(own), "weights": "nvfp4", "recipe": "awq", "calibration": {"samples": 4}}
+    run = qerl.train(asked)
     report = json.loads((run.checkpoint / "report.json").read_text())
     assert (report["method"], report["calibration"]["texts"], report["calibration"]["dataset"]) == ("awq", 4, "data")
-    assert run.finished
+    (run.folder / "run.json").unlink()
+    own.write_text(problems.read_text().replace("What are", "Add"))
+    assert qerl.train(asked).finished
+    again = json.loads((run.checkpoint / "report.json").read_text())
+    assert again["calibration"]["sha256"] != report["calibration"]["sha256"]
 
 
 def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):

@@ -353,7 +353,7 @@ def test_ppo_with_gradient_checkpointing_is_ppo(checkpoints, tmp_path):
     )
     expected, found = plain.step(1, 0), again.step(1, 0)
     for key in ("loss", "grad_norm", "value/loss"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7)
+        assert found[key] == expected[key]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -373,4 +373,4 @@ def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkp
     assert calls[True] == 2 * calls[False] > 0
     assert calls["auto"] == calls[False]
     for name, values in trained[False].items():
-        assert torch.allclose(values, trained[True][name], rtol=1e-5, atol=1e-6), name
+        assert torch.equal(values, trained[True][name]), name

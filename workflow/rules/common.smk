@@ -14,6 +14,9 @@ from snakemake.exceptions import WorkflowError
 
 from qerl.bench.grid import jobs, measured_files
 from qerl.config import (
+    UNDECIDING,
+    UNDECIDING_OF_ENGINE,
+    UNDECIDING_OF_STEPS,
     HubModel,
     LocalModel,
     PretrainSettings,
@@ -21,10 +24,11 @@ from qerl.config import (
     read_yaml,
 )
 from qerl.gates.measured import workload_key
+from qerl.inputs import content_of
 from qerl.lease import devices
 from qerl.lock import check_pinned
 from qerl.plan import Plan, fitting, plan_from
-from qerl.provenance import check_clock, code_version, times_of
+from qerl.provenance import check_clock, code_version
 from qerl.report import printed
 from qerl.userfunction import source_version
 
@@ -40,7 +44,7 @@ def read_plan(given: dict) -> Plan:
         for file in files:
             read_yaml(file)  # Snakemake takes the last one of two equal keys
         plan = plan_from(given, ROOT / default, files)
-        check_clock([Path(plan.folder), *plan.config.own_files])
+        check_clock([Path(plan.folder)])
         return plan
     except ValueError as error:
         raise WorkflowError(str(error)) from None
@@ -114,15 +118,21 @@ def dataset_settings(wildcards) -> str:
     return PLAN.config.datasets[wildcards.dataset].model_dump_json()
 
 
+# The user's own files are compared by a parameter with their content, and by nothing else: their times tell of copies.
+# Of the parameters that a job is given, Snakemake compares those whose function doesn't ask for `input` with what they
+# were: so a job's settings ask for it, and what decides its result stands beside them.
+
+
 def dataset_source(wildcards) -> list[str]:
-    """The user's own file or folder, so that a change there is seen."""
+    """The user's own file or folder, which must be there."""
     own = PLAN.config.datasets[wildcards.dataset].own_file
-    return [str(own)] if own else []
+    return [ancient(str(own))] if own else []
 
 
-def dataset_times(wildcards) -> list[str]:
-    """Times of the user's own file or folder; Snakemake compares them with those of results only."""
-    return [times_of(Path(source)) for source in dataset_source(wildcards)]
+def dataset_content(wildcards) -> list[str]:
+    """The content of the user's own file or folder."""
+    own = PLAN.config.datasets[wildcards.dataset].own_file
+    return [content_of(own)] if own else []
 
 
 def dataset_code(wildcards) -> str:
@@ -175,38 +185,46 @@ def base_folder(wildcards) -> str:
     """The unquantized model: the user's folder, or what was trained or downloaded."""
     name = PLAN.checkpoints[wildcards.checkpoint].model
     model = PLAN.config.models[name]
-    return (
-        str(model.path) if isinstance(model, LocalModel) else f"{RESULTS}/models/{name}"
-    )
+    own = isinstance(model, LocalModel)
+    return ancient(str(model.path)) if own else f"{RESULTS}/models/{name}"
 
 
-def base_times(wildcards) -> str:
-    """Times of the files of the user's own model."""
+def base_content(wildcards) -> str:
+    """The content of the user's own model."""
     model = PLAN.config.models[PLAN.checkpoints[wildcards.checkpoint].model]
-    return times_of(model.path) if isinstance(model, LocalModel) else ""
+    return content_of(model.path) if isinstance(model, LocalModel) else ""
 
 
 # --- train
 
 
-def run_json(run) -> str:
+def run_row(wildcards, input) -> str:
     """A row of the sheet of runs, with every setting resolved."""
-    settings = run.settings.model_dump(mode="json")
+    run = PLAN.runs[wildcards.run]
     experiment = PLAN.config.experiments[run.experiment]
-    row = {
+    limits = {
+        "on_failure": experiment.on_failure,
+        "time_limit": experiment.time_limit,
+    }
+    return json.dumps(named_run(run, None) | limits)
+
+
+def run_decides(wildcards) -> str:
+    """What of it decides the result; a limit does where a run that is over it is a result."""
+    run = PLAN.runs[wildcards.run]
+    experiment = PLAN.config.experiments[run.experiment]
+    limit = experiment.time_limit if experiment.on_failure == "row" else None
+    return json.dumps(named_run(run, UNDECIDING) | {"limit": limit})
+
+
+def named_run(run, exclude) -> dict:
+    return {
         "id": run.id,
         "experiment": run.experiment,
         "arm": run.arm,
         "varied": run.varied,
-        "settings": settings,
-        "on_failure": experiment.on_failure,
-        "time_limit": experiment.time_limit,
+        "settings": run.settings.model_dump(mode="json", exclude=exclude),
     }
-    return json.dumps(row)
-
-
-def run_row(wildcards) -> str:
-    return run_json(PLAN.runs[wildcards.run])
 
 
 def run_processes(wildcards) -> int:
@@ -243,12 +261,20 @@ def run_work_folder(wildcards) -> str:
 # --- evaluate
 
 
-def evaluation_settings(wildcards) -> str:
+def own_tasks(evaluation: str):
     """The protocol, with the tasks of this policy only."""
-    asked = PLAN.evaluations[wildcards.evaluation].tasks
+    asked = PLAN.evaluations[evaluation].tasks
     settings = PLAN.config.evaluation
     tasks = [task for task in settings.tasks if task.dataset in asked]
-    return settings.model_copy(update={"tasks": tasks}).model_dump_json()
+    return settings.model_copy(update={"tasks": tasks})
+
+
+def evaluation_settings(wildcards, input) -> str:
+    return own_tasks(wildcards.evaluation).model_dump_json()
+
+
+def evaluation_decides(wildcards) -> str:
+    return own_tasks(wildcards.evaluation).model_dump_json(exclude=UNDECIDING_OF_ENGINE)
 
 
 def evaluation_row(wildcards) -> str:
@@ -321,21 +347,29 @@ def bench_inputs(wildcards) -> list[str]:
     return folders + [file for name in datasets for file in data_files(name)]
 
 
-def bench_points(wildcards) -> str:
-    settings = PLAN.config.benches[wildcards.bench]
-    folders = bench_checkpoints(wildcards.bench)
-    if isinstance(settings, RolloutBench):
+def bench_points(wildcards, input) -> str:
+    return points_of(wildcards.bench, None)
+
+
+def bench_decides(wildcards) -> str:
+    return points_of(wildcards.bench, UNDECIDING_OF_STEPS)
+
+
+def points_of(bench: str, exclude) -> str:
+    """What is measured, without the settings `exclude`."""
+    folders = bench_checkpoints(bench)
+    if isinstance(PLAN.config.benches[bench], RolloutBench):
         return json.dumps(folders)
     rows = [
         {
             "id": run.id,
             "arm": run.arm,
             "varied": {k: v for k, v in run.varied.items() if k != "seed"},
-            "settings": run.settings.model_dump(mode="json"),
+            "settings": run.settings.model_dump(mode="json", exclude=exclude),
             "checkpoint": folders[run.id],
             "data": f"{RESULTS}/data/{run.settings.dataset}",
         }
-        for run in PLAN.step_bench_runs(wildcards.bench)
+        for run in PLAN.step_bench_runs(bench)
     ]
     return json.dumps(rows)
 
@@ -467,5 +501,5 @@ def shape_files(*_) -> list[str]:
     return [str(path) for path in measured_files(PLAN.config.shapes, own)]
 
 
-def shape_times(*_) -> list[str]:
-    return [times_of(Path(path)) for path in shape_files()]
+def shape_content(*_) -> list[str]:
+    return [content_of(Path(path)) for path in shape_files()]

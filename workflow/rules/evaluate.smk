@@ -21,6 +21,7 @@ rule evaluate:
         gpu=PLAN.config.evaluation.engine_gpus,
     params:
         settings=evaluation_settings,
+        decides=evaluation_decides,
         row=evaluation_row,
         trained=trained_option,
         data=evaluation_folders,

@@ -19,7 +19,7 @@ rule prepare_data:
     params:
         settings=dataset_settings,
         lock=lock_option,
-        times=dataset_times,
+        content=dataset_content,
         out=subpath(output.meta, parent=True),
         code=dataset_code,
     shell:

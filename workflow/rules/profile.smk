@@ -20,6 +20,7 @@ rule profile:
     params:
         settings=bench_settings,
         points=bench_points,
+        decides=bench_decides,
         code=bench_code,
     shell:
         "python -m qerl rule profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"

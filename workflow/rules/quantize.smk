@@ -21,7 +21,7 @@ rule quantize:
         gpu=1,
     params:
         which=checkpoint_names,
-        times=base_times,
+        content=base_content,
         calibration=calibration_options,
         out=subpath(output.report, parent=True),
         code=code_version("qerl.quant.quantize"),

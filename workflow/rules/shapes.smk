@@ -48,7 +48,7 @@ rule shapes:
         runtime=30,
     params:
         files=shape_files,
-        times=shape_times,
+        content=shape_content,
         code=code_version("qerl.report.grid"),
     shell:
         "python -m qerl rule shapes {params.files:q} --out {output:q} > {log:q} 2>&1"

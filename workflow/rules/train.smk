@@ -23,6 +23,7 @@ rule train:
         gpu=run_gpus,
     params:
         settings=run_row,
+        decides=run_decides,
         data=run_data_folder,
         work=run_work_folder,
         out=subpath(output.run, parent=True),

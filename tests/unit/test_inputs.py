@@ -1,0 +1,227 @@
+"""`qerl train` uses what would be made now: changed inputs are made anew, or refused once the run is finished."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+import qerl
+from qerl import inputs
+from qerl.config import UNDECIDING, ConfigError, RunSettings
+from qerl.inputs import content_of, data_files, hash_of, model_files
+from qerl.lock import sha256_of
+from tests.faults.conftest import untimed
+from tests.tiny import tiny_qwen2
+
+SETTINGS = {
+    "weights": "nvfp4",
+    "dtype": "float32",
+    "steps": 1,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "reward": {"function": "own_functions:reward"},
+}
+FUNCTIONS = """
+def reward(answer, problem):
+    return float(len(set(answer.text)))
+
+def records():
+    return [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(30)]
+"""
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+
+
+class Given:
+    """What a user has in the working directory, and trains with."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.values = {**SETTINGS, "model": "model", "dataset": "sums.jsonl", "out": "run"}
+
+    def train(self, **changes) -> qerl.Run:
+        sys.modules.pop("own_functions", None)
+        return qerl.train({**self.values, **changes})
+
+    def functions(self, text: str) -> None:
+        (self.folder / "own_functions.py").write_text(text)
+
+    def problems(self, first: int) -> None:
+        rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(first, first + 30)]
+        (self.folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def template(self, text: str) -> None:
+        (self.folder / "model/chat_template.jinja").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def given(base, tmp_path, monkeypatch) -> Given:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(base, tmp_path / "model")
+    made = Given(tmp_path)
+    made.functions(FUNCTIONS)
+    made.problems(first=0)
+    made.template(TEMPLATE)
+    return made
+
+
+@pytest.fixture
+def killed(given, monkeypatch) -> Given:
+    """A run that was killed in its first step, with data and checkpoint made."""
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.trainer.Trainer.step", kill)
+        with pytest.raises(KeyboardInterrupt):
+            given.train()
+    return given
+
+
+CHANGES = {
+    "dataset": (lambda given: given.problems(first=100), "sums.jsonl"),
+    "model": (lambda given: given.template("Q: " + TEMPLATE), "chat_template.jinja"),
+    "reward": (lambda given: given.functions(FUNCTIONS.replace("float(", "-float(")), "own_functions:reward"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_changed_before_the_run_was_finished_is_used_afterwards_refused(killed, key):
+    change, name = CHANGES[key]
+    change(killed)
+    run = killed.train()
+    fresh = killed.train(out="fresh")
+    assert untimed(run.metrics.to_dict("records")) == untimed(fresh.metrics.to_dict("records"))
+    assert (run.data / "train.jsonl").read_text() == (fresh.data / "train.jsonl").read_text()
+    killed.problems(first=0)
+    killed.template(TEMPLATE)
+    killed.functions(FUNCTIONS)
+    with pytest.raises(ConfigError, match=rf"is finished, and its {key} has changed since \({name}\); give another"):
+        killed.train()
+
+
+def test_a_template_mended_in_the_models_folder_is_read_again(given):
+    """The checkpoint in the run's folder was linked, or quantized, before."""
+    (given.folder / "model/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ wrong"}))
+    (given.folder / "model/chat_template.jinja").unlink()
+    for weights in ("nvfp4", "bf16"):
+        with pytest.raises(Exception, match=r"template|unexpected|expected"):
+            given.train(weights=weights, out=weights)
+    given.template(TEMPLATE)
+    for weights in ("nvfp4", "bf16"):
+        assert given.train(weights=weights, out=weights).finished
+
+
+def test_the_same_content_with_a_new_time_is_the_same(killed):
+    def touch(past):
+        for file in (killed.folder / "sums.jsonl", *(killed.folder / "model").iterdir()):
+            os.utime(file, ns=(past, past))
+
+    run = qerl.Run(killed.folder / "run")
+    made = {file: file.stat().st_mtime_ns for part in (run.data, run.checkpoint) for file in part.iterdir()}
+    touch(10**18)
+    assert killed.train().finished
+    assert {file: file.stat().st_mtime_ns for file in made} == made
+    touch(2 * 10**18)
+    assert killed.train().finished
+
+
+def test_a_changed_data_function_is_called_again(given):
+    own = {"dataset": {"format": "gsm8k", "origin": {"source": "python", "function": "own_functions:records"}}}
+    run = given.train(**own)
+    assert "and 0?" in (run.data / "train.jsonl").read_text()
+    given.functions(FUNCTIONS.replace("range(30)", "range(100, 130)"))
+    with pytest.raises(ConfigError, match=r"its dataset has changed since \(own_functions:records\)"):
+        given.train(**own)
+    (run.folder / "run.json").unlink()
+    assert "and 0?" not in (given.train(**own).data / "train.jsonl").read_text()
+
+
+def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monkeypatch):
+    """Data made anew of other problems, killed before that is recorded; then the first problems are back."""
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    killed.problems(first=100)
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.parts.put", kill)
+        with pytest.raises(KeyboardInterrupt):
+            killed.train()
+    killed.problems(first=0)
+    assert "What are 100" not in (killed.train().data / "train.jsonl").read_text()
+
+
+def test_settings_that_decide_nothing_may_change(killed):
+    others = {"checkpoint_every": 3, "gradient_checkpointing": True}
+    run = killed.train(**others, reward={**SETTINGS["reward"], "timeout": 9})
+    assert run.settings.checkpoint_every == 3
+    assert killed.train(rollout={**SETTINGS["rollout"], "native": {"sleep": True}}).finished
+    with pytest.raises(ConfigError, match="other settings"):
+        killed.train(micro_batch_tokens=8)
+
+
+# --- identities ------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_not_read_are_no_part_of_the_content(tmp_path):
+    folder = tmp_path / "data"
+    (folder / ".cache").mkdir(parents=True)
+    for name in ("train.jsonl", "README.md", "notes.txt", ".cache/train.json"):
+        (folder / name).write_text("a")
+    assert [file.name for file in data_files(folder)] == ["README.md", "train.jsonl"]
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "a.safetensors", "tokenizer.json", "chat_template.jinja", "report.json", "pytorch.bin"):
+        (model / name).write_text("a")
+    read = ["a.safetensors", "chat_template.jinja", "config.json", "tokenizer.json"]
+    assert [file.name for file in model_files(model)] == read
+    before = content_of(model), content_of(folder), content_of(folder / "train.jsonl")
+    for file in (folder / "notes.txt", model / "report.json"):
+        file.write_text("b")
+    assert (content_of(model), content_of(folder), content_of(folder / "train.jsonl")) == before
+    for file in (folder / "train.jsonl", model / "tokenizer.json"):
+        file.write_text("b")
+    assert not set(before) & {content_of(model), content_of(folder), content_of(folder / "train.jsonl")}
+
+
+def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(inputs, "_LARGE", 4)
+    read = []
+    monkeypatch.setattr(inputs, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    file = tmp_path / "weights"
+    file.write_text("first")
+    times = file.stat().st_mtime_ns
+    assert hash_of(file) == hash_of(file) == sha256_of(file)
+    assert len(read) == 1
+    (tmp_path / "other").write_text("other")
+    os.utime(tmp_path / "other", ns=(times, times))
+    (tmp_path / "other").replace(file)  # of the same size and time
+    assert hash_of(file) == sha256_of(file)
+    assert len(read) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # which nobody can write to
+    assert hash_of(file) == sha256_of(file)
+
+
+def test_every_setting_that_decides_nothing_exists():
+    """A key that was renamed would be compared again."""
+
+    def leaves(tree, path=()):
+        for key, value in tree.items() if isinstance(tree, dict) else ((key, True) for key in tree):
+            yield from [(*path, key)] if value is True else leaves(value, (*path, key))
+
+    for path in leaves(UNDECIDING):
+        found = RunSettings(model="m", dataset="d").model_dump()
+        for key in path:
+            found = found[key]
