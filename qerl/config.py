@@ -210,6 +210,9 @@ class DatasetSettings(Settings):
     """Appended to each question, on a line of its own; it tells the policy how to state the answer. By default it asks
     for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
     appends nothing."""
+    units: list[str] = []
+    """Words and signs that may follow a number without changing it, besides the built-in units such as `dollars` and
+    `km/h` (docs/evaluation.md): `["%", points]`. A number with any other word after it is no answer."""
 
     @property
     def own_file(self) -> Path | None:
@@ -217,6 +220,16 @@ class DatasetSettings(Settings):
         if isinstance(self.origin, LocalData):
             return self.origin.path
         return self.origin.folder if isinstance(self.origin, HubData) else None
+
+    @field_validator("units")
+    @classmethod
+    def _units_hold_no_digits(cls, units: list[str]) -> list[str]:
+        for unit in units:
+            if not unit.strip() or any(sign in "0123456789.,<>" for sign in unit):
+                raise ValueError(
+                    f"a unit is a word or a sign such as '%', without digits, points and commas; got {unit!r}"
+                )
+        return [unit.strip() for unit in units]
 
     @model_validator(mode="after")
     def _tags_are_asked_for(self) -> DatasetSettings:

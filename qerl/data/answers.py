@@ -2,40 +2,48 @@
 
 Where a completion states its answer depends on the form that the data set asks for:
 
-native: gsm8k as `#### n` (the first one counts, as in the data set's own grader and in lm-eval's strict match), math
-    and aime as `\\boxed{}` (the last one counts).
+native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math and aime as `\\boxed{}`
+    (the last one counts).
 tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last `<answer>` counts, up to the
     first `</answer>` after it; one that is never closed states nothing, even if a closed one stands before it. Inside,
-    gsm8k and aime expect a number and nothing else but a sign, a currency, a percent sign or a unit in words
-    (`$1,800.50`, `-18 apples`, `25%`); math expects an expression. `\\boxed{}`, `$...$`, `\\(...\\)` and `\\[...\\]`
-    around either are taken off.
+    gsm8k and aime expect a number (`qerl.data.amounts`), math an expression. `\\boxed{}`, `$...$`, `\\(...\\)`,
+    `\\[...\\]` and `**...**` around either are taken off. Of a longer text with one box at its end, the box counts.
 
 In both, thinking never counts: only what follows the last `</think>` does, and of that only what precedes a `<think>`.
 A `</think>` without a `<think>` is fine, since some chat templates open the thinking in the prompt. Tags are lower case
-and exact; `<Answer>` and `<answer >` are text. Commas in numbers are ignored wherever they stand, as lm-eval ignores
-them; but in math `1,2` is two numbers and only `1,200` is one.
+and exact; `<Answer>` and `<answer >` are text.
+
+An expression of math is equal if math-verify says so and it tells nothing more than the expected answer
+(`qerl.data.prose`). After `####`, commas are ignored wherever they stand, as lm-eval ignores them; elsewhere only those
+between thousands are, and in math `1,2` is two numbers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from decimal import Decimal
 from functools import lru_cache
 
 from qerl.config import AnswerForm, RecordFormat
 from qerl.data import expressions
+from qerl.data.amounts import read_amount
+from qerl.data.prose import is_prose, tells_more
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-_HASHES = re.compile(rf"####\s?(-?{_DIGITS})")
+#: lm-eval's pattern of its strict match.
+_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_GOLD_HASHES = re.compile(rf"####\s?(-?{_DIGITS})(?!\s*/\s*[0-9])")
 _NUMBER = re.compile(rf"([-+\u2212]?)({_DIGITS})\.?")
 _THOUSANDS = re.compile(r"[-+\u2212]?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
-_CURRENCY = r"(?:\\?\$|[€£¥])"
-_WORD = r"[^\W\d_]"
-_UNIT = rf"(?:\\?%|[€£¥°]|{_WORD}(?:{_WORD}|[\s/°²³])*)?"
-_AMOUNT = re.compile(rf"(?:{_CURRENCY}\s*)?(?:([-+\u2212])\s*)?(?:{_CURRENCY}\s*)?({_DIGITS})\s*{_UNIT}\.?")
-_DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
+_DELIMITED = re.compile(
+    r"\$\$([^$]+)\$\$|\$([^$]+)\$|\*\*([^*]+)\*\*|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]", re.DOTALL
+)
+#: Delimiters one within the other; more of them are no way to write an answer.
+_MOST_DELIMITERS = 4
 _BOXED = "\\boxed{"
-_AFTER_BOX = re.compile(r"[\s.$]*")
+_BEFORE_BOX = re.compile(r"(?:[\s$*]|\\[(\[])*")
+_AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 #: A longer expression is no answer.
@@ -48,19 +56,30 @@ def after_thinking(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def extract(text: str, record_format: RecordFormat, form: AnswerForm = "native") -> str | None:
+def gold(solution: str, record_format: RecordFormat) -> str | None:
+    """Return the answer that the worked solution of a record states, as written; None if it states none."""
+    if record_format == "gsm8k":
+        match = _GOLD_HASHES.search(after_thinking(solution))
+        return match.group(1) if match else None
+    return extract(solution, record_format)
+
+
+def extract(
+    text: str, record_format: RecordFormat, form: AnswerForm = "native", units: Collection[str] = ()
+) -> str | None:
     """Return the final answer that `text` states, None if it states none.
 
-    A native answer is returned as written, one in tags without what may surround it.
+    `units`: what may follow a number besides `qerl.data.amounts.UNITS`. Of a number with such around it, the number is
+    returned; else the answer as written, without delimiters.
     """
     spoken = after_thinking(text)
     if form == "tags":
-        return _tagged(spoken, record_format)
+        return _tagged(spoken, record_format, units)
     if record_format == "gsm8k":
-        match = _HASHES.search(spoken)
-        return match.group(1) if match else None
+        found = _hashes(spoken)
+        return found[0] if found else None
     boxed = _last_boxed(spoken)
-    return _in_format(boxed[0].strip(), record_format) if boxed else None
+    return _in_format(boxed[0].strip(), record_format, units) if boxed else None
 
 
 def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
@@ -70,61 +89,95 @@ def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native"
     return f"#### {answer}" if record_format == "gsm8k" else f"{_BOXED}{answer}}}"
 
 
-def is_correct(text: str, problem_answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> bool:
+def is_correct(
+    text: str,
+    problem_answer: str,
+    record_format: RecordFormat,
+    form: AnswerForm = "native",
+    units: Collection[str] = (),
+) -> bool:
     """Whether the final answer of `text` equals `problem_answer`: as a number, or as an expression (math)."""
-    answer = extract(text, record_format, form)
+    answer = extract(text, record_format, form, units)
     if answer is None:
         return False
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return number == expected
-    return record_format == "math" and _same_expression(problem_answer, answer)
+    return record_format == "math" and _same_expression(problem_answer, answer, tuple(units))
 
 
-def well_formed(text: str, record_format: RecordFormat, form: AnswerForm = "native") -> bool:
+def well_formed(
+    text: str, record_format: RecordFormat, form: AnswerForm = "native", units: Collection[str] = ()
+) -> bool:
     """Whether `text` states exactly one final answer, which `extract` finds, and nothing after it.
 
-    With tags: each of the four tags once, in their order, with nothing but white space outside.
+    With tags: each of the four tags once, in their order, with nothing but white space outside, and nothing but the
+    answer inside the answer's. Prose such as `I do not know` is no answer.
     """
-    if extract(text, record_format, form) is None:
+    answer = extract(text, record_format, form, units)
+    if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
     if form == "tags":
-        return all(text.count(tag) == 1 for tag in _TAGS) and _TAGGED.fullmatch(text) is not None
+        return all(text.count(tag) == 1 for tag in _TAGS) and _TAGGED.fullmatch(text) is not None and _is_alone(text)
     spoken = after_thinking(text)
     if record_format == "gsm8k":
-        match = _HASHES.search(spoken)
-        return match is not None and spoken.count("####") == 1 and not spoken[match.end() :].strip()
+        return _ends_in_hashes(spoken)
     boxed = _last_boxed(spoken)
     return boxed is not None and spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, boxed[1]) is not None
 
 
-def _tagged(spoken: str, record_format: RecordFormat) -> str | None:
+def _hashes(spoken: str) -> tuple[str, int] | None:
+    """The number of the first `#### n` and the index after it."""
+    match = _HASHES.search(spoken)
+    if match is None or _number(match.group(1).rstrip(".,"), "gsm8k") is None:
+        return None
+    number = match.group(1).rstrip(".,")
+    return number, match.start(1) + len(number)
+
+
+def _ends_in_hashes(spoken: str) -> bool:
+    found = _hashes(spoken)
+    return found is not None and spoken.count("####") == 1 and not spoken[found[1] :].strip()
+
+
+def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
+    answer = _bare(_content(spoken))
+    if not answer or record_format == "math":
+        return answer or None
+    amount = read_amount(answer, units)
+    return None if amount is None else _in_format(amount, record_format, units)
+
+
+def _content(spoken: str) -> str:
+    """What the last answer tag holds; nothing if it isn't closed."""
     _, opened, rest = spoken.rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
-    answer = _bare(content) if opened and closed else None
-    if answer is None or record_format == "math":
-        return answer or None
-    amount = _AMOUNT.fullmatch(answer)
-    if amount is None:
-        return None
-    sign, digits = amount.groups()
-    return _in_format(digits if sign in (None, "+") else f"-{digits}", record_format)
+    return content if opened and closed else ""
+
+
+def _is_alone(text: str) -> bool:
+    """Whether the answer tag holds no text before a box."""
+    before, box, _ = _content(text).partition(_BOXED)
+    return not box or _BEFORE_BOX.fullmatch(before) is not None
 
 
 def _bare(content: str) -> str | None:
-    """The content of answer tags without box and math delimiters; None if a box is left open."""
+    """The content of answer tags without box and delimiters; None if a box is open, not the only one or not the end."""
     if _BOXED in content:
         boxed = _last_boxed(content)
-        if boxed is None:
+        if boxed is None or content.count(_BOXED) > 1 or not _AFTER_BOX.fullmatch(content, boxed[1]):
             return None
         content = boxed[0]
-    delimited = _DELIMITED.fullmatch(content.strip())
-    return (delimited.group(delimited.lastindex or 0) if delimited else content).strip()
+    for _ in range(_MOST_DELIMITERS):
+        delimited = _DELIMITED.fullmatch(content.strip())
+        content = delimited.group(delimited.lastindex or 0) if delimited else content
+    return content.strip()
 
 
-def _in_format(answer: str, record_format: RecordFormat) -> str | None:
+def _in_format(answer: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
     if record_format == "aime":
-        return answer if _AIME_ANSWER.fullmatch(answer) else None
+        amount = read_amount(answer, units)
+        return amount if amount and _AIME_ANSWER.fullmatch(amount) else None
     return answer or None
 
 
@@ -151,10 +204,12 @@ def _number(text: str, record_format: RecordFormat) -> Decimal | None:
 
 
 @lru_cache(maxsize=4096)
-def _same_expression(expected: str, answer: str) -> bool:
+def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> bool:
     if expected.strip() == answer:
         return True
-    return len(answer) <= _LONGEST_EXPRESSION and expressions.equal(*(_ascii(text) for text in (expected, answer)))
+    if len(answer) > _LONGEST_EXPRESSION or tells_more(answer, expected, units):
+        return False
+    return expressions.equal(*(_ascii(text) for text in (expected, answer)))
 
 
 def _ascii(text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.config import RecordFormat, UserError
-from qerl.data.answers import extract
+from qerl.data.answers import gold
 
 Record = dict[str, Any]
 #: A record with its place in words (file and line, file and row), for errors.
@@ -65,7 +65,7 @@ def _mapping(record: Mapping[str, Any]) -> str:
     if question is None or answer is None:
         return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
     stated = str(record[answer])
-    if extract(stated, "gsm8k") is not None:
+    if gold(stated, "gsm8k") is not None:
         found, columns = "gsm8k", {"question": question, "answer": answer}
     else:
         found, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
@@ -128,7 +128,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _stated(solution: str, record_format: RecordFormat, rule: str, where: str) -> str:
-    answer = extract(solution, record_format)
+    answer = gold(solution, record_format)
     if answer is None:
         raise DataError(f"{where} states no answer: {rule}")
     return answer

@@ -58,6 +58,7 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
         "format": settings.format,
         "instruction": settings.instruction,
         "answer": settings.answer,
+        "units": settings.units,
         "rows": {split: len(splits.get(split, [])) for split in SPLITS},
         "sha256": files,
         "columns": settings.columns,
@@ -74,9 +75,11 @@ def split_file(folder: Path, split: Split) -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read dataset.json of a prepared folder: format, instruction, answer, rows, sha256, origin."""
-    meta: dict[str, Any] = json.loads((folder / META).read_text())
-    return meta
+    """Read dataset.json of a prepared folder: format, instruction, answer, units, rows, sha256, origin.
+
+    Folders that were prepared before data sets had units have none.
+    """
+    return {"units": [], **json.loads((folder / META).read_text())}
 
 
 def read_split(folder: Path, split: Split) -> list[Problem]:

@@ -86,8 +86,9 @@ def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
             f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
         )
     if task.task is None:
-        return EvaluationSet(task.label, about["format"], about["instruction"], problems, about["answer"])
-    return EvaluationSet(task.label, about["format"], "", problems, "native", _stock(task, folder))
+        form, units = about["answer"], tuple(about["units"])
+        return EvaluationSet(task.label, about["format"], about["instruction"], problems, form, units)
+    return EvaluationSet(task.label, about["format"], "", problems, stock=_stock(task, folder))
 
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:
@@ -126,6 +127,7 @@ def scorer(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict
 
 
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Verdict]]) -> Iterator[Row]:
+    form = (dataset.format, dataset.answer, dataset.units)
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
         for repeat, verdict in enumerate(repeats):
             drawn = verdict.drawn
@@ -140,7 +142,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Ver
                 "gold": problem.answer,
                 "correct": int(verdict.correct),
                 "flexible": verdict.flexible,
-                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, dataset.format, dataset.answer),
+                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, *form),
                 "tokens": drawn.tokens,
                 "finished": drawn.finished,
             }

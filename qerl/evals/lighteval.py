@@ -47,7 +47,7 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     """What the metric is given of a completion."""
 
     def boxed(text: str) -> str:
-        answer = extract(text, dataset.format, dataset.answer)
+        answer = extract(text, dataset.format, dataset.answer, dataset.units)
         return "" if answer is None else _boxed(answer)
 
     return boxed if dataset.answer == "tags" and dataset.stock is None else _without_thinking

@@ -1,7 +1,7 @@
 """gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, strict match.
 
 With the project's own prompting it is zero-shot, and prompts are those of training; of completions that state their
-answer in tags, the strict match's regular expression reads the tags; metric and all else stay the stock task's. As the
+answer in tags, the strict match is given that number as `#### n`; metric and all else stay the stock task's. As the
 stock task it has the prompt, the examples and both filters of the task file; only the records come from here.
 """
 
@@ -22,7 +22,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from qerl.data.answers import after_thinking
+from qerl.data.answers import extract
 from qerl.data.prompts import chat_text, plain_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Stock, Verdict
 
@@ -32,8 +32,6 @@ _FLEXIBLE = "flexible-extract"
 _METRIC = "exact_match"
 #: What lm-eval's regex filter returns where nothing matches.
 _INVALID = "[invalid]"
-#: The number in the last answer tag, with what `qerl.data.answers` lets stand around it.
-_IN_TAGS = r"(?s)<answer>[\s$€£¥+]*(?:\\boxed\{)?(\-?[0-9\.\,]*[0-9])[^0-9<]*</answer>(?!.*<answer>)"
 
 
 class SamplerLM(LM):
@@ -87,7 +85,7 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     else:
         own = _own_prompts(file, dataset)
         strict = filters[_STRICT]
-        filters = {_STRICT: _from_tags(strict) if dataset.answer == "tags" else strict}
+        filters = {_STRICT: _from_tags(strict, dataset) if dataset.answer == "tags" else strict}
     return {
         **own,
         "task": dataset.name,
@@ -140,11 +138,14 @@ def _only(repeat: int) -> dict[str, Any]:
     return _custom(lambda texts: [texts[repeat]])
 
 
-def _from_tags(strict: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stock strict-match steps, reading the answer tags that follow the thinking."""
-    [regex, first] = strict
-    spoken = _custom(lambda texts: [after_thinking(text) for text in texts])
-    return [spoken, {**regex, "regex_pattern": _IN_TAGS}, first]
+def _from_tags(strict: list[dict[str, Any]], dataset: EvaluationSet) -> list[dict[str, Any]]:
+    """The stock strict-match steps, given the number that `qerl.data.answers` reads in the tags as `#### n`."""
+
+    def as_hashes(text: str) -> str:
+        answer = extract(text, dataset.format, dataset.answer, dataset.units)
+        return "" if answer is None else f"#### {answer}"
+
+    return [_custom(lambda texts: [as_hashes(text) for text in texts]), *strict]
 
 
 def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:

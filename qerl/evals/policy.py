@@ -62,7 +62,7 @@ class Stock:
 class EvaluationSet:
     """A data set's problems, their records' format, the instruction appended to each question, the answers' form.
 
-    With `stock`, prompt and gold answer are the harness's, and instruction and form apply to nothing.
+    With `stock`, prompt and gold answer are the harness's, and instruction, form and units apply to nothing.
     """
 
     name: str
@@ -70,6 +70,7 @@ class EvaluationSet:
     instruction: str
     problems: list[Problem]
     answer: AnswerForm = "native"
+    units: tuple[str, ...] = ()
     stock: Stock | None = None
 
 

@@ -27,6 +27,7 @@ class Task:
     format: RecordFormat
     instruction: str
     answer: AnswerForm = "native"
+    units: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Collector:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
         texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
         answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
-        parts = [reward_parts(answer, problem, self.task.format, weights, self.task.answer) for answer in answers]
+        task = self.task
+        parts = [reward_parts(a, problem, task.format, weights, task.answer, task.units) for a in answers]
         return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts])
 
     def _samples(self, groups: list[Group]) -> list[Sample]:

@@ -49,7 +49,8 @@ class Watch:
         return reward.function is None and bool(reward.correct or reward.format)
 
     def _readable(self, group: Group) -> bool:
-        return any(extract(text, self.task.format, self.task.answer) is not None for text in group.texts)
+        task = self.task
+        return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
 
     def _tell(self, what: str, rollout: Rollout, writes: bool) -> None:
         self._told = True

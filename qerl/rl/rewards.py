@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
@@ -42,14 +43,15 @@ def reward_parts(
     record_format: RecordFormat,
     settings: RewardSettings,
     form: AnswerForm = "native",
+    units: Collection[str] = (),
 ) -> dict[str, float]:
     """correct, 0 or 1: the final answer is right. format, 0 or 1: it is stated once and in the form of the data set.
 
     overlong, -1 to 0: see `overlong_penalty`. custom: the user's function, if the settings name one.
     """
     parts = {
-        "correct": float(is_correct(answer.text, problem.answer, record_format, form)),
-        "format": float(well_formed(answer.text, record_format, form)),
+        "correct": float(is_correct(answer.text, problem.answer, record_format, form, units)),
+        "format": float(well_formed(answer.text, record_format, form, units)),
         "overlong": overlong_penalty(answer.tokens, answer.limit, settings.overlong_buffer),
     }
     if settings.function:

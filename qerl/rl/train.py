@@ -54,7 +54,7 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     meta = read_meta(data)
-    task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"])
+    task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"], tuple(meta["units"]))
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)

@@ -1,5 +1,6 @@
 """The harness tasks of the project against the stock tasks that come with the harnesses."""
 
+import json
 from pathlib import Path
 
 import lm_eval.tasks
@@ -8,9 +9,13 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
+from qerl.data.answers import is_correct
 from qerl.data.records import Problem
+from qerl.evals.evaluate import SCORED, scorer
 from qerl.evals.lm_eval import task_config
-from qerl.evals.policy import EvaluationSet
+from qerl.evals.policy import EvaluationSet, Policy
+from qerl.rollout.sampler import Completion, SamplingParams
+from tests.unit.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
 
 GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
 #: A completion, and whether strict match counts it, by hand from the stock regex and ignore rules.
@@ -153,3 +158,76 @@ def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_for
     policy = Policy(Script(), Script(), SamplingParams(max_tokens=9, count=len(cases)))
     [ours] = score(policy, EvaluationSet("puzzles", record_format, "", [problem]))
     assert [verdict.correct for verdict in ours] == expected
+
+
+class OneEach:
+    """A sampler and its tokenizer: prompt k gets completion k."""
+
+    chat_template = "on"
+    name_or_path = "one each"
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def generate(self, prompts, params):
+        assert len(prompts) == len(self.texts)
+        return [[Completion([number + 1], [0.0], True)] for number in range(len(prompts))]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return self.texts[ids[0] - 1] if ids[0] else ""
+
+    def apply_chat_template(self, chat, **_):
+        return ""
+
+    def encode(self, text, **_):
+        return [0]
+
+
+def graded_texts(record_format, form):
+    """(expected answer, completion) of the gates' vectors and the graders' tables."""
+    file = Path(__file__).parents[2] / "config/gates/answers.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [(row["answer"], row["text"]) for row in rows if (row["format"], row["form"]) == (record_format, form)]
+    found += [case[1:3] for case in (NATIVE if form == "native" else TAGGED) if case[0] == record_format]
+    shown = (lambda answer: f"\\boxed{{{answer}}}") if form == "native" else tags
+    if record_format == "math":
+        found += [("5", shown(answer)) for answer in NO_5 + IS_5]
+    elif (record_format, form) == ("gsm8k", "tags"):
+        found += [("18", tags(answer)) for answer in NO_18 + IS_18]
+    return list(dict.fromkeys(found))
+
+
+#: Right for the reward and not for the harness, as docs/evaluation.md says: numbers spelled unlike the record's, which
+#: lm-eval compares as text, a number after #### in the thinking, and a point within the box.
+REWARDED_ONLY = {
+    ("gsm8k", "native"): [
+        *("#### 18.0", "#### 1800", "#### .5", "#### 0018"),
+        *("<think>#### 20</think>\n#### 18", "<think>#### 20</think>#### 18"),
+    ],
+    ("gsm8k", "tags"): [
+        "<think>9*2</think>\n<answer>$1,800.50</answer>",
+        *map(tags, ["-$18.00", "$1,800.00", ".5", "18.00", "018"]),
+    ],
+    ("math", "native"): ["\\boxed{5.}"],
+}
+
+
+@pytest.mark.parametrize("form", ["native", "tags"])
+@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
+def test_what_training_rewards_is_right_for_the_harness(record_format, form):
+    """No policy learns an answer that evaluation doesn't count, but for numbers spelled unlike the record's."""
+    cases = graded_texts(record_format, form)
+    problems = [
+        Problem(str(number), f"question {number}", f"#### {expected}" if record_format == "gsm8k" else None, expected)
+        for number, (expected, _) in enumerate(cases)
+    ]
+    player = OneEach([text for _, text in cases])
+    policy = Policy(player, player, SamplingParams(max_tokens=9, count=1))
+    harness = next(name for name, formats in SCORED.items() if record_format in formats)
+    verdicts = scorer(harness)(policy, EvaluationSet("puzzles", record_format, "", problems, form))
+    rewarded_only = [
+        text
+        for (expected, text), [verdict] in zip(cases, verdicts, strict=True)
+        if is_correct(text, expected, record_format, form) and not verdict.correct
+    ]
+    assert sorted(rewarded_only) == sorted(REWARDED_ONLY.get((record_format, form), []))

@@ -1,6 +1,6 @@
 import pytest
 
-from qerl.data.answers import extract, is_correct, well_formed
+from qerl.data.answers import extract, gold, is_correct, well_formed
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,6 @@ from qerl.data.answers import extract, is_correct, well_formed
         ("#### 1,800", "1800"),
         ("#### -3", "-3"),
         ("#### .5", "0.5"),
-        ("####18", "18"),
         ("#### 0018", "18"),
         ("#### 18\n#### 20", "18"),
         ("#### 1800", "1,800.00"),
@@ -38,6 +37,10 @@ def test_gsm8k_right(text, answer):
         "\\boxed{18}",
         "#### 20\n#### 18",
         "#### $18",
+        "####18",
+        "####\n18",
+        "#### .\n#### 18",
+        "#### 18.0.0",
     ],
 )
 def test_gsm8k_wrong(text):
@@ -83,11 +86,25 @@ def test_aime_wrong(text):
     [
         ("9*2=18\n#### 18", "gsm8k", True),
         ("#### 18 \n", "gsm8k", True),
+        ("#### 18.", "gsm8k", False),
         ("#### 18 apples", "gsm8k", False),
         ("#### 18\n#### 18", "gsm8k", False),
         ("#### x #### 18", "gsm8k", False),
         ("18", "gsm8k", False),
         ("So $\\boxed{\\frac{1}{2}}$.", "math", True),
+        ("\\[\\boxed{5}\\]", "math", True),
+        ("\\(\\boxed{5}\\).", "math", True),
+        ("**\\boxed{5}**", "math", True),
+        ("**$\\boxed{5}$.**", "math", True),
+        ("\\[ x = \\boxed{5}. \\]", "math", True),
+        ("\\[\\boxed{5}\\] minus seven", "math", False),
+        ("\\boxed{I do not know}", "math", False),
+        ("\\boxed{\\text{I do not know}}", "math", False),
+        ("\\boxed{5 \\text{ is wrong}}", "math", False),
+        ("\\boxed{\\text{Tuesday}}", "math", True),
+        ("\\boxed{\\text{no solution}}", "math", True),
+        ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "math", True),
+        ("\\boxed{\\sin 2x + xyz}", "math", True),
         ("\\boxed{1} and \\boxed{1}", "math", False),
         ("\\boxed{1} apples", "math", False),
         ("\\boxed{1", "math", False),
@@ -105,3 +122,9 @@ def test_extract_returns_the_answer_as_written():
     assert extract("#### 1,800.50 and more", "gsm8k") == "1,800.50"
     assert extract("\\boxed{a\\}b{c}}", "math") == "a\\}b{c}"
     assert extract("nothing", "math") is None
+
+
+@pytest.mark.parametrize(("solution", "answer"), [("a\n#### 1,234", "1,234"), ("####18", "18"), ("#### 3/4", None)])
+def test_the_answer_of_a_record(solution, answer):
+    """Read more leniently than a completion's; but a fraction isn't its numerator."""
+    assert gold(solution, "gsm8k") == answer

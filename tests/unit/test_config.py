@@ -116,3 +116,11 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation_unless_it_is_told_to(
     stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it
     assert stored["loss"]["scale_advantages"] is scaled
     assert parse(RunSettings, stored, "row") == settings
+
+
+@pytest.mark.parametrize("unit", ["", " ", "18", "1 k", "<b>", "a, b"])
+def test_a_unit_is_a_word_or_a_sign(unit):
+    values = {"format": "gsm8k", "origin": {"source": "generated"}, "units": [unit]}
+    with pytest.raises(ConfigError, match="`units`: a unit is a word or a sign such as '%'"):
+        parse(config.DatasetSettings, values, "datasets.d")
+    assert parse(config.DatasetSettings, values | {"units": [" % ", "widgets"]}, "d").units == ["%", "widgets"]

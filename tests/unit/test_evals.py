@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,11 +88,14 @@ def tokenizer():
     return make_tokenizer()
 
 
-def prepared_in(root, answer="native"):
+def prepared_in(root, answer="native", units=()):
     for name, instruction in INSTRUCTION.items():
         origin = Generated(train=4, validation=4, test=PROBLEMS)
         asked = instruction + (TAGS if answer == "tags" else "")
-        prepare(DatasetSettings(format=name, origin=origin, instruction=asked, answer=answer), root / name)
+        prepare(
+            DatasetSettings(format=name, origin=origin, instruction=asked, answer=answer, units=list(units)),
+            root / name,
+        )
     return {name: root / name for name in INSTRUCTION}
 
 
@@ -286,27 +287,42 @@ def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, 
             assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    ["<answer>" * 12_000, "<answer>1</answer>" * 6_000, "<answer>" + "1," * 50_000, "<answer>$" + " " * 100_000],
-)
-def test_the_regular_expression_for_tags_takes_no_time(garbage):
-    from qerl.evals.lm_eval import _IN_TAGS
-
-    start = time.process_time()
-    re.findall(_IN_TAGS, garbage + "x")
-    assert time.process_time() - start < 2
-
-
 def test_tagged_amounts_are_read_alike(run, problems, tagged):
-    forms = ["{n} apples", "${n}.", "{n} km/h", "{n}%", "+{n}", "{n} or 98765", "-{n}", "{n}7"]
+    forms = [
+        "{n} apples",
+        "${n}.",
+        "{n} km/h",
+        "x = {n}",
+        "+{n}",
+        "{n} or 98765",
+        "-{n}",
+        "{n}7",
+        "{n}%",
+        "{n} thousand",
+    ]
 
     def script(name, number, repeat):
         return f"<think></think><answer>{forms[repeat].format(n=problems[name][number].answer)}</answer>"
 
     metrics, _, _ = run(script, repeats=len(forms), names=("gsm8k",), datasets=tagged)
-    assert metrics["gsm8k"]["accuracies"] == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert metrics["gsm8k"]["accuracies"] == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
     assert metrics["gsm8k"]["agreement"] == 1.0
+
+
+def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path):
+    def script(name, number, repeat):
+        return f"<think></think><answer>{problems[name][number].answer}%</answer>"
+
+    folders = prepared_in(tmp_path, answer="tags", units=["%"])
+    metrics, _, _ = run(script, repeats=1, names=("gsm8k",), datasets=folders)
+    assert (metrics["gsm8k"]["accuracy"], metrics["gsm8k"]["agreement"]) == (1.0, 1.0)
+
+
+def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
+    about = read_meta(datasets["gsm8k"])
+    del about["units"]
+    (tmp_path / "dataset.json").write_text(json.dumps(about))
+    assert read_meta(tmp_path)["units"] == []
 
 
 def test_greedy_with_one_repeat(run, problems):

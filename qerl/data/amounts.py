@@ -1,0 +1,99 @@
+"""Numbers as people write them: with a name, a currency or a unit, in plain text or in LaTeX.
+
+What stands around a number must be known, so that nothing that changes its value or takes it back passes:
+`18 dollars` is 18, `18 thousand`, `18%`, `18k` and `18 is wrong` are no numbers here. Units are a closed list
+(`UNITS`), which a data set extends (`DatasetSettings.units`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from decimal import Context, Decimal, Inexact
+from math import gcd
+
+#: A longer text is no amount.
+_LONGEST = 200
+
+_UNITS = """
+dollar dollars buck bucks cent cents euro euros pound pounds yen rupee rupees USD EUR GBP
+second seconds sec secs s minute minutes min mins hour hours hr hrs h day days week weeks month months year years
+years_old
+meter meters metre metres m centimeter centimeters centimetre centimetres cm millimeter millimeters mm kilometer
+kilometers kilometre kilometres km inch inches foot feet ft yard yards yd mile miles mi
+gram grams g kilogram kilograms kg milligram milligrams mg ounce ounces oz lb lbs ton tons tonne tonnes
+liter liters litre litres l L milliliter milliliters mL ml cup cups gallon gallons pint pints quart quarts
+tablespoon tablespoons teaspoon teaspoons
+degree degrees ° °C °F radian radians rad mph kph calorie calories watt watts volt volts newton newtons joule joules
+unit units time times way ways point points step steps item items piece pieces part parts
+person people child children kid kids adult adults student students teacher teachers boy boys girl girls man men
+woman women friend friends member members player players worker workers guest guests passenger passengers
+animal animals dog dogs cat cats bird birds fish chicken chickens cow cows horse horses sheep
+book books page pages pencil pencils pen pens card cards stamp stamps ticket tickets toy toys ball balls marble marbles
+coin coins bag bags box boxes bottle bottles car cars room rooms house houses shirt shirts seat seats table tables
+apple apples orange oranges banana bananas egg eggs cookie cookies cake cakes candy candies pizza pizzas slice slices
+flower flowers tree trees game games question questions problem problems lap laps trip trips song songs
+"""
+UNITS = frozenset(unit.replace("_", " ") for unit in _UNITS.split())
+#: Shorter ones are symbols, of which the case tells what they mean.
+_SHORTEST_WORD = 4
+
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_CURRENCY = r"[$€£¥]"
+_LETTER = r"[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
+_NAME = rf"{_LETTER}(?:\s*\+\s*{_LETTER})*"
+_AMOUNT = re.compile(
+    rf"(?:{_NAME}\s*=\s*)?(?:{_CURRENCY}\s*)?(?P<sign>[-+]?)\s*(?:{_CURRENCY}\s*)?"
+    rf"(?P<over>{_DIGITS})(?:\s*/\s*(?P<under>[0-9]+))?\s*(?P<unit>(?:[^\s0-9.,;:].*?)?)\s*\.?",
+    re.DOTALL,
+)
+_POWER = re.compile(r"[²³]|\^[23]|\^\{[23]\}")
+_PER = re.compile(r"\s*/\s*|(?:^|\s+)per\s+")
+#: LaTeX that looks like plain text when it is set.
+_LATEX = [
+    (re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{(\s*[^\W\d_°%$][^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"\\[,;: ]|(?<=[0-9])~|\\q?quad(?![A-Za-z])"), " "),
+    (re.compile(r"\\([%$])"), r"\1"),
+    (re.compile(r"\^(?:\\circ|\{\\circ\})|\\degrees?(?![A-Za-z])"), "°"),
+    (re.compile("\u2212"), "-"),
+]
+
+
+def read_amount(text: str, units: Collection[str] = ()) -> str | None:
+    """The number that `text` is, in digits; None if it is anything else or says more.
+
+    A fraction in lowest terms is the decimal that it equals; `36/2` and `1/3` are none.
+    """
+    if len(text) > _LONGEST:
+        return None
+    for pattern, plain in _LATEX:
+        text = pattern.sub(plain, text)
+    amount = _AMOUNT.fullmatch(text.strip())
+    if amount is None or not is_unit(amount["unit"], units):
+        return None
+    number = amount["over"] if amount["under"] is None else _quotient(amount["over"], amount["under"])
+    return number and amount["sign"].replace("+", "") + number
+
+
+def is_unit(text: str, units: Collection[str] = ()) -> bool:
+    """Whether `text` is nothing, a currency or a unit: of the list or of `units`, also as `m^2`, `km/h`, `per day`."""
+    first, *per = _PER.split(text, maxsplit=1)
+    return _is_simple(first, units) and all(other != "" and _is_simple(other, units) for other in per)
+
+
+def _is_simple(text: str, units: Collection[str]) -> bool:
+    if text in units or re.fullmatch(f"{_CURRENCY}?", text):
+        return True
+    bare = _POWER.sub("", text, count=1).removeprefix("square ").removeprefix("cubic ").strip()
+    return bare in UNITS or (len(bare) >= _SHORTEST_WORD and bare.lower() in UNITS)
+
+
+def _quotient(over: str, under: str) -> str | None:
+    if not over.isdigit() or int(under) < 2 or gcd(int(over), int(under)) > 1:
+        return None
+    try:
+        return f"{Context(prec=50, traps=[Inexact]).divide(Decimal(over), Decimal(under)):f}"
+    except Inexact:
+        return None
