@@ -36,6 +36,7 @@ from qerl.config import (
     parse,
     read_yaml,
 )
+from qerl.data.given import GIVEN, Given, GivenData, given
 from qerl.evals import RESULT, SAMPLES
 from qerl.imports import check_installed
 from qerl.lease import alone
@@ -51,6 +52,7 @@ from qerl.parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_d
 from qerl.progress import log
 from qerl.provenance import check_writable, write_text
 from qerl.userfunction import check as check_function
+from qerl.userfunction import path_of
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 PathLike = str | Path
 Packed = Literal["nvfp4", "mxfp4", "nf4"]
 Dtype = Literal["float32", "bfloat16"]
-Problems = PathLike | Mapping[str, Any] | DatasetSettings
+Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
 
 METRICS = "metrics.jsonl"
 #: The state of a run that isn't finished, in its folder.
@@ -127,18 +129,22 @@ class Run:
 def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None) -> Run:
     """Prepare the problems, fetch and quantize the model, train; `out` goes before the `out` of `run`.
 
-    `run` is a `RunFile`, its values, or a YAML file with them. Parts that are finished are kept: a run that was killed
-    goes on where it was, for a finished one there is nothing to do. What was made of other files, functions or code
-    than those of now is made anew; a finished run refuses, with a `ConfigError` that names them.
+    `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be records
+    themselves: a list, a generator, a function, a `datasets.Dataset`, or a mapping of splits to such; and
+    `reward.function` a function of a module. Parts that are finished are kept: a run that was killed goes on where it
+    was, for a finished one there is nothing to do. What was made of other files, functions or code than those of now is
+    made anew; a finished run refuses, with a `ConfigError` that names them.
     """
-    settings = _read_run(run, out)
+    values, records = _without_objects(run, out)
+    settings = _read_run(values, out)
     made = Run(settings.out)
     _check_same(made.folder, settings)
+    check_writable(made.folder)
+    records.write(replace=not made.finished)
     if made.finished:
         check_inputs(made.settings)
         log.info("%s is finished: nothing to do", made.folder)
         return made
-    check_writable(made.folder)
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
@@ -160,6 +166,21 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     return made
 
 
+def _without_objects(
+    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None
+) -> tuple[RunFile | Mapping[str, Any] | PathLike, Given]:
+    """The settings with Python objects in them replaced: records by files that are still to be written."""
+    if not isinstance(run, Mapping):
+        return run, Given(None, {})
+    values, folder = dict(run), run.get("out") if out is None else out
+    if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
+        values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
+    if "dataset" not in values or not isinstance(folder, (str, Path)):
+        return values, Given(None, {})  # which is no run, as its fields will say
+    records = given(values["dataset"], Path(folder).resolve())
+    return {**values, "dataset": records.values}, records
+
+
 def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
     if isinstance(run, RunFile):
         values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
@@ -174,7 +195,9 @@ def _check_same(folder: Path, settings: RunFile) -> None:
     """A folder belongs to one run: refuse another one's."""
     if not (folder / RUN_FILE).is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
-        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - {f"{RUN_FILE}.partial"}):
+        if folder.exists() and (
+            not folder.is_dir() or {f.name for f in folder.iterdir()} - {f"{RUN_FILE}.partial", GIVEN}
+        ):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return
     there, here = (
@@ -333,10 +356,10 @@ def evaluate(
     `task` names one of the harness's own tasks, with its prompt, gold answer and metric; as `TaskSettings`, whatever
     data set it names, with what else a task may set (`fewshot`, `chat`, sampling and repeats, which win).
 
-    `problems` is a file of records (all are asked for an answer of the form `answer`, with `instruction`, by default
-    that of `DatasetSettings`), a folder with a file test.jsonl (as the data of a run), or the values of
-    `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats` have the defaults of
-    `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
+    `problems` is a file of records, or records as `train` takes them (all are asked for an answer of the form
+    `answer`, with `instruction`, by default that of `DatasetSettings`), a folder with a file test.jsonl (as the data of
+    a run), or the values of `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats` have
+    the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
     from qerl.data.sources import read_meta
@@ -370,7 +393,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # What an evaluation leaves that was killed.
-    left = {DATA, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
+    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
     data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / "dataset.json").is_file()):
@@ -409,15 +432,20 @@ def _problem_folder(problems: Problems, asked: Mapping[str, str], out: Path) -> 
     """A folder of prepared problems: the one given, or one made in `out`."""
     from qerl.data.sources import prepare
 
-    if isinstance(problems, (str, Path)) and (Path(problems) / "dataset.json").is_file():
-        return Path(problems)
-    if isinstance(problems, DatasetSettings):
-        settings = problems
-    elif isinstance(problems, Mapping):
-        settings = parse(DatasetSettings, problems, "problems")
+    records = given(problems, out)
+    records.write()
+    # All records of a list are asked, as those of a file.
+    as_file = records.files and not isinstance(problems, Mapping)
+    asked_of: Any = records.values["origin"]["path"] if as_file else records.values
+    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / "dataset.json").is_file():
+        return Path(asked_of)
+    if isinstance(asked_of, DatasetSettings):
+        settings = asked_of
+    elif isinstance(asked_of, Mapping):
+        settings = parse(DatasetSettings, asked_of, "problems")
     else:
         all_of_it = {"validation_fraction": 0, "test_fraction": 1}
-        values = {**local_dataset(Path(problems), **all_of_it), **asked}
+        values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
     shutil.rmtree(out / DATA, ignore_errors=True)
     whole(out / DATA, lambda folder: prepare(settings, folder))

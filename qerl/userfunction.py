@@ -92,6 +92,18 @@ def check(path: str, key: str) -> None:
         ) from None
 
 
+def path_of(function: Callable[..., Any], key: str) -> str:
+    """The import path of a function that was given itself; a `ConfigError` where another process couldn't find it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    path = f"{module}:{name}"
+    if module in (None, "__main__") or not name.isidentifier() or load(path) is not function:
+        raise ConfigError(
+            f"{key} is {path}, which a run that goes on can't import; define the function in a file, such as mine.py, "
+            "and give it from there"
+        )
+    return path
+
+
 def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
     """What the function returns. `key` is where the configuration names it, and in `limit` seconds it must be done.
 

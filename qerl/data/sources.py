@@ -109,7 +109,7 @@ def check_problem_file(
     """
     found = record_format
     for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
-        for where, record in _renamed(_file(file), columns or {}):
+        for where, record in renamed(_file(file), columns or {}):
             found = found or detect_format(record, where)
             parse_record(record, found, where)
     assert found is not None
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[Located]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield where, _as_record(_parse_json(line, where), where)
+                yield where, as_record(_parse_json(line, where), where)
 
 
 def _rows(path: Path) -> list[Record]:
@@ -151,7 +151,7 @@ def _rows(path: Path) -> list[Record]:
     rows = _parse_json(path.read_bytes(), str(path))
     if not isinstance(rows, list):
         raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
-    return [_as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
+    return [as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
 
 
 def _parquet_rows(path: Path) -> list[Record]:
@@ -177,7 +177,8 @@ def _parse_json(text: bytes, where: str) -> Any:
     return value
 
 
-def _as_record(value: Any, where: str) -> Record:
+def as_record(value: Any, where: str) -> Record:
+    """The record at the place `where`; a `DataError` for what has no keys."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
     return dict(value)
@@ -212,8 +213,8 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     found = _by_file(hub.splits) if hub else _own_records(origin)
     if isinstance(found, list):
         assert isinstance(origin, (LocalData, FunctionData))
-        return _split_by_hash(_renamed(found, settings.columns), origin, settings.format)
-    splits = {split: list(_renamed(records, settings.columns)) for split, records in found.items()}
+        return _split_by_hash(renamed(found, settings.columns), origin, settings.format)
+    splits = {split: list(renamed(records, settings.columns)) for split, records in found.items()}
     for where, record in chain(*splits.values()):
         parse_record(record, settings.format, where)
     return splits
@@ -231,7 +232,7 @@ def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:
     return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
 
 
-def _renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
+def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
     """The records under the format's own names: `columns` maps these to the records'."""
     for where, record in records:
         for name, own in columns.items():
@@ -258,7 +259,7 @@ def _numbered(records: Any, source: str) -> Iterator[Located]:
         found = "an empty one" if records == [] else type(records).__name__
         raise DataError(f"{source} must return a list of records (or a mapping of split names to lists), not {found}")
     for number, record in enumerate(records, start=1):
-        yield f"{source}, record {number}", _as_record(record, f"{source}, record {number}")
+        yield f"{source}, record {number}", as_record(record, f"{source}, record {number}")
 
 
 def _split_by_hash(
@@ -313,9 +314,14 @@ def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
 
 def _write(records: list[Record], path: Path) -> str:
     """Write one record a line; return the file's SHA-256."""
-    content = "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records).encode()
+    content = lines_of(records).encode()
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
+
+
+def lines_of(records: Iterable[Record]) -> str:
+    """Records as text, one a line."""
+    return "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """The library on a tiny checkpoint: parts are kept, a run's folder is its own, mistakes are told before any work."""
 
+import functools
 import json
 import subprocess
 import sys
 
+import datasets
 import pytest
 import yaml
 
@@ -119,6 +121,86 @@ def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
         qerl.train({**values, "adapter": {"rank": 8}})
     moved = run.folder.rename(run.folder.parent / "moved")
     assert qerl.train(values, out=moved).finished
+
+
+ROWS = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+
+
+PROMPTS = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
+
+
+def rows():
+    return iter(ROWS)
+
+
+def length(answer, problem):
+    return float(answer.tokens)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "splits"),
+    [
+        (lambda: ROWS, None),
+        (lambda: rows, None),
+        (lambda: (row for row in ROWS), None),
+        (lambda: datasets.Dataset.from_list(ROWS), None),
+        (lambda: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:30]), "test": ROWS[30:]}), (30, 10)),
+        (lambda: {"format": "gsm8k", "instruction": "Go.", "origin": rows}, None),
+        (lambda: {"format": "gsm8k", "origin": {"train": ROWS[:30], "test": ROWS[30:]}}, (30, 10)),
+        (lambda: {"format": "gsm8k", "columns": {"question": "prompt"}, "origin": PROMPTS}, None),
+    ],
+)
+def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset, splits):
+    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    run = qerl.train({**values, "dataset": dataset()})
+    assert {path.parent for path in run.folder.rglob("given/*")} == {run.folder / "given"}
+    counts = [len((run.data / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "test")]
+    assert splits is None or tuple(counts) == splits
+    kept = [json.loads(line) for file in run.data.glob("*.jsonl") for line in file.open()]
+    assert sorted(row["question"] for row in kept) == sorted(row["question"] for row in ROWS)
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("given/*")}
+    assert qerl.train({**values, "dataset": dataset()}).settings == run.settings
+    assert qerl.train(run.folder / "run.yaml").settings == run.settings
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("given/*")} == before
+    (run.folder / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"holds (other records than `dataset` gives now|a run with other settings)"):
+        qerl.train({**values, "dataset": ROWS[:20]})
+
+
+def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
+    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    rows = [
+        sum(1 for file in qerl.train({**values, "dataset": given}).data.glob("*.jsonl") for _ in file.open())
+        for given in (ROWS, ROWS[:20])
+    ]
+    assert rows == [40, 20]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        ([], "dataset holds no records; a generator can be read once only"),
+        ([*ROWS[:2], {"question": "Two?"}], "dataset, record 3 has no `answer`"),
+        ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: prompt}"),
+        ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
+        (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
+        ([{**ROWS[0], "when": object()}], "value of type object, which can't be written"),
+    ],
+)
+def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_path, dataset, sentence):
+    with pytest.raises(DataError, match=sentence):
+        qerl.train({**values, "dataset": dataset})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    run = qerl.train({**values, "reward": {"function": length}})
+    assert run.settings.reward.function == f"{__name__}:length"
+    for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):
+        with pytest.raises(ConfigError, match=r"reward.function is .*can't import; define the function in a file"):
+            qerl.train({**values, "reward": {"function": function}, "out": tmp_path / "other"})
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(values, tmp_path, monkeypatch):
@@ -248,6 +330,8 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
     assert outcome.accuracy.low <= outcome.accuracy.mean <= outcome.accuracy.high
     with pytest.raises(ConfigError, match="holds an evaluation already"):
         qerl.evaluate(policy, problems, tmp_path / "e")
+    given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
+    assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
 
 
 def test_math_records_go_to_lighteval(model, tmp_path):

@@ -1,0 +1,79 @@
+"""Records given as Python objects: a list, a generator, a function that returns them, a `datasets.Dataset`; or splits
+of such, as a `datasets.DatasetDict`.
+
+They become files in the folder of what is made of them. From there on they are local data: a run that goes on, and
+whoever asks what it was trained on, find them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl.config import ConfigError, RecordFormat, Settings, Split
+from qerl.data.records import DataError, detect_format, parse_record
+from qerl.data.sources import SPLITS, as_record, lines_of, renamed
+from qerl.provenance import write_text
+
+#: The folder of these files.
+GIVEN = "given"
+
+Records = Iterable[Mapping[str, Any]]
+GivenData = Records | Mapping[Split, Records] | Callable[[], Records | Mapping[Split, Records]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values of `DatasetSettings`, and the files, with their text, that its origin names."""
+
+    values: Any
+    files: dict[Path, str]
+
+    def write(self, replace: bool = True) -> None:
+        """Write the files; without `replace`, a `ConfigError` where others were given before."""
+        for file, text in self.files.items():
+            there = file.read_text() if file.is_file() else None
+            if there not in (None, text) and not replace:
+                raise ConfigError(
+                    f"{file} holds other records than `dataset` gives now; give another folder as `out`, or delete "
+                    f"{file.parents[1]}"
+                )
+            if there != text:
+                write_text(file, text)
+
+
+def given(dataset: Any, folder: Path) -> Given:
+    """A data set in which Python objects have become files in `folder`; one without such is left as it is."""
+    if _is_given(dataset):
+        return _as_files({}, dataset, folder / GIVEN)
+    if isinstance(dataset, Mapping) and _is_given(dataset.get("origin")):
+        return _as_files(dataset, dataset["origin"], folder / GIVEN)
+    return Given(dataset, {})
+
+
+def _is_given(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and value.keys() <= set(SPLITS)
+    return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
+
+
+def _as_files(told: Mapping[str, Any], objects: Any, folder: Path) -> Given:
+    data = objects() if callable(objects) else objects
+    by_split = isinstance(data, Mapping)
+    files: dict[Path, str] = {}
+    found: RecordFormat | None = told.get("format")
+    for name, records in data.items() if by_split else [("", data)]:
+        if by_split and name not in SPLITS:
+            raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
+        where = f"dataset, split {name}" if by_split else "dataset"
+        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in enumerate(records, 1)]
+        if not located:
+            raise DataError(f"{where} holds no records; a generator can be read once only")
+        for place, record in renamed(located, told.get("columns") or {}):
+            found = found or detect_format(record, place)
+            parse_record(record, found, place)
+        files[folder / f"{name or 'records'}.jsonl"] = lines_of(record for _, record in located)
+    origin = {"source": "local", "path": folder if by_split else folder / "records.jsonl"}
+    return Given({**told, "format": found, "origin": origin}, files)
