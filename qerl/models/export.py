@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import safe_open
@@ -27,6 +28,7 @@ from qerl.models.checkpoint import (
 from qerl.models.loading import packed_layers, read_packed
 from qerl.models.tensors import stream
 from qerl.quant.formats import dequantize
+from qerl.provenance import put
 from qerl.rl.aqn import ROLES
 
 _PREFIX = "base_model.model."
@@ -53,22 +55,32 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
 
     The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter is LoRA alone. An engine
     that computes norms in 16 bits rounds them as it loads them. `trained` is the folder of an adapter in PEFT's layout.
+    `out` appears complete or not at all.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
     check_adapter(trained)
-    adapter = load_file(trained / ADAPTER)
-    norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
-    _copy_but_weights(checkpoint, out / "base")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        partial = Path(scratch) / out.name
+        adapter = load_file(trained / ADAPTER)
+        norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
+        _write_base(checkpoint, norms, partial / "base")
+        (partial / "adapter").mkdir()
+        lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
+        save_file(lora, partial / "adapter" / ADAPTER, metadata={"format": "pt"})
+        named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
+        config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
+        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        put(partial, out)
+
+
+def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:
+    _copy_but_weights(checkpoint, target)
     if (checkpoint / INDEX).exists():
-        shutil.copyfile(checkpoint / INDEX, out / "base" / INDEX)
+        shutil.copyfile(checkpoint / INDEX, target / INDEX)
     for path in weight_files(checkpoint):
-        _rewrite(path, out / "base" / path.name, norms.get)
-    (out / "adapter").mkdir()
-    lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
-    save_file(lora, out / "adapter" / ADAPTER, metadata={"format": "pt"})
-    config = json.loads((trained / ADAPTER_CONFIG).read_text()) | {"modules_to_save": None}
-    (out / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        _rewrite(path, target / path.name, norms.get)
 
 
 def _copy_but_weights(source: Path, target: Path) -> None:

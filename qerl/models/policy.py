@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
-from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter
+from qerl.models.card import Base, write_card
+from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter, weights_format_of
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.mlp import fuse_mlps
 from qerl.models.packed_attention import fuse_attentions
@@ -87,14 +88,15 @@ class Policy:
         with same_requires_grad(self.peft), self.peft.disable_adapter():
             yield
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, base: Base | None = None) -> None:
         """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's.
 
+        An adapter names `base` as its base, by default the folder of the checkpoint; a card says how to load it.
         The matrices of a whole model are rounded to bfloat16; norms and biases stay float32, as an adapter's do.
         A value function goes into the folder `value` there: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
-            self.peft.save_pretrained(str(folder))
+            self._save_adapters(self.peft, folder, base)
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
@@ -103,6 +105,16 @@ class Policy:
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
             self.lm.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
+
+    def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
+        checkpoint = Path(str(self.lm.name_or_path)).resolve()
+        base = base or Base(str(checkpoint))
+        for config in peft.peft_config.values():
+            config.base_model_name_or_path, config.revision = base.name, base.revision
+        # Embeddings are never trained: no look at the hub whether they are.
+        peft.save_pretrained(str(folder), save_embedding_layers=False)
+        norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
+        write_card(folder, base, weights_format_of(checkpoint), norms)
 
 
 def choose_device() -> torch.device:

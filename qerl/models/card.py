@@ -1,0 +1,79 @@
+"""The README.md of a trained adapter's folder: what it is, and how PEFT loads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+CARD = "README.md"
+
+#: What transformers must be told of a base that PEFT has no adapter for as it is packed.
+_UNPACKED = "CompressedTensorsConfig(dequantize=True)"
+#: Where stock libraries differ from the policy as it was trained.
+_NOTES = {
+    "bf16": "",
+    "nvfp4": "PEFT has no adapter for layers packed so: they are unpacked, and transformers rounds them to bfloat16.",
+    "mxfp4": "PEFT has no adapter for layers packed so: they are unpacked, which is exact.",
+    "nf4": "The base's own settings load it by bitsandbytes, which multiplies by its weights in bfloat16.",
+}
+_NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that an adapter belongs to: a folder, or a repository of the hub with its commit."""
+
+    name: str
+    revision: str | None = None
+
+
+def write_card(folder: Path, base: Base, weights: str, norms: bool) -> None:
+    """Write the card of the adapter in `folder`, which was trained on `base` of the format `weights`."""
+    about = {
+        "base_model": base.name,
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "qerl"],
+    }
+    text = f"---\n{yaml.safe_dump(about)}---\n{_text(folder.resolve(), base, weights, norms)}"
+    (folder / CARD).write_text(text)
+
+
+def _text(folder: Path, base: Base, weights: str, norms: bool) -> str:
+    at = f" at {base.revision}" if base.revision else ""
+    trained = "and the two norms of each block, in float32" if norms else "in float32"
+    notes = "\n".join(filter(None, (_NOTES[weights], _NORMS if norms else "")))
+    return f"""
+# A policy trained by qerl
+
+A LoRA adapter {trained}, trained by reinforcement learning on `{base.name}`{at},
+whose linear weights are {weights}. `adapter_config.json` has rank, alpha and targets.
+
+With transformers and PEFT:
+
+```python
+{_code(folder, base, weights)}
+```
+
+{notes}
+
+With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes a
+base and an adapter that it loads.
+"""
+
+
+def _code(folder: Path, base: Base, weights: str) -> str:
+    unpacked = weights in ("nvfp4", "mxfp4")
+    classes = ["AutoModelForCausalLM", "AutoTokenizer", *(["CompressedTensorsConfig"] if unpacked else [])]
+    revision = f', revision="{base.revision}"' if base.revision else ""
+    told = f", quantization_config={_UNPACKED}" if unpacked else ""
+    return f"""import torch
+from peft import PeftModel
+from transformers import {", ".join(classes)}
+
+base = {base.name!r}
+tokenizer = AutoTokenizer.from_pretrained(base{revision})
+model = AutoModelForCausalLM.from_pretrained(base{revision}, dtype=torch.float32{told})
+model = PeftModel.from_pretrained(model{".float()" if unpacked else ""}, {str(folder)!r}).eval()"""
