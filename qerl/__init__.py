@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qerl.api import Evaluation, Run, evaluate, load, quantize, sample, train
+    from qerl.api import Evaluation, Run, evaluate, export, load, quantize, sample, train
 
 __version__ = "0.1.0"
-__all__ = ["Evaluation", "Run", "evaluate", "load", "quantize", "sample", "train"]
+__all__ = ["Evaluation", "Run", "evaluate", "export", "load", "quantize", "sample", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -220,8 +220,15 @@ def _train(run: Run) -> None:
     from qerl.rl.train import train_run
 
     name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
-    row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings}
+    row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings, "base": _hub_base(run)}
     train_run(row, run.checkpoint, run.data, run.folder / WORK, run.folder)
+
+
+def _hub_base(run: Run) -> dict[str, str] | None:
+    """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
+    repo, at, revision = run.settings.model.rpartition("@")
+    of_the_hub = at and not Path(run.settings.model).is_dir() and not (run.checkpoint / REPORT).exists()
+    return {"name": repo, "revision": revision} if of_the_hub else None
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -246,14 +253,40 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
     return target
 
 
+def export(run: PathLike, out: PathLike) -> Path:
+    """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
+
+    Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
+    rounds them as it loads them.
+    """
+    trained = Run(Path(run))
+    _check_finished(trained)
+    if trained.settings.method == "full":
+        raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
+    target = Path(out)
+    check_writable(target)
+    check_checkpoint(trained.checkpoint)
+    from qerl.models.export import export as write
+
+    write(trained.checkpoint, trained.adapter, target)
+    return target
+
+
+def _check_finished(run: Run) -> None:
+    if not (run.folder / RUN_FILE).is_file():
+        raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
+    if not run.finished:
+        raise ConfigError(f"{run.folder} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
+
+
 def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
     """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
 
     `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
     """
     run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
-    if run and not run.finished:
-        raise ConfigError(f"{model} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
+    if run:
+        _check_finished(run)
     checkpoint = run.checkpoint if run else _folder(str(model))
     check_checkpoint(checkpoint)
     check_tokenizer(checkpoint)

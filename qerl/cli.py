@@ -108,6 +108,20 @@ def train(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for `base` and `adapter`.")],
+) -> None:
+    """Write a trained policy for stock vLLM: a checkpoint with the trained norms, and a LoRA adapter."""
+    made = api.export(run, out)
+    from qerl.models.export import lora_room
+
+    rank = str(lora_room(api.Run(run).settings.adapter.rank))
+    command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]
+    _console().print(Text(shlex.join([*command, "--lora-modules", f"policy={made / 'adapter'}"])), soft_wrap=True)
+
+
+@app.command()
 def sample(
     model: ModelOrRun,
     prompt: Annotated[list[str] | None, typer.Argument(help="Each is one message of a user.")] = None,

@@ -59,8 +59,8 @@ With transformers and PEFT:
 
 {notes}
 
-With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes a
-base and an adapter that it loads.
+With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes
+a base and an adapter that it loads.
 """
 
 

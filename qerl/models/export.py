@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl.config import ConfigError
 from qerl.models.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -27,11 +28,21 @@ from qerl.models.checkpoint import (
 )
 from qerl.models.loading import packed_layers, read_packed
 from qerl.models.tensors import stream
-from qerl.quant.formats import dequantize
 from qerl.provenance import put
+from qerl.quant.formats import dequantize
 from qerl.rl.aqn import ROLES
 
 _PREFIX = "base_model.model."
+#: Ranks that vLLM reserves room for; an adapter gets the next one.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def lora_room(rank: int) -> int:
+    """The `max_lora_rank` that vLLM needs for an adapter."""
+    room = next((size for size in _RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, the most that vLLM serves; use a lower rank")
+    return room
 
 
 def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:

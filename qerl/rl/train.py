@@ -14,6 +14,7 @@ from qerl.config import UNDECIDING, RunSettings, parse
 from qerl.data.sources import META, read_meta, read_split, split_file
 from qerl.inputs import hash_of, model_files
 from qerl.measure import peak_memory_bytes, seconds
+from qerl.models.card import Base
 from qerl.models.checkpoint import check_checkpoint
 from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.value import add_value
@@ -125,7 +126,7 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
-    _save(trainer, out)
+    _save(trainer, out, Base(**row["base"]) if row.get("base") else None)
     summary = {
         "steps": len(rows),
         "seconds": elapsed.value,
@@ -141,10 +142,10 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
     report(rows, settings)
 
 
-def _save(trainer: Trainer, out: Path) -> None:
+def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
     """Write policy and metrics; run.json, which says that they are there, may follow."""
     try:
-        trainer.policy.save(out / "policy")
+        trainer.policy.save(out / "policy", base)
     except SafetensorError as error:
         raise CheckpointError(
             f"can't write the trained policy to {out} ({error}); make room and start again: the run goes on from its "

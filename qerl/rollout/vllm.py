@@ -16,15 +16,13 @@ import torch
 from qerl.config import ConfigError, VllmSettings
 from qerl.measure import seconds
 from qerl.models.checkpoint import weights_format_of
-from qerl.models.export import write_dense
+from qerl.models.export import lora_room, write_dense
 from qerl.models.policy import Policy
 from qerl.progress import log
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.rollout.seeds import prompt_seed
 from qerl.rollout.state import adapter_config, lora_tensors, norm_weights
 
-#: Ranks that vLLM reserves room for; an adapter gets the next one.
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _ENVIRONMENT = {
     # The engine in this process: weights are handed over as tensors.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -105,7 +103,7 @@ class VllmSampler:
         from qerl.rollout.vllm_hooks import ADDITIONAL_CONFIG
 
         config, cache = adapter_config(self.policy), self.settings.kv_cache_gib or (1.0 if self._cpu else None)
-        adapter = {"enable_lora": True, "max_lora_rank": _room(config.r), "max_loras": 1} if config else {}
+        adapter = {"enable_lora": True, "max_lora_rank": lora_room(config.r), "max_loras": 1} if config else {}
         return {
             **adapter,
             "dtype": str(self.policy.lm.dtype).removeprefix("torch."),
@@ -221,13 +219,6 @@ class VllmSampler:
 def _completion(choice: Any) -> Completion:
     logprobs = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
     return Completion(list(choice.token_ids), logprobs, choice.finish_reason == "stop")
-
-
-def _room(rank: int) -> int:
-    room = next((size for size in _RANKS if size >= rank), None)
-    if room is None:
-        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, the most that vLLM serves; use a lower rank")
-    return room
 
 
 @contextmanager

@@ -93,6 +93,24 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
         qerl.train({**values, **changed})
 
 
+def test_only_a_base_that_is_the_hubs_own_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.models.base.fetch_model", lambda *_: model)
+    for weights, base in {"bf16": ["org/name", "0" * 40], "nvfp4": [str(tmp_path / "nvfp4/checkpoint"), None]}.items():
+        given = {**values, "model": f"org/name@{'0' * 40}", "weights": weights, "steps": 1, "out": tmp_path / weights}
+        config = json.loads((qerl.train(given).adapter / "adapter_config.json").read_text())
+        assert [config["base_model_name_or_path"], config["revision"]] == base
+
+
+def test_a_run_in_full_is_a_checkpoint_already(values, tmp_path):
+    values = {key: value for key, value in values.items() if key != "adapter"}
+    run = qerl.train({**values, "method": "full", "steps": 1})
+    with pytest.raises(ConfigError, match="run/policy is a checkpoint already, which vLLM loads"):
+        qerl.export(run.folder, tmp_path / "out")
+    (run.folder / "run.json").unlink()
+    with pytest.raises(ConfigError, match="isn't finished; go on with `qerl train"):
+        qerl.export(run.folder, tmp_path / "out")
+
+
 def test_a_run_is_calibrated_on_its_own_data(values, problems, tmp_path):
     own = tmp_path / "own.jsonl"
     own.write_text(problems.read_text())

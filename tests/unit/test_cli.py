@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import qerl
@@ -84,6 +87,29 @@ def test_every_rule_calls_a_command_that_there_is():
 def test_train_again_shows_where_the_finished_run_lies(call, folder):
     said = call("train", "run.yaml", "--out", "run")
     assert str(folder / "run/metrics.jsonl") in said.replace("\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypatch):
+    """The trained policy, and the command that serves it."""
+    said = call("export", "run", "exported").split()
+    assert said[:4] == ["vllm", "serve", "exported/base", "--enable-lora"]
+    assert said[4:] == ["--max-lora-rank", "32", "--lora-modules", "policy=exported/adapter"]
+    stored = json.loads((folder / "exported/adapter/adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(folder / "exported/base")
+    stock = AutoModelForCausalLM.from_pretrained(folder / "exported/base", dtype=torch.float32)
+    stock = PeftModel.from_pretrained(stock, folder / "exported/adapter").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(stock(input_ids=ids).logits, qerl.Run(folder / "run").policy.lm(ids).logits)
+    for arguments, sentence in {
+        ("run", "exported"): "exported exists already",
+        ("model", "other"): "model is not the folder of a run: it has no run.yaml",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["qerl", "export", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert sentence in capsys.readouterr().err
+    assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
 
 
 def test_sample_prints_one_json_object_a_completion(call):

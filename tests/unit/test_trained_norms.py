@@ -107,7 +107,7 @@ def test_a_finished_run_is_the_policy_that_was_trained(checkpoints, tmp_path, mo
     rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     saved, save = [], Policy.save
-    monkeypatch.setattr(Policy, "save", lambda policy, folder: (saved.append(policy), save(policy, folder)))
+    monkeypatch.setattr(Policy, "save", lambda policy, *to: (saved.append(policy), save(policy, *to)))
     monkeypatch.setattr("qerl.rl.collect.total", lambda *_: float(next(rewards)))
     rewards = iter(range(1000))
     run = qerl.train(
