@@ -156,7 +156,8 @@ class FunctionData(Settings):
 
     source: Literal["python"]
     function: FunctionPath
-    """`module:function`, importable from the working directory or installed; called without an argument."""
+    """`module:function`, importable from the working directory or installed; called without an argument. It may also
+    be a generator, or return a `datasets.Dataset`."""
     validation_fraction: Fraction = 0.1
     test_fraction: Fraction = 0.2
 
@@ -196,7 +197,10 @@ def _instruction_of(values: dict[str, Any]) -> str:
 
 
 class DatasetSettings(Settings):
-    """A set of problems with verifiable answers."""
+    """A set of problems with verifiable answers.
+
+    Each question counts once, in the first of test, validation and train that has it; one whose answers contradict each
+    other is dropped with a warning."""
 
     format: RecordFormat
     columns: dict[str, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,9 +114,14 @@ def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out:
     # Its own work first: one that is left over from a killed Snakemake may have the GPU too.
     with alone(work), lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
         with imports():
+            from qerl.rl.processes import KilledError
             from qerl.rl.train import train_run
 
-        train_run(row, checkpoint, data, work, out)
+        try:
+            train_run(row, checkpoint, data, work, out)
+        except KilledError as error:
+            typer.echo(f"qerl: {error}", err=True)
+            raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
 
 
 @app.command()

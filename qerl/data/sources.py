@@ -254,12 +254,17 @@ def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
 
 
 def _numbered(records: Any, source: str) -> Iterator[Located]:
-    """Yield the records of a list, each with its place in words."""
-    if not isinstance(records, list) or not records:
-        found = "an empty one" if records == [] else type(records).__name__
-        raise DataError(f"{source} must return a list of records (or a mapping of split names to lists), not {found}")
+    """Yield the records that a function returned, each with its place in words."""
+    if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
+        raise DataError(
+            f"{source} must return records, such as a list of them (or a mapping of split names to such), not "
+            f"{type(records).__name__}"
+        )
+    number = 0
     for number, record in enumerate(records, start=1):
         yield f"{source}, record {number}", as_record(record, f"{source}, record {number}")
+    if not number:
+        raise DataError(f"{source} returned no record; it must return at least one")
 
 
 def _split_by_hash(

@@ -26,6 +26,10 @@ from qerl.config import ConfigError
 T = TypeVar("T")
 
 
+class KilledError(RuntimeError):
+    """The kernel ended a process of the run, for its memory say; another try goes on from the last checkpoint."""
+
+
 class Processes:
     """This process among those of its run; one alone where no launcher started it."""
 
@@ -114,6 +118,11 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
         raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGKILL:
+            raise KilledError(
+                f"process {rank} of {count} was killed, as the kernel does when memory is used up; start the run "
+                "again, with fewer processes if that was why: it goes on from its last checkpoint"
+            ) from error
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 

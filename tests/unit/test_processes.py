@@ -1,17 +1,21 @@
 """Two processes of one run against one process on the same batch (gloo, on the CPU)."""
 
 import json
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner
 
+from qerl import cli
 from qerl.config import ConfigError, DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
 from qerl.models.policy import choose_device
 from qerl.quant.quantize import quantize_checkpoint
 from qerl.rl.aqn import NoisyRMSNorm
-from qerl.rl.processes import Processes, run_in_processes
+from qerl.rl.processes import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from tests.tiny import tiny_qwen2
 
@@ -96,6 +100,22 @@ def fail(rank: int) -> None:
 def test_the_failure_of_a_process_ends_the_run_and_is_told():
     with pytest.raises(RuntimeError, match=r"process 1 of 2 failed.*disk is on fire"):
         run_in_processes(2, fail, 1)
+
+
+def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_path):
+    def launch(*_):
+        killed = ProcessFailure(local_rank=1, pid=2, exitcode=-signal.SIGKILL, error_file="none")
+        raise ChildFailedError("a run", {1: killed})
+
+    monkeypatch.setattr("qerl.rl.processes.elastic_launch", lambda *_: launch)
+    with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*goes on from its last checkpoint"):
+        run_in_processes(2, fail, 1)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))
+    row = {"id": "r", "settings": {"model": "m", "dataset": "d", "processes": 2}}
+    arguments = ["rule", "train", "--settings", json.dumps(row), "m", "d", str(tmp_path / "w"), "--out", str(tmp_path)]
+    left = CliRunner().invoke(cli.app, arguments)
+    assert left.exit_code == 137
+    assert left.stderr.startswith("qerl: process 1 of 2 was killed")
 
 
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):

@@ -211,6 +211,12 @@ def unknown():
 def text():
     return "rows"
 
+def number():
+    return 7
+
+def lazily():
+    yield from good()
+
 def empty():
     return []
 
@@ -236,6 +242,7 @@ def test_returned_records_are_split_like_those_of_a_file(tmp_path, own):
     file = write_lines(tmp_path / "a.jsonl", gsm8k(400))
     reference = questions(prepared(tmp_path, LocalData(source="local", path=file), name="reference"))
     assert questions(prepared(tmp_path, own("good"))) == reference
+    assert questions(prepared(tmp_path, own("lazily"), name="lazily")) == reference
 
 
 def test_returned_splits_are_kept_and_leaks_dropped(tmp_path, own):
@@ -250,8 +257,9 @@ def test_returned_splits_are_kept_and_leaks_dropped(tmp_path, own):
         ("bad", r":bad, record 3 states no answer: `answer` must end in `#### n`"),
         ("bad_split", r":bad_split, split train, record 3 has no `answer`"),
         ("unknown", "returned a split 'training'; the splits are train, validation, test"),
-        ("text", ":text must return a list of records .* not str"),
-        ("empty", ":empty must return a list of records .* not an empty one"),
+        ("text", ":text must return records.* not str"),
+        ("number", ":number must return records.* not int"),
+        ("empty", ":empty returned no record"),
         ("rows", ":rows, record 1 is not a record"),
         ("unwritable", "value of type object, which can't be written as JSON"),
     ],
