@@ -67,9 +67,8 @@ def jobs(tree: Tree, rule: str) -> list[int]:
 
 
 def wait_for(found):
-    deadline = time.monotonic() + 120
+    """What `found` finds, once it does; the test's own limit ends a wait in vain."""
     while not (value := found()):
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     return value
 

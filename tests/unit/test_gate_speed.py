@@ -9,7 +9,6 @@ import pytest
 from qerl.config import ConfigError
 from qerl.gates import speed
 from qerl.provenance import PACKAGE
-from qerl.report.intervals import paired_ratio_interval
 
 POLICY = Path("config/gates/policy")
 
@@ -47,19 +46,42 @@ def test_another_version_than_asked_for_is_not_timed(tmp_path):
         worker.ask("rollout")
 
 
-@pytest.mark.slow
-def test_a_slower_version_is_seen(tmp_path, monkeypatch):
-    """What stands for the baseline sleeps in every rollout, and nowhere else."""
-    copy = tmp_path / "slower"
-    shutil.copytree(PACKAGE, copy / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
-    file = copy / "qerl/api.py"
+#: A clock that moves by a millisecond when it is read, and otherwise only where it is told to.
+CLOCK = """
+
+import time as _time
+
+_time.passed = 0.0
+
+
+def _tick() -> float:
+    _time.passed += 0.001
+    return _time.passed
+
+
+_time.perf_counter = _tick
+"""
+
+
+def version(folder: Path, rollout_seconds: float) -> Path:
+    """A copy of the package whose rollouts take so long by a clock of its own."""
+    shutil.copytree(PACKAGE, folder / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "qerl/api.py"
     text = file.read_text()
     call = "    return Drawing(make_sampler("
     assert text.count(call) == 1
-    file.write_text(text.replace(call, f"    __import__('time').sleep(1.0)\n{call}"))
-    monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: copy)
+    file.write_text(text.replace(call, f"    _time.passed += {rollout_seconds}\n{call}") + CLOCK)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_slower_version_is_seen(tmp_path, monkeypatch):
+    """What stands for the baseline takes twice as long for every rollout, and for nothing else."""
+    monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: version(tmp_path / "slower", 2.0))
+    monkeypatch.setattr(speed, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
     found = speed.compare("c" * 40, POLICY, 2, tmp_path)
     assert found["baseline"] == "c" * 40
     rollout, update = (found["samples"][name] for name in speed.WORKLOADS)
     assert [len(times) for workload in (rollout, update) for times in workload.values()] == [2] * 4
-    assert paired_ratio_interval(rollout["now"], rollout["baseline"]).high < 0.8
+    assert rollout["now"] == pytest.approx([seconds / 2 for seconds in rollout["baseline"]], rel=0.01)
+    assert update["now"] == pytest.approx(update["baseline"])

@@ -450,11 +450,8 @@ PATHOLOGICAL = [
 
 @pytest.mark.parametrize("answer", PATHOLOGICAL)
 def test_a_pathological_expression_is_wrong_in_bounded_time(answer):
-    """The limit is on CPU time, so the wall clock gets a margin for a busy machine."""
-    expressions.equal("1", "1")  # the helper's start is no part of a comparison
-    start = time.monotonic()
+    """Without a limit none of them would end within the test's own."""
     assert not is_correct(f"\\boxed{{{answer}}}", "18", "math")
-    assert time.monotonic() - start < 5 * expressions.CPU_SECONDS
     assert is_correct("\\boxed{\\frac{2}{4}}", "\\frac12", "math")
 
 

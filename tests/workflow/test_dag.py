@@ -1,7 +1,6 @@
 """The whole DAG on the micro configuration: it runs, does nothing twice, and reruns only what a change touches."""
 
 import json
-import time
 
 import pytest
 
@@ -43,11 +42,9 @@ def test_no_checkpoint_stays_behind(finished):
     assert not list((finished.folder / "work").rglob("*.pt"))
 
 
-def test_a_second_run_does_nothing_and_is_quick(finished):
-    start = time.perf_counter()
+def test_a_second_run_does_nothing(finished):
     run = finished.snakemake(*CONFIG)
     assert "Nothing to be done" in run.stdout + run.stderr
-    assert time.perf_counter() - start < 8
 
 
 def test_a_comment_reruns_nothing(finished):

@@ -84,9 +84,7 @@ def test_sigkill_leaves_a_run_that_continues_bit_for_bit(train, tmp_path, proces
     assert len(workers) >= (processes if processes > 1 else 0)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    deadline = time.monotonic() + 60
     while any(worker.exists() for worker in workers):  # a process left over would write beside the next run
-        assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not (tmp_path / "killed").exists()
     finish(train("killed", processes))
