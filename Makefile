@@ -16,7 +16,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test paper-small gate gate-spread lint format clean
+.PHONY: reproduce test paper-small gate lint format clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -34,10 +34,6 @@ paper-small: $(VENV)/installed
 # The regression gates, measured anew (docs/gates.md).
 gate: $(VENV)/installed
 	snakemake --forceall --cores $(CORES) --configfile config/ci.yaml $(ARGS)
-
-# Runs of other seeds, which a new baseline needs beside `make gate`; then: qerl gate accept
-gate-spread: $(VENV)/installed
-	snakemake spread --cores $(CORES) --configfile config/ci.yaml $(ARGS)
 
 lint: $(VENV)/installed
 	ruff check .

@@ -852,9 +852,9 @@ class GateSettings(Settings):
     vectors: FilePath
     """Folder of what codecs, kernels and graders are compared with."""
     experiment: str
-    """Whose runs are compared with the baseline's."""
-    spread: str
-    """Whose runs, of other seeds, tell how far runs differ: trained when a baseline is made, not by the gates."""
+    """Whose runs are compared with the baseline's, seed by seed."""
+    stored: FilePath
+    """Folder of trained policies, a folder each, that are evaluated as they are."""
     bench: str
     """A measurement of kind `rollout` with bf16 and one more format."""
     rounds: PositiveInt = 10
@@ -1041,7 +1041,6 @@ class Config(Settings):
                 require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
         if self.gates:
             require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
-            require(self.gates.spread, self.experiments, "gates.spread", "experiments")
             require(self.gates.bench, self.benches, "gates.bench", "benches")
         return self
 

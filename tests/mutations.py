@@ -99,6 +99,18 @@ MUTATIONS = {
         "        return str(number)[0] == str(expected)[0]\n",
         ("graders", "golden reward, nvfp4-lora"),
     ),
+    "top-p that the draw ignores": Mutation(
+        "qerl/rollout/native.py",
+        "kept = (cumulative - sorted_probs) < params.top_p",
+        "kept = torch.ones_like(cumulative, dtype=torch.bool)",
+        ("completions, stored policy",),
+    ),
+    "a grader of evaluations that finds the answer anywhere": Mutation(
+        "qerl/evals/evaluate.py",
+        '"correct": int(verdict.correct),',
+        '"correct": int(verdict.correct or problem.answer in drawn.text),',
+        ("completions, stored policy", "accuracy, nvfp4-lora", "accuracy, nvfp4-lora-aqn"),
+    ),
     "a leak of 50 MB a step": Mutation(
         "qerl/rl/trainer.py",
         '        completed = rollout.metrics["completion_tokens"]\n',

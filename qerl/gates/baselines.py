@@ -1,4 +1,4 @@
-"""Baselines: one file for each class of machines, with what was measured there and how far repeated runs differ."""
+"""Baselines: one file for each class of machines, with what was measured there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from qerl.provenance import write_json
 
 
 class Baseline(BaseModel):
-    """What later runs on machines of this class are compared with."""
+    """What later runs are compared with: to the bit on machines of its class, within bounds on others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     measured: Measured
-    spread: dict[str, list[float]]
-    """Accuracies of runs that differ in their seed alone, by metric."""
 
     @property
     def commit(self) -> str:
@@ -60,8 +58,8 @@ def any_baseline(folder: Path, key: str) -> Baseline | None:
     return next(of_key, None)
 
 
-def write_baseline(folder: Path, measured: Measured, spread: dict[str, list[float]]) -> Path:
+def write_baseline(folder: Path, measured: Measured) -> Path:
     """Write the baseline of the measuring machine's class; its file."""
     file = baseline_file(folder, measured.provenance["machine"])
-    write_json(file, Baseline(measured=measured, spread=spread).model_dump(mode="json"))
+    write_json(file, Baseline(measured=measured).model_dump(mode="json"))
     return file

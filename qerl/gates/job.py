@@ -12,7 +12,7 @@ import pandas as pd
 from qerl.config import ConfigError, GateSettings
 from qerl.gates.baselines import any_baseline, machine_class, own_baseline, write_baseline
 from qerl.gates.judge import Baselines, Verdict, judge, overall
-from qerl.gates.measured import Measured, answers_of
+from qerl.gates.measured import Measured
 from qerl.gates.rows import read_gates
 from qerl.plan import Plan
 from qerl.progress import log
@@ -97,10 +97,7 @@ def sentence(verdicts: Sequence[Verdict]) -> str:
 
 
 def accept(plan: Plan) -> Path:
-    """Make what was measured last the baseline of its class of machines, in a git commit of its own.
-
-    The spread between runs is that of the experiment `gates.spread`, whose evaluations must be there.
-    """
+    """Make what was measured last the baseline of its class of machines, in a git commit of its own."""
     settings = plan.config.gates
     if settings is None:
         raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")
@@ -112,24 +109,10 @@ def accept(plan: Plan) -> Path:
     if measured.provenance["dirty"] or not measured.provenance["commit"]:
         raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
     _check_nothing_staged()
-    written = write_baseline(settings.baselines, measured, spread(plan))
+    written = write_baseline(settings.baselines, measured)
     _git("add", str(written))
     _git("commit", "--quiet", "--message", f"Baseline {written.stem}: {measured.provenance['commit'][:12]}")
     return written
-
-
-def spread(plan: Plan) -> dict[str, list[float]]:
-    """Accuracies of the spread's runs, by the metric that they tell the variation of."""
-    assert plan.config.gates is not None
-    found: dict[str, list[float]] = {}
-    for evaluation in plan.evaluations_of(plan.config.gates.spread):
-        file = Path(plan.folder) / "evaluate" / evaluation.id / "result.json"
-        if not file.is_file():
-            raise ConfigError(f"{file} doesn't exist; make the reruns first: make gate-spread")
-        answers = answers_of(file)
-        assert evaluation.run is not None
-        found.setdefault(f"accuracy/{evaluation.run.arm}", []).append(sum(answers.values()) / len(answers))
-    return found
 
 
 def _check_nothing_staged() -> None:

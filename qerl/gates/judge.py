@@ -5,33 +5,32 @@
 | `at-most`, `at-least` | the number lies beyond `limit` |
 | `ratio-at-most` | the whole 95 % interval of the ratio of times lies above `limit` |
 | `growth` | the number is more than `limit` above the baseline's |
-| `drop` | the accuracy is below the baseline's by more than runs of other seeds differ, at the confidence `limit` |
+| `paired` | the runs' mean accuracy is more than `limit` off that of the baseline's runs with the same seeds |
+| `same` | a completion of a stored policy, or its verdict, isn't the baseline's; elsewhere than on its machine class
+and versions: of more than the share `limit` |
 | `golden` | the series differs from the baseline's; elsewhere than on its machine class and versions: by more than the
 share `limit` in the first steps |
 
-All are one-sided, but for `golden`. What has nothing to be compared with has no baseline, which is never a pass.
+The last three are two-sided, the others one-sided. What has nothing to be compared with has no baseline, which is
+never a pass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from scipy import stats
 
 from qerl.gates.baselines import Baseline
 from qerl.gates.measured import Measured
 from qerl.gates.rows import Check, Gate
-from qerl.report.intervals import difference_interval, paired_ratio_interval
+from qerl.report.intervals import paired_ratio_interval
 
 Outcome = Literal["pass", "fail", "no baseline"]
 
-#: Fewer reruns than these tell too little about how far runs differ.
-LEAST_RERUNS = 5
 #: Steps that a series of another machine is compared over: later on, rounding has led to other completions.
 EARLY_STEPS = 2
 
@@ -61,6 +60,15 @@ class Baselines:
     own: Baseline | None
     other: Baseline | None
 
+    def any_of(self, metric: str, kind: str) -> Any:
+        """A metric of the own baseline, else of the other; None without one."""
+        baseline = self.own or self.other
+        return getattr(baseline.measured, kind).get(metric) if baseline else None
+
+    def own_versions(self, measured: Measured) -> bool:
+        """Whether there is a baseline of this class of machines, made with the same versions of all libraries."""
+        return self.own is not None and self.own.measured.provenance["versions"] == measured.provenance["versions"]
+
 
 def judge(gate: Gate, measured: Measured, baselines: Baselines) -> Verdict:
     """The verdict of one gate. A metric that wasn't measured fails, whatever its check."""
@@ -84,7 +92,8 @@ Finding = dict[str, object]
 def _measured_for(check: Check, measured: Measured) -> Mapping[str, object]:
     kinds: dict[Check, Mapping[str, object]] = {
         "ratio-at-most": measured.ratios,
-        "drop": measured.answers,
+        "paired": measured.accuracies,
+        "same": measured.completions,
         "golden": measured.series,
     }
     return kinds.get(check, measured.values)
@@ -123,67 +132,56 @@ def _growth(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     return {"outcome": _outcome(now <= limit), "now": now, "baseline": before, "limit": limit}
 
 
-def _drop(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
-    now = measured.answers[gate.metric]
-    own = baselines.own
-    before = own.measured.answers.get(gate.metric) if own else None
-    reruns = own.spread.get(gate.metric, []) if own else []
-    accuracy = float(np.mean(list(now.values())))
-    if before is None or len(reruns) < LEAST_RERUNS:
-        return {**_no_baseline(f"a baseline needs {LEAST_RERUNS} reruns" if before else "no baseline"), "now": accuracy}
+def _paired(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+    now = measured.accuracies[gate.metric]
+    mean = float(np.mean(list(now.values())))
+    before = baselines.any_of(gate.metric, "accuracies")
+    if before is None:
+        return {**_no_baseline(), "now": mean}
     if now.keys() != before.keys():
-        return {"outcome": "fail", "now": accuracy, "detail": "other problems were asked than in the baseline"}
-    earlier = float(np.mean(list(before.values())))
-    limit = earlier - largest_chance_drop(reruns, gate.limit)
-    difference = difference_interval(_by_problem(now)[None], _by_problem(before))
+        return {"outcome": "fail", "now": mean, "detail": "other runs were evaluated than in the baseline"}
+    differences = [now[run] - before[run] for run in before]
+    earlier, difference = float(np.mean(list(before.values()))), float(np.mean(differences))
+    # Where no completion flipped the difference is exactly 0; elsewhere it's bounded on both sides: a rise is how a
+    # lenient grader or a leak of test problems looks.
     return {
-        "outcome": _outcome(accuracy >= limit),
-        "now": accuracy,
-        "low": earlier + difference.low,
-        "high": earlier + difference.high,
+        "outcome": _outcome(abs(difference) <= gate.limit),
+        "now": mean,
         "baseline": earlier,
-        "limit": limit,
-        "detail": flips(before, now),
+        "limit": earlier + (gate.limit if difference > 0 else -gate.limit),
+        "detail": "in points: " + ", ".join(f"{100 * one:+.1f}" for one in differences),
     }
 
 
-def largest_chance_drop(reruns: list[float], confidence: float) -> float:
-    """By how much one run falls short of another by chance, at a one-sided confidence.
-
-    reruns: accuracies of n runs. Student's t with n - 1 degrees of freedom, times their standard deviation, times
-    sqrt(2) because both runs vary.
-    """
-    return float(stats.t.ppf(confidence, len(reruns) - 1) * np.std(reruns, ddof=1) * math.sqrt(2))
-
-
-def _by_problem(answers: Mapping[str, int]) -> np.ndarray:
-    """The share of right completions of each problem, in the problems' order."""
-    problems: dict[str, list[int]] = {}
-    for name in sorted(answers):
-        problems.setdefault(name.rpartition(" ")[0], []).append(answers[name])
-    return np.array([np.mean(right) for right in problems.values()])
+def _same(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+    now = measured.completions[gate.metric]
+    before = baselines.any_of(gate.metric, "completions")
+    if before is None:
+        return _no_baseline()
+    if now.keys() != before.keys():
+        return {"outcome": "fail", "detail": "other problems were asked than in the baseline"}
+    share = sum(now[name] != before[name] for name in before) / len(before)
+    limit = 0.0 if baselines.own_versions(measured) else gate.limit
+    return {"outcome": _outcome(share <= limit), "now": share, "limit": limit, "detail": _flips(before, now)}
 
 
-def flips(before: Mapping[str, int], now: Mapping[str, int], shown: int = 8) -> str:
-    """The completions that were right and are wrong, and the reverse."""
-    lost = [name for name in before if before[name] > now[name]]
-    won = [name for name in before if before[name] < now[name]]
-    if not lost and not won:
-        return "no completion flipped"
-    named = ", ".join(lost[:shown]) + (", ..." if len(lost) > shown else "")
-    return f"{len(lost)} completions lost, {len(won)} won" + (f"; lost: {named}" if lost else "")
+def _flips(before: Mapping[str, str], now: Mapping[str, str], shown: int = 4) -> str:
+    """How many completions differ, and those that were right and are wrong, and the reverse."""
+    differing = [name for name in before if before[name] != now[name]]
+    if not differing:
+        return "equal to the bit"
+    lost = [name for name in differing if before[name][-1] > now[name][-1]]
+    won = [name for name in differing if before[name][-1] < now[name][-1]]
+    named = ", ".join(differing[:shown]) + (", ..." if len(differing) > shown else "")
+    return f"{len(differing)} of {len(before)} completions differ, {len(lost)} lost, {len(won)} won: {named}"
 
 
 def _golden(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     now = measured.series[gate.metric]
-    same = (
-        baselines.own is not None and baselines.own.measured.provenance["versions"] == measured.provenance["versions"]
-    )
-    baseline = baselines.own if same else baselines.other
-    before = baseline.measured.series.get(gate.metric) if baseline else None
+    before = baselines.any_of(gate.metric, "series")
     if before is None:
         return _no_baseline()
-    if same:
+    if baselines.own_versions(measured):
         return {"outcome": _outcome(now == before), "limit": 0.0, "detail": _first_difference(before, now)}
     early = zip(before[:EARLY_STEPS], now[:EARLY_STEPS], strict=True)
     worst = max(abs(b - a) / max(abs(a), 1e-12) for a, b in early)
@@ -204,6 +202,7 @@ _CHECKS: dict[Check, Callable[[Gate, Measured, Baselines], Finding]] = {
     "at-least": _at_least,
     "ratio-at-most": _ratio_at_most,
     "growth": _growth,
-    "drop": _drop,
+    "paired": _paired,
+    "same": _same,
     "golden": _golden,
 }

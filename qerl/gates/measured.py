@@ -26,8 +26,10 @@ class Measured(BaseModel):
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number a step."""
-    answers: dict[str, dict[str, int]]
-    """Accuracy: for each completion asked for, 1 if it was right."""
+    accuracies: dict[str, dict[str, float]]
+    """Share of right completions of each trained policy, by what its run has of its own (the seed)."""
+    completions: dict[str, dict[str, str]]
+    """Of each stored policy: for each completion asked for, a hash of its text and whether it was right."""
     ratios: dict[str, tuple[list[float], list[float]]]
     """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
     compared_with: str | None
@@ -38,16 +40,16 @@ class Measured(BaseModel):
 def workload_key(config: Config) -> str:
     """A hash of what is run: another one makes results that can't be compared.
 
-    The base policy's files count; reruns, timings and the places of files don't.
+    The files of the base and of the stored policies count; timings and the places of files don't.
     """
     assert config.gates is not None
     told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
     told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-    for model in config.models.values():
-        folder = getattr(model, "path", None)
-        for file in sorted(folder.iterdir()) if folder else ():
-            digest.update(file.name.encode() + file.read_bytes())
+    for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:
+        for file in sorted(folder.rglob("*")) if folder else ():
+            if file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -57,7 +59,7 @@ def workload_key(config: Config) -> str:
 def collect(key: str, files: Sequence[Path]) -> Measured:
     """The metrics in results, told apart by the names and folders that the workflow gives them."""
     runs = [file for file in files if file.name == "run.json"]
-    evaluations = [file for file in files if file.name == "result.json"]
+    evaluations = {file: _read(file) for file in files if file.name == "result.json"}
     [bench] = [file for file in files if file.parent.name == "profile"]
     [numerics], [speed] = ([file for file in files if file.name == f"{name}.json"] for name in ("numerics", "speed"))
     of_speed = _read(speed)
@@ -67,12 +69,14 @@ def collect(key: str, files: Sequence[Path]) -> Measured:
         run, steps = _read(file), _lines(file.with_name("metrics.jsonl"))
         values |= _of_run(_name(run), run, steps)
         series |= {f"{column}/{_name(run)}": [step[column] for step in steps] for column in GOLDEN}
-    named = {_name(result): (file, result) for file, result in ((file, _read(file)) for file in evaluations)}
+    stored = {f"stored/{result['stored']}": file for file, result in evaluations.items() if "stored" in result}
+    trained = {file: result for file, result in evaluations.items() if "stored" not in result}
     return Measured(
         key=key,
-        values=values | {f"evaluation-noise/{name}": result["noise_norm"] for name, (_, result) in named.items()},
+        values=values | {f"evaluation-noise/{_name(result)}": result["noise_norm"] for result in trained.values()},
         series=series,
-        answers={f"accuracy/{name}": answers_of(file) for name, (file, _) in named.items()},
+        accuracies=_accuracies(trained),
+        completions={name: _completions(file) for name, file in stored.items()},
         ratios={**_of_formats(_read(bench)), **_of_commits(of_speed)},
         compared_with=of_speed["baseline"],
         provenance=of_speed["provenance"],
@@ -96,10 +100,31 @@ def _of_run(name: str, run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]
         yield f"noise/{name}", min(noisy)
 
 
-def answers_of(file: Path) -> dict[str, int]:
-    """Of each completion beside a result.json: whether it was right."""
-    rows = _lines(file.with_name("samples.jsonl"))
-    return {f"{row['dataset']} {row['problem']} {row['repeat']}": int(row["correct"]) for row in rows}
+def _accuracies(trained: Mapping[Path, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The accuracies of every arm's runs."""
+    found: dict[str, dict[str, float]] = {}
+    for file, result in trained.items():
+        right = [row["correct"] for row in _samples(file)]
+        accuracy = sum(right) / len(right)
+        varied = ", ".join(f"{key}={value}" for key, value in result["varied"].items())
+        found.setdefault(f"accuracy/{result['arm']}", {})[varied] = accuracy
+    return found
+
+
+def _completions(file: Path) -> dict[str, str]:
+    return {
+        f"{row['dataset']} {row['problem']} {row['repeat']}": f"{_hash(row['completion'])} {int(row['correct'])}"
+        for row in _samples(file)
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def _samples(file: Path) -> list[dict[str, Any]]:
+    """The completions beside a result.json."""
+    return _lines(file.with_name("samples.jsonl"))
 
 
 def _of_formats(bench: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:

@@ -11,8 +11,8 @@ from pydantic import Field
 from qerl.config import ConfigError, Settings, parse
 
 #: What a gate compares (docs/gates.md): a number with a bound, a ratio's interval with a bound, a number with the
-#: baseline's, answers with the baseline's, a series of numbers with the baseline's.
-Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "drop", "golden"]
+#: baseline's, accuracies, completions or a series of numbers with the baseline's.
+Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "paired", "same", "golden"]
 COLUMNS = ("gate", "metric", "check", "limit", "why")
 
 

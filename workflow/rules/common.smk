@@ -459,10 +459,24 @@ def gate_results(pattern: str) -> list[str]:
     return [f"{RESULTS}/{pattern.format(run.id)}" for run in gate_runs()]
 
 
-def spread_results() -> list[str]:
-    """The evaluations that tell how far runs differ."""
-    evaluations = PLAN.evaluations_of(PLAN.config.gates.spread)
-    return [f"{RESULTS}/evaluate/{e.id}/result.json" for e in evaluations]
+def stored_policies() -> list[str]:
+    """The names of the trained policies that are evaluated as they are."""
+    return sorted(f.name for f in PLAN.config.gates.stored.iterdir() if f.is_dir())
+
+
+def stored_results() -> list[str]:
+    """A result of each of them."""
+    return [f"{RESULTS}/gates/stored/{name}/result.json" for name in stored_policies()]
+
+
+def stored_row(wildcards) -> str:
+    """What the result says of the policy that was scored."""
+    return json.dumps({"stored": wildcards.stored})
+
+
+def gate_tasks() -> list[str]:
+    """The data sets that policies are evaluated on."""
+    return sorted({task.dataset for task in PLAN.config.evaluation.tasks})
 
 
 def gate_checkpoint() -> str:

@@ -21,6 +21,34 @@ rule gate_numerics:
         "python -m qerl rule gate-numerics {params.vectors:q} --out {output:q} > {log:q} 2>&1"
 
 
+rule gate_stored:
+    input:
+        [file for name in gate_tasks() for file in data_files(name)],
+        checkpoint=gate_checkpoint(),
+        policy=f"{PLAN.config.gates.stored}/{{stored}}",
+    output:
+        result="<results>/gates/stored/{stored}/result.json",
+        samples="<results>/gates/stored/{stored}/samples.jsonl",
+    log:
+        "<logs>/gates/stored/{stored}.log",
+    wildcard_constraints:
+        stored=one_of(stored_policies()),
+    conda:
+        "../../environment.yml"
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        settings=PLAN.config.evaluation.model_dump_json(),
+        row=stored_row,
+        data=named_folders(gate_tasks()),
+        out=subpath(output.result, parent=True),
+        code=code_version("qerl.evals.job"),
+    shell:
+        "python -m qerl rule evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
+        " --trained {input.policy:q} {params.data} --out {params.out:q} > {log:q} 2>&1"
+
+
 # It takes the whole machine, so that nothing else runs beside it.
 rule gate_speed:
     input:
@@ -53,6 +81,7 @@ rule verdict:
         gates=str(PLAN.config.gates.file),
         runs=gate_results("train/{}/run.json"),
         evaluations=gate_results("evaluate/{}/result.json"),
+        stored=stored_results(),
         bench=f"<results>/profile/{PLAN.config.gates.bench}.json",
         numerics="<results>/gates/numerics.json",
         speed="<results>/gates/speed.json",
@@ -77,8 +106,8 @@ rule verdict:
         out=subpath(output.verdict, parent=True),
         code=code_version("qerl.gates.job", "qerl.gates.measured"),
     shell:
-        "python -m qerl rule verdict {input.runs:q} {input.evaluations:q} {input.bench:q} {input.numerics:q}"
-        " {input.speed:q} --settings {params.settings:q} --key {params.key} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule verdict {input.runs:q} {input.evaluations:q} {input.stored:q} {input.bench:q}"
+        " {input.numerics:q} {input.speed:q} --settings {params.settings:q} --key {params.key} --out {params.out:q} > {log:q} 2>&1"
 
 
 # The file is there only if every gate passes.
@@ -92,9 +121,3 @@ rule gate:
     localrule: True
     shell:
         "python -m qerl gate show {input:q} 2> {log:q}"
-
-
-rule spread:
-    input:
-        spread_results(),
-    localrule: True
