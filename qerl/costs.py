@@ -161,6 +161,8 @@ def _nearest(work: Work, speeds: Iterable[Speed]) -> Speed | None:
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
+    if not file.is_file():
+        raise ConfigError(f"{file} doesn't exist: measured speeds come with the repository alone; run in a clone of it")
     with file.open(newline="") as rows:
         return list(csv.DictReader(rows))
 

@@ -326,6 +326,12 @@ def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
         assert (row.update_hours == UNMEASURED) or row.model in updated, name
 
 
+def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.costs.SPEEDS", tmp_path / "speeds.csv")
+    with pytest.raises(ConfigError, match=r"speeds.csv doesn't exist: .* run in a clone"):
+        sheet(planned(values()), "h200")
+
+
 def test_the_sheet_says_what_is_done(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("train/main-nf4-lora-seed1/run.json", "evaluate/main-nf4-lora-seed1/result.json"):
