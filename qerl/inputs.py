@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -65,21 +66,29 @@ def hash_of(file: Path) -> str:
         return sha256_of(file)
     place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
-    if not kept.is_file():
-        found = sha256_of(file)
-        try:
-            _keep(kept, found)
-        except OSError:  # nothing but time is lost where the cache can't be written
-            return found
-    return kept.read_text()
+    found = _read(kept) or sha256_of(file)
+    with suppress(OSError):  # nothing but time is lost where the cache can't be written
+        _keep(kept, found)
+    return found
 
 
-def _keep(file: Path, text: str) -> None:
-    """Write a file whole, whoever else writes it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-        partial.write(text)
-    Path(partial.name).replace(file)
+def _read(kept: Path) -> str | None:
+    """A hash that was kept, and whole: power may have been cut."""
+    try:
+        text = kept.read_text()
+    except OSError:
+        return None
+    return text if len(text) == 64 else None
+
+
+def _keep(kept: Path, found: str) -> None:
+    """Write a hash whole, whoever else writes it."""
+    if _read(kept):
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=kept.parent, delete=False) as partial:
+        partial.write(found)
+    Path(partial.name).replace(kept)
 
 
 # --- beside what was made --------------------------------------------------------------------------------------------
