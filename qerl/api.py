@@ -31,6 +31,7 @@ from qerl.config import (
     SamplingSettings,
     StockTask,
     TaskSettings,
+    check_seed,
     harness_of,
     local_dataset,
     parse,
@@ -340,6 +341,7 @@ def sample(
     if isinstance(prompts, str):
         raise TypeError("prompts must be a list of strings, not one string")
     settings = parse(SamplingSettings, sampling, "sampling")
+    check_seed(seed)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
     return Drawing(make_sampler(policy, EngineSettings()), policy.tokenizer, params).draw(ids)

@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api, rules
-from qerl.config import SEEDS, AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse_yaml, read_yaml
+from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse, parse_yaml, read_yaml
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -56,15 +56,7 @@ ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
 MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
-
-
-def _seed(seed: int) -> int:
-    if not 0 <= seed < SEEDS:
-        raise ConfigError(f"--seed must be a whole number from 0 to {SEEDS - 1}, not {seed}")
-    return seed
-
-
-Seed = Annotated[int, typer.Option(callback=_seed, help="Equal seeds draw equal completions.")]
+Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
 Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
 Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
 Instruction = Annotated[
@@ -140,6 +132,7 @@ def sample(
     if not asked:
         raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    _check_options(sampling, seed)
     added = _instruction(model) if instruction is None else instruction
     drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added or "", **sampling)
     for text, completions in zip(asked, drawn, strict=True):
@@ -170,13 +163,14 @@ def evaluate(
     dtype: Dtype = None,
 ) -> None:
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    _check_options(sampling, seed, repeats)
     asked = _problems(model, problems, dataset)
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
     own = (_instruction(model), _answer(model)) if stock is None else (None, "native")
     added = own[0] if instruction is None else instruction
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     api.check_evaluation(asked, out, stock)
     policy = api.load(model, dtype)
     outcome = api.evaluate(
@@ -186,6 +180,12 @@ def evaluate(
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
     _print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
+
+
+def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
+    """What options alone decide, before a model is loaded."""
+    values = {"tasks": [], "sampling": sampling, "repeats": repeats, "seed": seed}
+    parse(EvaluationSettings, values, "", lambda key: "--" + key.rpartition(".")[2].replace("_", "-") if key else key)
 
 
 def _run_of(model: str) -> api.Run | None:
@@ -333,7 +333,7 @@ def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
 @app.command(rich_help_panel=WORKFLOW)
 def lock(config: Path) -> None:
     """Ask the hub which commits and files a configuration means, and write them to its lock file."""
-    from qerl.config import Config, parse
+    from qerl.config import Config
     from qerl.lock import write_lock
 
     typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))

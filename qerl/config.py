@@ -1066,6 +1066,12 @@ def harness_of(record_format: RecordFormat) -> Harness:
     return next(harness for harness, formats in SCORED.items() if record_format in formats)
 
 
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` unless `seed` is one that every consumer takes."""
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed}")
+
+
 def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) -> None:
     """Raise `ConfigError` unless the task can be asked of records of that format."""
     if task.task and STOCK_TASKS[task.task][1] != record_format:

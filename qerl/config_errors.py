@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -57,8 +57,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def _tags(model: type[BaseModel]) -> dict[str, str]:
     """The key of a model whose value tells it from the others of a union."""
-    key = next(key for key, field in model.model_fields.items() if len(choices(field.annotation)) == 1)
-    return dict.fromkeys(choices(model.model_fields[key].annotation), key)
+    keys = (key for key, field in model.model_fields.items() if len(choices(field.annotation)) == 1)
+    return {tag: key for key in keys for tag in choices(model.model_fields[key].annotation)}
 
 
 def expected(annotation: Any, limits: Sequence[Any] = ()) -> str:
@@ -88,12 +88,15 @@ def _one(annotation: Any, limits: Sequence[Any]) -> str:
     inner = get_args(annotation)
     if get_origin(annotation) is list:
         least = next((limit.min_length for limit in limits if isinstance(limit, annotated_types.MinLen)), 0)
-        return f"a list {'of at least one item, ' * bool(least)}each {expected(inner[0])}"
+        some = " of at least one item" if least else ""
+        return f"a list{some}" + (f", each {expected(inner[0])}" if inner[0] is not Any else "")
     if get_origin(annotation) is tuple:
         return f"a list of {len(inner)}, each {expected(inner[0])}"
     if get_origin(annotation) is dict:
         return f"a mapping, each value {expected(inner[1])}" if inner[1] is not Any else "a mapping"
     names = {int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}
+    if pattern := next((limit.pattern for limit in limits if getattr(limit, "pattern", None)), None):
+        return f"text like {pattern}"
     return names.get(annotation, "another value") + _range(limits, annotation is int)
 
 
@@ -155,6 +158,8 @@ def _place(settings: type[BaseModel], location: Sequence[Any]) -> _Place:
             place = _field(place, found[0], part)
         elif containers and (isinstance(part, int) or get_origin(containers[0]) is dict):
             place = _Place((*place.key, part), get_args(containers[0])[-1], None)
+        elif classes := [o for o in options(place.annotation) if is_dataclass(o)]:
+            place = _Place((*place.key, part), get_type_hints(classes[0]).get(part), None)
         else:
             break
     return place
@@ -186,22 +191,27 @@ def sentence(error: ValidationError, settings: type[BaseModel], written: Callabl
     of_key = bool(location) and location[-1] == _OF_KEY
     place = _place(settings, location[:-2] if of_key else location)
     key, kind = written(place.dotted), first["type"]
-    prefix = f"`{key}` " if key else "it "
     if kind in ("extra_forbidden", "invalid_key"):
         return f"unknown key `{key}`{_meant(place, settings, written)}"
     if kind in ("value_error", "assertion_error"):
         message = str(first["ctx"]["error"])
         return f"`{key}`: {message}" if key else message
-    if of_key:
-        return prefix + _key_rule(place, location[-2])
-    if kind == "missing":
-        about = f" ({place.description.partition('. ')[0].rstrip('.')})" if place.description else ""
-        return f"{prefix}is missing; give {expected(place.annotation)}{about}"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         return _tag_sentence(place, first, key)
-    if first["input"] is None:
-        return f"{prefix}is empty; it must be {expected(place.annotation)}"
-    return f"{prefix}must be {expected(place.annotation)}, not {_shown(first['input'])}{_remedy(place, first)}"
+    return (f"`{key}` " if key else "it ") + (_key_rule(place, location[-2]) if of_key else _rule(place, first))
+
+
+def _rule(place: _Place, error: Mapping[str, Any]) -> str:
+    """What there is to say of the value at a place, behind its key."""
+    kind, value = error["type"], error["input"]
+    if kind == "missing":
+        about = f" ({place.description.partition('. ')[0].rstrip('.')})" if place.description else ""
+        return f"is missing; give {expected(place.annotation)}{about}"
+    if kind == "json_invalid":
+        return f"must be valid JSON: {error['ctx']['error']}"
+    if value is None:
+        return f"is empty; it must be {expected(place.annotation)}"
+    return f"must be {expected(place.annotation)}, not {_shown(value)}{_remedy(place, error)}"
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:

@@ -452,6 +452,8 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
         values, where = {**read_yaml(default), **given}, f"{_as_typed(default)}{keys}"
     if "name" not in values:
         raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
+    if values.get("protocol", "paper") != "paper":
+        where += f" with protocol {values['protocol']}"
     try:
         plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
     except ConfigError as error:

@@ -12,8 +12,8 @@ from qerl import config
 HEAD = """# Configuration
 
 A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It says what the science
-is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key is an error. This page is made from
-`qerl/config.py` by `qerl keys`.
+is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key, or one given twice, is an error. Where a
+setting can be off, `off`, `none` and `false` say so alike. This page is made from `qerl/config.py` by `qerl keys`.
 
 * `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
 * `own.yaml`: a real model of your own, with settings chosen by what its checkpoint is (`fit_to_model`); the default

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qerl.config import ConfigError
+from qerl.config_errors import sentence
 from qerl.gates.measured import Measured
 from qerl.provenance import write_json
 
@@ -42,7 +43,7 @@ def read_baseline(file: Path) -> Baseline:
     try:
         return Baseline.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise ConfigError(f"{file} is no baseline ({error.errors()[0]['msg']}); restore it from git") from None
+        raise ConfigError(f"{file} is no baseline ({sentence(error, Baseline)}); restore it from git") from None
 
 
 def own_baseline(folder: Path, machine: Mapping[str, Any], key: str) -> Baseline | None:

@@ -16,6 +16,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from qerl.config import Recipe
+from qerl.config_errors import sentence
 from qerl.report.shapes import (
     OK,
     Evaluation,
@@ -185,10 +186,7 @@ def read(shape: type[T], path: Path) -> T:
     except FileNotFoundError:
         raise ResultError(f"{path} doesn't exist; let the workflow make it") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ResultError(f"{path} is not a {shape.__name__} result: {f'`{key}`: ' if key else ''}{message}") from None
+        raise ResultError(f"{path} is not a {shape.__name__} result: {sentence(error, shape)}") from None
 
 
 def _lines(path: Path, required: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -334,6 +334,8 @@ def test_samples_follow_the_seed_and_the_instruction(model):
     assert "".join(drawn.prompt.split()) == "aBebrief.:"
     with pytest.raises(ConfigError, match="unknown key `max_token`"):
         qerl.sample(policy, ["a"], max_token=5)
+    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
+        qerl.sample(policy, ["a"], seed=-1)
     with pytest.raises(TypeError, match="list of strings"):
         qerl.sample(policy, "a")
 

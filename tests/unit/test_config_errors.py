@@ -10,6 +10,8 @@ from qerl.config import (
     ConfigError,
     DatasetSettings,
     EvaluationSettings,
+    Experiment,
+    LockedRepo,
     RunFile,
     RunSettings,
     StepGrid,
@@ -82,6 +84,9 @@ def sentence_of(call) -> str:
         (DatasetSettings, "filter: {levels: [true]}", "`filter.levels[0]` must be a whole number"),
         (DatasetSettings, "filter: {within: {a: [0, no]}}", "`filter.within.a[1]` must be a number"),
         (EvaluationSettings, "tasks: [{dataset: x, harness: lm_eval}]", "`tasks[0].harness` must be lm-eval or"),
+        (Experiment, "grid: {seed: 3}", "`grid.seed` must be a list, not 3"),
+        (Experiment, "arms: [a]", "`arms` must be a mapping, each value a mapping, not ['a']"),
+        (LockedRepo, "revision: main", "`revision` must be text like ^[0-9a-f]{40}$, not 'main'"),
         (StepGrid, "ranks: []", "`ranks` must be a list of at least one item, each a whole number above 0, not []"),
     ],
 )  # fmt: skip
@@ -90,6 +95,8 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
         RunSettings: {"model": "m", "dataset": "d"},
         DatasetSettings: {"format": "gsm8k", "origin": {"source": "generated"}},
         RunFile: {"dataset": {"format": "gsm8k", "origin": {"source": "generated"}}},
+        Experiment: {"base": {}},
+        LockedRepo: {"files": {}},
         StepGrid: {"system": "qerl", "sizes": ["7B"], "weights": ["nf4"]},
     }.get(settings, {})
     given = parse_yaml(text, "here")

@@ -130,3 +130,23 @@ def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
     said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
     assert "72" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda text: text.replace("\nname: mini\n", "\n"), "mine.yaml has no `name`; give it a `name`"),
+        (lambda text: text + "\nprotocol: paper\nprotocol: paper\n", "mine.yaml: the key `protocol` is given twice"),
+    ],
+)
+def test_a_file_of_ones_own_is_named_and_no_other(tree, tmp_path, change, sentence):
+    file = tmp_path / "mine.yaml"
+    text = (tree.folder / "config/mini.yaml").read_text()
+    assert change(text) != text
+    file.write_text(change(text))
+    run = tree.snakemake("--dry-run", "--configfile", str(file), check=False)
+    assert run.returncode != 0
+    said = run.stdout + run.stderr
+    assert sentence in said
+    assert "mini.yaml" not in said
+    assert "Traceback" not in said
