@@ -11,7 +11,9 @@ import pandas as pd
 
 from qerl.config import RunSettings
 from qerl.report import layout, paper, printed, results, tables
+from qerl.report.formatting import present
 from qerl.report.intervals import METHOD
+from qerl.report.pages import by_dataset
 from qerl.report.printed import Cell
 
 CAPTIONS = {
@@ -108,7 +110,7 @@ class Stored:
 
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
-    """Write `out`/name.csv, .md and .tex."""
+    """Write `out`/name.csv, .md, .tex and .html, and the caption alone in .txt."""
     stored = Stored(paths)
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
@@ -121,22 +123,29 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
         "quantization": lambda: _with_records(tables.quantization, stored.quantization()),
     }
     frame, records = makers[name]()
-    tables.write_table(frame, out / name, tables.caption_text(CAPTIONS[name], records))
+    parts = None
+    if name == "accuracy":
+        parts = {f"Accuracy on {dataset}": present(rows) for dataset, rows in by_dataset(frame).items()}
+    tables.write_table(frame, out / name, tables.caption_text(CAPTIONS[name], records), parts=parts)
 
 
 def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
     frame = stored.beside(name)
     shown, footnotes = layout.flat(frame) if name == "table4" else layout.paper_shape(frame)
-    tables.write_table(frame, out / name, _paper_caption(name, frame, stored.stamps()), shown, footnotes)
+    tables.write_table(frame, out / name, _paper_caption(name, frame, stored), shown, footnotes)
 
 
-def _paper_caption(name: str, frame: pd.DataFrame, stamps: pd.DataFrame) -> str:
+def _paper_caption(name: str, frame: pd.DataFrame, stored: Stored) -> str:
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
     methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
-    machines, commits = (", ".join(dict.fromkeys(stamps[column])) for column in ("machine", "commit"))
-    return ". ".join([printed.TABLES[name], *methods, f"Machine: {machines}", f"Commit: {commits}"]) + "."
+    return ". ".join([printed.TABLES[name], *methods, _stamp(stored.stamps(), stored.runs())]) + "."
+
+
+def _stamp(records: pd.DataFrame, runs: pd.DataFrame) -> str:
+    seeds = [tables.seeds_text(runs)] if len(runs) else []
+    return ". ".join([tables.machine_text(records), *seeds, tables.commit_text(records)])
 
 
 def _with_records(
@@ -146,22 +155,40 @@ def _with_records(
 
 
 def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
-    """Write `out`/name.svg and .png."""
-    from qerl.report import figures
-
+    """Write `out`/name.svg and .png, and in .txt machine, seeds and commit for the report's caption."""
     stored = Stored(paths)
     out.mkdir(parents=True, exist_ok=True)
+    _draw(name, stored, out / name)
+    (out / f"{name}.txt").write_text(figure_stamp(name, stored) + "\n")
+
+
+def figure_stamp(name: str, stored: Stored) -> str:
+    """What the numbers of a figure are of."""
+    if name == printed.SCHEDULES:
+        return "Drawn from the formulas; nothing is measured."
+    runs = stored.runs()
+    if name == "throughput":
+        return _stamp(stored.points("rollout"), runs[:0]) + "."
+    if name == "accuracy":
+        return _stamp(stored.evaluations(), runs) + "."
+    beside = name in printed.BARS or name in printed.CURVE_FIGURES
+    return _stamp(stored.stamps() if beside else runs, runs) + "."
+
+
+def _draw(name: str, stored: Stored, stem: Path) -> None:
+    from qerl.report import figures
+
     if name in printed.BARS:
-        return figures.bars_beside(stored.beside(*printed.BARS[name]), out / name)
+        return figures.bars_beside(stored.beside(*printed.BARS[name]), stem)
     if name in printed.CURVE_FIGURES:
-        return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), out / name)
+        return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
     makers: dict[str, Callable[[], None]] = {
-        printed.SCHEDULES: lambda: figures.schedules(out / name),
-        "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), out / name),
-        "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), out / name),
-        "reward": lambda: figures.reward(stored.metrics(), out / name),
-        "entropy": lambda: figures.entropy(stored.metrics(), out / name),
-        "completion_length": lambda: figures.completion_length(stored.metrics(), out / name),
-        "noise": lambda: figures.noise(stored.metrics(), out / name),
+        printed.SCHEDULES: lambda: figures.schedules(stem),
+        "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), stem),
+        "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), stem),
+        "reward": lambda: figures.reward(stored.metrics(), stem),
+        "entropy": lambda: figures.entropy(stored.metrics(), stem),
+        "completion_length": lambda: figures.completion_length(stored.metrics(), stem),
+        "noise": lambda: figures.noise(stored.metrics(), stem),
     }
     makers[name]()

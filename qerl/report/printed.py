@@ -157,7 +157,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
 
 #: All tables and figures that stand beside the paper's, and their place in the report.
 NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
-CATEGORY = "Paper beside ours"
+CATEGORY = "4 Paper beside ours"
 
 
 def read_cells(file: Path) -> list[Cell]:

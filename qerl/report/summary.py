@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from qerl.report.formatting import present
-from qerl.report.results import KEY, ResultError
+from qerl.report.pages import by_dataset
+from qerl.report.results import ResultError
 
 #: Characters a line where there is no terminal to ask, such as a log.
 WIDTH = 120
@@ -24,21 +25,12 @@ def print_summary(root: Path, console: Console | None = None) -> None:
     if not file.exists():
         raise ResultError(f"{file} doesn't exist; run the workflow to its end first")
     table = pd.read_csv(file)
-    for dataset in dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column):
-        console.print(rich_table(f"{root.name}: accuracy on {dataset}", _of_dataset(table, dataset)))
+    for dataset, rows in by_dataset(table).items():
+        console.print(rich_table(f"{root.name}: accuracy on {dataset}", rows))
     for kind, paths in _written(root).items():
         console.print(Text(f"{kind}:", style="bold"))
         for path in paths:
             console.print(Text(f"  {path}"), soft_wrap=True)
-
-
-def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
-    """The rows of a data set for a terminal: of what identifies an arm, only what tells the rows apart."""
-    kept = [key for key in KEY if key in ("weights", "training") or table[key].nunique() > 1]
-    if "arm" in kept and not table[kept].drop(columns="arm").duplicated().any():
-        kept.remove("arm")
-    measures = [column for column in map(str, table.columns) if column.startswith(f"{dataset}/")]
-    return table[kept + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
 
 
 def rich_table(title: str, frame: pd.DataFrame) -> Table:
@@ -55,7 +47,7 @@ def rich_table(title: str, frame: pd.DataFrame) -> Table:
 def _written(root: Path) -> dict[str, list[Path]]:
     """What people read, by kind: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
     found = {
-        "tables (.csv and .tex beside them)": sorted((root / "tables").rglob("*.md")),
+        "tables (.csv, .tex and .html beside them)": sorted((root / "tables").rglob("*.md")),
         "figures (.svg beside them)": sorted((root / "figures").rglob("*.png")),
         "report": [root / "report.html"] if (root / "report.html").exists() else [],
     }

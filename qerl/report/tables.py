@@ -6,7 +6,7 @@ What wasn't measured is empty, with the reason in `note` or `status`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ import pandas as pd
 from qerl.config import Recipe, WeightFormat
 from qerl.report.formatting import latex, present
 from qerl.report.intervals import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.report.pages import page
 from qerl.report.results import KEY, ResultError, weights_name
 from qerl.report.shapes import OK
 
@@ -254,26 +255,47 @@ def _sorted(frame: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 def caption_text(title: str, records: pd.DataFrame) -> str:
     """Title, machine, seeds, method and commit of numbers that come from `records` (evaluations, points or reports)."""
-    parts = [title, "Machine: " + "; ".join(dict.fromkeys(records["machine"]))]
+    parts = [title, machine_text(records)]
     if "run" in records:
         trained = records[records["run"] != ""]
         sizes = records[["dataset", "problems", "repeats"]].drop_duplicates().to_dict("records")
         parts.append(
             "Problems x repeats: " + ", ".join(f"{s['dataset']} {s['problems']} x {s['repeats']}" for s in sizes)
         )
-        seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
-        parts += [f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else ""), METHOD]
+        parts += [seeds_text(trained), METHOD]
     if "samples" in records:
         parts.append(QUARTILES)
-    return ". ".join([*parts, "Commit: " + ", ".join(dict.fromkeys(records["commit"]))]) + "."
+    return ". ".join([*parts, commit_text(records)]) + "."
+
+
+def machine_text(records: pd.DataFrame) -> str:
+    """The machines that numbers are of."""
+    return "Machine: " + "; ".join(dict.fromkeys(records["machine"]))
+
+
+def commit_text(records: pd.DataFrame) -> str:
+    """The commits that numbers are of."""
+    return "Commit: " + ", ".join(dict.fromkeys(records["commit"]))
+
+
+def seeds_text(trained: pd.DataFrame) -> str:
+    """How many runs an arm has, with `run` and the columns of `KEY`."""
+    seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
+    return f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
 
 
 def write_table(
-    frame: pd.DataFrame, stem: Path, caption: str, shown: pd.DataFrame | None = None, footnotes: Sequence[str] = ()
+    frame: pd.DataFrame,
+    stem: Path,
+    caption: str,
+    shown: pd.DataFrame | None = None,
+    footnotes: Sequence[str] = (),
+    parts: Mapping[str, pd.DataFrame] | None = None,
 ) -> None:
-    """Write stem.csv (full precision), stem.md and stem.tex (for people, with the caption; LaTeX needs booktabs).
+    """Write stem.csv (full precision), and for people, with the caption: stem.md, stem.tex (booktabs) and stem.html.
 
-    shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it.
+    shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it. parts: what the
+    page shows in its place, by heading. stem.txt gets the caption alone, for the report's own.
     """
     shown = present(frame) if shown is None else shown
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -285,3 +307,5 @@ def write_table(
     told = latex(" ".join([caption, *footnotes]))
     table = escaped.to_latex(index=False, caption=told, label=f"tab:{stem.name}", position="tbp")
     Path(f"{stem}.tex").write_text(table)
+    Path(f"{stem}.html").write_text(page(parts or {"": shown}, caption, footnotes))
+    Path(f"{stem}.txt").write_text(caption + "\n")

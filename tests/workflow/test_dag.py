@@ -33,9 +33,31 @@ def test_every_result_is_there_and_stamped(finished):
         provenance = json.loads(file.read_text())["provenance"]
         assert provenance["commit"] == "test"
         assert provenance["machine"]["cores"] >= 1
-    for kind, suffixes in (("tables", (".csv", ".md", ".tex")), ("figures", (".svg", ".png"))):
+    for kind, suffixes in (("tables", (".csv", ".md", ".tex", ".html")), ("figures", (".svg", ".png"))):
         for suffix in suffixes:
             assert list((results / kind).glob(f"*{suffix}"))
+
+
+def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
+    finished.snakemake(*CONFIG, "--report", "report.html")
+    text = (finished.folder / "report.html").read_text()
+    results, categories, start = (_value(text, name) for name in ("results", "categories", "workflow_desc"))
+    assert sorted(categories)[0] == "1 Main table"
+    assert categories["1 Main table"] == {"Other": ["results/micro/tables/accuracy.html"]}
+    assert "Accuracy on arithmetic" in start
+    assert "<td>NVFP4</td>" in start
+    for path, result in results.items():
+        assert path.endswith((".html", ".png")), f"{path} is not shown but downloaded"
+        kind = "text/html" if path.endswith(".html") else "image/png"
+        assert result["data_uri"].startswith(f"data:{kind}")
+        assert "Machine: " in result["caption"]
+        assert "Commit: test" in result["caption"]
+    assert "Seeds an arm: 1" in results["results/micro/tables/accuracy.html"]["caption"]
+
+
+def _value(page: str, name: str):
+    """A variable of the report's script."""
+    return json.JSONDecoder().raw_decode(page.split(f"var {name} = ", 1)[1])[0]
 
 
 def test_no_checkpoint_stays_behind(finished):

@@ -91,7 +91,7 @@ rule verdict:
         table=report(
             "<results>/gates/verdict.md",
             caption="../report/gates.rst",
-            category="Gates",
+            category="5 Gates",
         ),
     log:
         "<logs>/gates/verdict.log",

@@ -19,14 +19,16 @@ rule tables:
         printed_numbers,
         names="<results>/results.txt",
     output:
-        csv=report(
-            "<results>/tables/{table}.csv",
+        csv="<results>/tables/{table}.csv",
+        md="<results>/tables/{table}.md",
+        tex="<results>/tables/{table}.tex",
+        html=report(
+            "<results>/tables/{table}.html",
             caption="../report/table.rst",
             category=table_category,
             labels={"table": "{table}"},
         ),
-        md="<results>/tables/{table}.md",
-        tex="<results>/tables/{table}.tex",
+        caption="<results>/tables/{table}.txt",
     log:
         "<logs>/tables/{table}.log",
     conda:
@@ -54,6 +56,7 @@ rule figures:
             labels={"figure": "{figure}"},
         ),
         svg="<results>/figures/{figure}.svg",
+        stamp="<results>/figures/{figure}.txt",
     log:
         "<logs>/figures/{figure}.log",
     conda:

@@ -35,9 +35,9 @@ rule shapes:
     output:
         report(
             directory("<results>/tables"),
-            patterns=["{name}.csv", "{name}.png"],
+            patterns=["{name}.html", "{name}.png"],
             caption="../report/shapes.rst",
-            category="Shapes",
+            category="6 Shapes",
         ),
     log:
         "<logs>/shapes.log",

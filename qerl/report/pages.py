@@ -1,0 +1,53 @@
+"""Tables as HTML pages: what the report opens in itself, with the columns that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+import pandas as pd
+
+from qerl.report.results import KEY
+
+_STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:1.5em}h2{font-size:1.1em}table{border-collapse:collapse}"
+    "th,td{padding:.25em .7em;text-align:left;vertical-align:top}thead th{border-bottom:2px solid #888}"
+    "tbody tr{border-bottom:1px solid #ddd}td{font-variant-numeric:tabular-nums}p,li{max-width:60em}"
+)
+
+
+def by_dataset(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The accuracy table (`tables.accuracy`) by data set; of what identifies an arm, only what tells the rows apart."""
+    names = dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column)
+    return {name: _of_dataset(table, name) for name in names}
+
+
+def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
+    named = table[KEY].replace("", None)  # what doesn't apply, as the experiment of a base
+    kept = [key for key in KEY if key in ("weights", "training") or named[key].nunique() > 1]
+    if "arm" in kept and not table[kept].drop(columns="arm").duplicated().any():
+        kept.remove("arm")
+    measures = [column for column in map(str, table.columns) if column.startswith(f"{dataset}/")]
+    return table[kept + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
+
+
+def page(tables: Mapping[str, pd.DataFrame], caption: str, footnotes: Sequence[str] = ()) -> str:
+    """A page of tables of text, each under its heading (none where that is empty), with the caption below.
+
+    Everything between `<main>` and `</main>` stands on its own: the report's first page shows it.
+    """
+    notes = "".join(f"<li>{escape(note, quote=False)}</li>" for note in footnotes)
+    body = "\n".join(
+        [
+            *(_section(heading, table) for heading, table in tables.items()),
+            f"<p>{escape(caption, quote=False)}</p>",
+            f"<ul>{notes}</ul>" if notes else "",
+        ]
+    )
+    return f'<!doctype html>\n<meta charset="utf-8">\n<style>{_STYLE}</style>\n<main>\n{body}\n</main>\n'
+
+
+def _section(heading: str, table: pd.DataFrame) -> str:
+    shown = table.to_html(index=False, border=0, na_rep="")
+    title = f"<h2>{escape(heading, quote=False)}</h2>\n" if heading else ""
+    return f'{title}<div style="overflow-x:auto">\n{shown}\n</div>'
