@@ -467,7 +467,7 @@ def stored_policies() -> list[str]:
     return sorted(f.name for f in PLAN.config.gates.stored.iterdir() if f.is_dir())
 
 
-def stored_results() -> list[str]:
+def stored_policy_results() -> list[str]:
     """A result of each of them."""
     return [f"{RESULTS}/gates/stored/{name}/result.json" for name in stored_policies()]
 

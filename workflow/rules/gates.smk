@@ -81,7 +81,7 @@ rule verdict:
         gates=str(PLAN.config.gates.file),
         runs=gate_results("train/{}/run.json"),
         evaluations=gate_results("evaluate/{}/result.json"),
-        stored=stored_results(),
+        stored=stored_policy_results(),
         bench=f"<results>/profile/{PLAN.config.gates.bench}.json",
         numerics="<results>/gates/numerics.json",
         speed="<results>/gates/speed.json",
