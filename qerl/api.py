@@ -39,16 +39,18 @@ from qerl.config import (
 )
 from qerl.data.given import GIVEN, Given, GivenData, given
 from qerl.evals import RESULT, SAMPLES
-from qerl.imports import check_installed
+from qerl.imports import check_engine, check_installed
 from qerl.lease import alone
 from qerl.models.checkpoint import (
     RUN_FILE,
     CheckpointError,
     check_base,
     check_checkpoint,
+    check_targets,
     check_tokenizer,
     weights_format_of,
 )
+from qerl.models.context import context_length
 from qerl.parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward, whole
 from qerl.progress import log
 from qerl.provenance import check_writable, write_text
@@ -146,6 +148,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         check_inputs(made.settings)
         log.info("%s is finished: nothing to do", made.folder)
         return made
+    from qerl.preflight import check_runs
     from qerl.rl.processes import check_processes
 
     check_processes(settings.processes)
@@ -153,14 +156,20 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         check_function(settings.reward.function, "reward.function")
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
+    check_engine(settings.rollout, "rollout.engine")
     source = _source(settings.model, settings.weights)
+    if settings.method == "lora":
+        check_targets(source, settings.adapter.targets)
     if weights_format_of(source) != settings.weights:
         check_installed("train")
     elif settings.recipe == "awq":
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
-    _write_run_file(settings)
     with alone(made.folder / WORK):
+        _write_run_file(settings)
+        if not made.checkpoint.exists():  # settings may have been corrected
+            shutil.rmtree(made.data, ignore_errors=True)
         make_data(settings)
+        check_runs(source, [(made.data, settings.rollout)])
         make_base(settings, source)
         tell_reward(settings)
         _train(made)
@@ -196,10 +205,11 @@ def _check_same(folder: Path, settings: RunFile) -> None:
     """A folder belongs to one run: refuse another one's."""
     if not (folder / RUN_FILE).is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
-        if folder.exists() and (
-            not folder.is_dir() or {f.name for f in folder.iterdir()} - {f"{RUN_FILE}.partial", GIVEN}
-        ):
+        begun = {WORK, GIVEN, f"{RUN_FILE}.partial"}
+        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
+        return
+    if not Run(folder).checkpoint.exists():  # nothing was made that took time: settings may still be corrected
         return
     there, here = (
         pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
@@ -344,7 +354,8 @@ def sample(
     check_seed(seed)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
-    return Drawing(make_sampler(policy, EngineSettings()), policy.tokenizer, params).draw(ids)
+    context = context_length(policy.lm.config.to_dict())
+    return Drawing(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
 
 @dataclass(frozen=True)

@@ -440,6 +440,9 @@ class RolloutSettings(EngineSettings):
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
     """DAPO's dynamic sampling: problems whose completions all earn the same are replaced by the next ones, in at most
     this many further rounds."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Training problems whose prompt has more tokens are left out. None: all must fit into the model's context together
+    with `sampling.max_tokens`."""
     sampling: SamplingSettings = SamplingSettings()
 
     @model_validator(mode="after")

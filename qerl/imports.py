@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from qerl.config import ConfigError
+from qerl.config import ConfigError, EngineSettings
 
 DISTRIBUTION = "qerl"
 
@@ -29,6 +30,14 @@ def check_installed(extra: str) -> None:
                 f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
                 f"pip install '{DISTRIBUTION}[{extra}]'"
             )
+
+
+def check_engine(settings: EngineSettings, key: str) -> None:
+    """Raise `ConfigError` where the settings under `key` ask for vLLM, in this process, and it isn't installed."""
+    if settings.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{key}=vllm needs vLLM, which isn't installed here; install it (README, One GPU), or use {key}=native"
+        )
 
 
 def _is_there(requirement: Requirement) -> bool:

@@ -37,8 +37,10 @@ from qerl.config import (
     require,
 )
 from qerl.data.hub import check_folder
+from qerl.imports import check_engine
 from qerl.lock import with_locked_revisions
-from qerl.models.checkpoint import check_base, read_config
+from qerl.models.checkpoint import check_base, check_targets, read_config
+from qerl.models.context import check_room, usable_length
 from qerl.own import described, fitted, traits
 from qerl.report.printed import figures_fed, tables_fed
 from qerl.userfunction import check
@@ -418,12 +420,60 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
+    _check_models(plan_)
+    _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
         from qerl.data.sources import check_problem_file
 
         for dataset in local:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
+
+
+def _check_models(plan_: Plan) -> None:
+    """Adapters and lengths of completions fit the local checkpoints."""
+    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
+    targets: dict[tuple[Path, tuple[str, ...]], None] = {}
+    for run in plan_.runs.values():
+        if folder := folders.get(run.settings.model):
+            rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
+            context = usable_length(read_config(folder), rollout)
+            check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
+            if run.settings.method == "lora":
+                targets[folder, tuple(run.settings.adapter.targets)] = None
+    for folder, names in targets:
+        check_targets(folder, names)
+    settings = plan_.config.evaluation
+    for name in dict.fromkeys(evaluation.checkpoint.model for evaluation in plan_.evaluations.values()):
+        for task in settings.tasks if name in folders else ():
+            context = usable_length(read_config(folders[name]), settings)
+            check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")
+
+
+def _check_test_splits(plan_: Plan) -> None:
+    """What is evaluated on has a test split, where the configuration tells."""
+    for name in dict.fromkeys(task for evaluation in plan_.evaluations.values() for task in evaluation.tasks):
+        origin = plan_.config.datasets[name].origin
+        if isinstance(origin, HubData) and "test" not in origin.splits:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split; name one of the repository's in datasets.{name}.origin."
+                "splits, as {test: train} where all there is to test on is called train"
+            )
+        if isinstance(origin, LocalData) and origin.path.is_file() and origin.test_fraction == 0:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split, since its origin.test_fraction is 0; raise it"
+            )
+
+
+def check_engines(plan_: Plan) -> None:
+    """Engines of runs, evaluations and measurements are installed: for where jobs start, not for who only plans."""
+    for run in plan_.runs.values():
+        check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
+    if plan_.evaluations:
+        check_engine(plan_.config.evaluation, "evaluation.engine")
+    for name, bench in plan_.config.benches.items():
+        if isinstance(bench, RolloutBench):
+            check_engine(bench, f"benches.{name}.engine")
 
 
 def fitting(plan_: Plan) -> list[str]:

@@ -21,6 +21,7 @@ from qerl.config import (
     HubData,
     PretrainSettings,
     RolloutBench,
+    RolloutSettings,
     RunSettings,
     StepBench,
     parse,
@@ -59,6 +60,24 @@ def data(settings: SettingsJson, out: Out, lock: Locked = None) -> None:
     parsed = parse(DatasetSettings, json.loads(settings), "data set")
     entry = read_lock(lock).get(key_of(parsed.origin)) if isinstance(parsed.origin, HubData) else None
     prepare(parsed, out, {"revision": entry.revision, "files": entry.files} if entry else None)
+
+
+@app.command()
+def check(
+    model: Path,
+    runs: Annotated[str, typer.Option(help="Data set and rollout settings of each run, as a JSON list of pairs.")],
+    evaluation: Annotated[str, typer.Option(help="Settings of the evaluation as JSON.")],
+    data: Named,
+    out: Annotated[Path, typer.Option(help="An empty file, once all is well.")],
+) -> None:
+    """Look at tokenizer and problems together, before anything long."""
+    with imports():
+        from qerl.preflight import check_evaluation, check_runs
+
+    folders = _pairs(data)
+    check_runs(model, ((folders[name], parse(RolloutSettings, rollout, "run")) for name, rollout in json.loads(runs)))
+    check_evaluation(model, parse(EvaluationSettings, json.loads(evaluation), "evaluation"), folders)
+    out.touch()
 
 
 @app.command()

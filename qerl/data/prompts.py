@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.records import DataError
+from qerl.data.records import DataError, Problem
 
 
 def prompt_text(question: str, instruction: str) -> str:
@@ -63,6 +65,33 @@ def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} uses the token {tokenizer.decode([highest])!r}, whose id "
             f"{highest} is beyond the model's vocab_size={vocab_size}; use the template that belongs to the model"
+        )
+
+
+def longer_than(
+    most: int, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], instruction: str
+) -> dict[str, int]:
+    """Return the number of tokens of each prompt that has more than `most`, by the problem's id.
+
+    A token is at least a byte of text, so that only long texts have to be tokenized.
+    """
+    if not problems:
+        return {}
+    first = problems[0].question
+    around = len(chat_text(tokenizer, [{"role": "user", "content": prompt_text(first, instruction)}]).encode())
+    around -= len(first.encode())
+    long = [problem for problem in problems if len(problem.question.encode()) + around > most]
+    tokens = {problem.id: len(prompt_ids(tokenizer, problem.question, instruction)) for problem in long}
+    return {id: count for id, count in tokens.items() if count > most}
+
+
+def check_lengths(longer: Iterable[int], of: int, context: int, max_tokens: int, remedy: str) -> None:
+    """Raise `DataError` if there is a prompt, by its number of tokens in `longer`, that leaves no room to answer."""
+    if lengths := list(longer):
+        raise DataError(
+            f"{len(lengths)} of {of} prompts are too long: the longest has {max(lengths)} tokens, and with max_tokens="
+            f"{max_tokens} the model's context of {context} has room for {context - max_tokens}; lower max_tokens, "
+            f"{remedy}"
         )
 
 

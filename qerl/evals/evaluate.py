@@ -32,21 +32,22 @@ def evaluate(
     datasets: dict[str, Path],
     out: Path,
     progress: Callable[[str], None],
+    context: int | None = None,
 ) -> dict[str, Row]:
     """Score the policy on the test split of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
     depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the metrics of each task
-    are returned under its name.
+    are returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
     """
-    tasks = [(task, _open(task, datasets)) for task in settings.tasks]
+    tasks = [(task, open_task(task, datasets)) for task in settings.tasks]
     out.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, Row] = {}
     with (out / SAMPLES).open("w") as file:
         for task, dataset in tasks:
             sampling = settings.sampling_of(task).model_dump()
             params = SamplingParams(**sampling, count=settings.repeats_of(task), seed=settings.seed)
-            policy = Policy(sampler, tokenizer, params)
+            policy = Policy(sampler, tokenizer, params, context)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row) + "\n" for row in rows)
             metrics[task.label] = {**summarize(rows), "task": task.task, "sampling": sampling}
@@ -74,7 +75,8 @@ def summarize(samples: Iterable[Row]) -> Row:
     }
 
 
-def _open(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
+def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
+    """The problems of a task; an `EvaluationError` if there are none, or none that its harness can score."""
     if task.dataset not in datasets:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]

@@ -8,6 +8,7 @@ from typing import Any
 from qerl.config import EvaluationSettings
 from qerl.evals import RESULT, SAMPLES
 from qerl.evals.evaluate import evaluate
+from qerl.models.context import usable_length
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
@@ -42,7 +43,8 @@ def score_policy(
 ) -> None:
     """Score a policy, noise-free, on every task of `settings`; `out` gets samples.jsonl, then result.json."""
     sampler = make_sampler(policy, settings)
-    tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info)
+    context = usable_length(policy.lm.config.to_dict(), settings)
+    tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info, context)
     # That it was noise-free is told as it was, not as it should have been.
     told = {"tasks": tasks, "sampler": sampler.served, "noise_norm": noise_norm(policy.lm)}
     write_json(out / RESULT, {**row, **told, "provenance": stamp(settings.seed)})

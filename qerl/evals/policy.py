@@ -9,7 +9,9 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import AnswerForm, RecordFormat, StockTask
+from qerl.data.prompts import check_lengths
 from qerl.data.records import Problem
+from qerl.models.context import check_room
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 
 
@@ -76,19 +78,31 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class Policy:
-    """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat."""
+    """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat.
+
+    `context`: the most tokens of a prompt and its completion, where that is known.
+    """
 
     sampler: Sampler
     tokenizer: PreTrainedTokenizerBase
     params: SamplingParams
+    context: int | None = None
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
+        self._check_room(prompts)
         drawn = []
         for prompt, completions in zip(prompts, self.sampler.generate(prompts, self.params), strict=True):
             text = cast(str, self.tokenizer.decode(prompt))
             drawn.append([self._drawn(text, completion, stop) for completion in completions])
         return drawn
+
+    def _check_room(self, prompts: Sequence[list[int]]) -> None:
+        if self.context is not None:
+            limit = self.params.max_tokens
+            check_room(self.context, limit, "max_tokens")
+            longer = (len(prompt) for prompt in prompts if len(prompt) > self.context - limit)
+            check_lengths(longer, len(prompts), self.context, limit, "or leave these prompts out")
 
     def _drawn(self, prompt: str, completion: Completion, stop: Sequence[str]) -> Drawn:
         text = cast(str, self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))

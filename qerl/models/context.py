@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qerl.config import ConfigError, EngineSettings
+
 #: Scaled rotary embeddings whose `max_position_embeddings` is the scaled length already.
 _SCALED_ALREADY = ("default", "llama3", "longrope", "su")
 
@@ -26,3 +28,18 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         return stated
     original = scaling.get("original_max_position_embeddings") or stated
     return max(stated, int(original * factor)) if kind == "yarn" else int(stated * factor)
+
+
+def usable_length(config: Mapping[str, Any], engine: EngineSettings) -> int | None:
+    """The context, and what the engine is set to take of it (`vllm.max_model_len`)."""
+    lengths = [context_length(config), engine.vllm.max_model_len if engine.engine == "vllm" else None]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def check_room(context: int | None, max_tokens: int, key: str) -> None:
+    """Raise `ConfigError` where completions alone take the whole context; `key` is that of `max_tokens`."""
+    if context is not None and max_tokens >= context:
+        raise ConfigError(
+            f"{key}={max_tokens} leaves no room for a prompt: the model's context has {context} tokens "
+            f"(max_position_embeddings of its config.json); set max_tokens below that, such as {context // 2}"
+        )

@@ -71,11 +71,11 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
 
 def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]) -> None:
     """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
+    quiet()
     # The imports take seconds and configure a global logger, so only a process that calibrates pays for them.
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    quiet()
     rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)

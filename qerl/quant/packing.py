@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -112,21 +113,22 @@ def write_config(source: Path, target: Path, quantization: dict[str, Any] | None
 
 
 def quiet() -> None:
-    """Let llmcompressor print errors only: its warnings, of a CPU among others, are nothing to act on."""
-    from llmcompressor.logger import LoggerConfig, configure_logger
+    """Let llmcompressor print errors only, before its import: it warns of a CPU even then, unless its variable says no.
 
-    configure_logger(LoggerConfig(console_log_level="ERROR"))
+    A level that the user has set stays.
+    """
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 
 
 class _FP4:
     """NVFP4 and MXFP4 by llmcompressor's quantization without a model."""
 
     def __init__(self, weights_format: str) -> None:
+        quiet()
         # The imports take seconds, so only a process that quantizes pays for them.
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
-        quiet()
         scheme = preset_name_to_scheme(SCHEMES[weights_format], ["Linear"])
         self._converter = ModelFreePtqConverter(
             QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])

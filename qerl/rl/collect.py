@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from qerl.config import AnswerForm, RecordFormat, RunSettings
-from qerl.data.prompts import prompt_ids
-from qerl.data.records import Problem
+from qerl.config import AnswerForm, RecordFormat, RolloutSettings, RunSettings
+from qerl.data.prompts import check_lengths, longer_than, prompt_ids
+from qerl.data.records import DataError, Problem
+from qerl.data.sources import read_meta, read_split
 from qerl.models.policy import Policy
 from qerl.rl.advantages import differ, group_advantages
 from qerl.rl.batches import Sample
@@ -28,6 +31,28 @@ class Task:
     instruction: str
     answer: AnswerForm = "native"
     units: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(data: Path) -> Task:
+        """The training problems of a prepared data set."""
+        meta = read_meta(data)
+        asked = meta["format"], meta["instruction"], meta["answer"], tuple(meta["units"])
+        return Task(read_split(data, "train"), *asked)
+
+    def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
+        """Without problems over `rollout.max_prompt_tokens`; a `DataError` if others leave no room in `context`."""
+        kept, most = self.problems, settings.max_prompt_tokens
+        if most is not None:
+            longer = longer_than(most, tokenizer, kept, self.instruction)
+            kept = [problem for problem in kept if problem.id not in longer]
+            if not kept:
+                raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
+        if context is not None:
+            limit = settings.sampling.max_tokens
+            longer = longer_than(context - limit, tokenizer, kept, self.instruction)
+            remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
+            check_lengths(longer.values(), len(kept), context, limit, remedy)
+        return replace(self, problems=kept)
 
 
 @dataclass(frozen=True)

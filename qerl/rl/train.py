@@ -11,11 +11,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from qerl.config import UNDECIDING, RunSettings, parse
-from qerl.data.sources import META, read_meta, read_split, split_file
+from qerl.data.sources import META, split_file
 from qerl.inputs import hash_of, model_files
 from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.card import Base
 from qerl.models.checkpoint import check_checkpoint
+from qerl.models.context import usable_length
 from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.value import add_value
 from qerl.progress import log
@@ -54,8 +55,8 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     """Policy, sampler and problems together; `work` takes the metrics so far and checkpoints, with the fingerprint."""
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
-    meta = read_meta(data)
-    task = Task(read_split(data, "train"), meta["format"], meta["instruction"], meta["answer"], tuple(meta["units"]))
+    context = usable_length(policy.lm.config.to_dict(), settings.rollout)
+    task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
     return Trainer(settings, policy, collector, checkpoints, work / METRICS)

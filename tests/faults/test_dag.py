@@ -165,4 +165,4 @@ def test_an_input_replaced_by_an_older_file_is_new(tree):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name != "own.jsonl" else content + b"\n")
         os.utime(file, ns=(10**18, 10**18))
-    assert tree.planned(*ARGUMENTS) == {"prepare_data": 1, "quantize": 1, "train": 1}
+    assert tree.planned(*ARGUMENTS) == {"prepare_data": 1, "check_model": 1, "quantize": 1, "train": 1}

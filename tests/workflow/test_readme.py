@@ -51,6 +51,7 @@ def run_blocks(text: str, folder: Path) -> str:
 
 def test_one_run_by_hand(folder):
     said = run_blocks(section("One run by hand"), folder)
+    assert "WARNING" not in said, "of a library, which a user can do nothing about"
     run = folder / "runs/first"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()

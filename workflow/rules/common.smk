@@ -27,7 +27,7 @@ from qerl.gates.measured import workload_key
 from qerl.inputs import content_of
 from qerl.lease import devices
 from qerl.lock import check_pinned
-from qerl.plan import Plan, fitting, plan_from
+from qerl.plan import Plan, check_engines, fitting, plan_from
 from qerl.provenance import check_clock, code_version
 from qerl.report import printed
 from qerl.userfunction import source_version
@@ -50,10 +50,13 @@ def read_plan(given: dict) -> Plan:
         raise WorkflowError(str(error)) from None
 
 
-def refuse_branches() -> None:
-    """What comes from the hub must be pinned before any job starts; a dry run may come first."""
+def refuse_what_cannot_run() -> None:
+    """What comes from the hub must be pinned, and engines be there, before any job starts; a dry run may come first."""
     try:
         check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
+        environments = workflow.deployment_settings.deployment_method
+        if not environments:  # else jobs have some of their own
+            check_engines(PLAN)
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
@@ -181,18 +184,88 @@ def model_settings(wildcards) -> str:
     return PLAN.config.models[wildcards.model].model_dump_json()
 
 
-def base_folder(wildcards) -> str:
+def dense_folder(name: str) -> str:
     """The unquantized model: the user's folder, or what was trained or downloaded."""
-    name = PLAN.checkpoints[wildcards.checkpoint].model
     model = PLAN.config.models[name]
     own = isinstance(model, LocalModel)
     return ancient(str(model.path)) if own else f"{RESULTS}/models/{name}"
 
 
-def base_content(wildcards) -> str:
+def base_folder(wildcards) -> str:
+    return dense_folder(PLAN.checkpoints[wildcards.checkpoint].model)
+
+
+def checked_model(wildcards) -> list[str]:
+    """What says that a model that wasn't made here fits its problems."""
+    name = PLAN.checkpoints[wildcards.checkpoint].model
+    pretrained = isinstance(PLAN.config.models[name], PretrainSettings)
+    return [] if pretrained else [f"{RESULTS}/checked/{name}"]
+
+
+def model_folder(wildcards) -> str:
+    return dense_folder(wildcards.model)
+
+
+def model_runs(wildcards) -> str:
+    """Of the runs of a model, what its lengths are looked at by: other settings check nothing anew."""
+    looked_at = {
+        "max_prompt_tokens": True,
+        "sampling": {"max_tokens"},
+        "engine": True,
+        "vllm": {"max_model_len", "url", "adapters"},
+    }
+    runs = [run.settings for run in PLAN.runs.values()]
+    pairs = [
+        (run.dataset, run.rollout.model_dump(mode="json", include=looked_at))
+        for run in runs
+        if run.model == wildcards.model
+    ]
+    return json.dumps([pair for i, pair in enumerate(pairs) if pair not in pairs[:i]])
+
+
+def model_tasks(wildcards) -> list:
+    """The evaluation's tasks that policies of a model are scored on."""
+    of_model = [
+        e for e in PLAN.evaluations.values() if e.checkpoint.model == wildcards.model
+    ]
+    asked = {name for evaluation in of_model for name in evaluation.tasks}
+    return [task for task in PLAN.config.evaluation.tasks if task.dataset in asked]
+
+
+def model_evaluation(wildcards) -> str:
+    tasks = model_tasks(wildcards)
+    return PLAN.config.evaluation.model_copy(update={"tasks": tasks}).model_dump_json()
+
+
+def model_datasets(wildcards) -> list[str]:
+    """The data sets that a model is trained and evaluated on."""
+    runs = [
+        r.settings for r in PLAN.runs.values() if r.settings.model == wildcards.model
+    ]
+    tasks = model_tasks(wildcards)
+    return sorted({r.dataset for r in runs} | {task.dataset for task in tasks})
+
+
+def model_data(wildcards) -> list[str]:
+    return [file for name in model_datasets(wildcards) for file in data_files(name)]
+
+
+def model_data_folders(wildcards) -> str:
+    return named_folders(model_datasets(wildcards))
+
+
+def dense_content(name: str) -> str:
     """The content of the user's own model."""
-    model = PLAN.config.models[PLAN.checkpoints[wildcards.checkpoint].model]
+    model = PLAN.config.models[name]
     return content_of(model.path) if isinstance(model, LocalModel) else ""
+
+
+def base_content(wildcards) -> str:
+    return dense_content(PLAN.checkpoints[wildcards.checkpoint].model)
+
+
+def model_content(wildcards) -> str:
+    return dense_content(wildcards.model)
 
 
 # --- train

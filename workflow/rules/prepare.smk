@@ -67,3 +67,30 @@ rule fetch_model:
         model=hub_model,
     shell:
         "python -m qerl rule fetch {params.model} --out {output:q} > {log:q} 2>&1"
+
+
+# The miniature, trained on these problems by this project, needs none.
+rule check_model:
+    input:
+        model=model_folder,
+        data=model_data,
+    output:
+        "<results>/checked/{model}",
+    log:
+        "<logs>/check_model/{model}.log",
+    wildcard_constraints:
+        model=models_of((LocalModel, HubModel)),
+    conda:
+        "../../environment.yml"
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        runs=model_runs,
+        evaluation=model_evaluation,
+        data=model_data_folders,
+        content=model_content,
+        code=code_version("qerl.preflight"),
+    shell:
+        "python -m qerl rule check {input.model:q} --runs {params.runs:q} --evaluation {params.evaluation:q}"
+        " {params.data} --out {output:q} > {log:q} 2>&1"

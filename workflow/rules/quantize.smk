@@ -6,6 +6,8 @@ rule quantize:
     input:
         base=base_folder,
         data=calibration_data,
+        # It only has to be there: other lengths of completions make no other weights.
+        checked=ancient(checked_model),
     output:
         checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
         report="<results>/quantize/{checkpoint}/report.json",
