@@ -46,7 +46,6 @@ from qerl.models.checkpoint import (
     CheckpointError,
     check_base,
     check_checkpoint,
-    check_targets,
     check_tokenizer,
     weights_format_of,
 )
@@ -158,8 +157,6 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         check_function(settings.dataset.origin.function, "origin.function")
     check_engine(settings.rollout, "rollout.engine")
     source = _source(settings.model, settings.weights)
-    if settings.method == "lora":
-        check_targets(source, settings.adapter.targets)
     if weights_format_of(source) != settings.weights:
         check_installed("train")
     elif settings.recipe == "awq":

@@ -39,7 +39,7 @@ from qerl.config import (
 from qerl.data.hub import check_folder
 from qerl.imports import check_engine
 from qerl.lock import with_locked_revisions
-from qerl.models.checkpoint import check_base, check_targets, read_config
+from qerl.models.checkpoint import check_base, read_config
 from qerl.models.context import check_room, usable_length
 from qerl.own import described, fitted, traits
 from qerl.report.printed import figures_fed, tables_fed
@@ -420,7 +420,7 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
-    _check_models(plan_)
+    _check_lengths(plan_)
     _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
@@ -430,19 +430,14 @@ def check_inputs(plan_: Plan) -> None:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
 
 
-def _check_models(plan_: Plan) -> None:
-    """Adapters and lengths of completions fit the local checkpoints."""
+def _check_lengths(plan_: Plan) -> None:
+    """Completions leave room for a prompt in the context of local checkpoints."""
     folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
-    targets: dict[tuple[Path, tuple[str, ...]], None] = {}
     for run in plan_.runs.values():
         if folder := folders.get(run.settings.model):
             rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
             context = usable_length(read_config(folder), rollout)
             check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
-            if run.settings.method == "lora":
-                targets[folder, tuple(run.settings.adapter.targets)] = None
-    for folder, names in targets:
-        check_targets(folder, names)
     settings = plan_.config.evaluation
     for name in dict.fromkeys(evaluation.checkpoint.model for evaluation in plan_.evaluations.values()):
         for task in settings.tasks if name in folders else ():

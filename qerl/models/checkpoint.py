@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,17 +68,6 @@ def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
             f"{folder / CONFIG} has num_hidden_layers={layers}, but the files hold {held} blocks; "
             "check that config.json belongs to these weights"
         )
-
-
-def check_targets(folder: Path, targets: Sequence[str]) -> None:
-    """Raise `CheckpointError` unless each of an adapter's targets is the name of linear layers of the checkpoint."""
-    weights = [name for name, info in read_headers(folder).items() if len(info.shape) > 1 and ".layers." in name]
-    for target in targets:
-        if not any(f".{target}." in name for name in weights):
-            known = ", ".join(dict.fromkeys(name.split(".")[-2] for name in weights))
-            raise CheckpointError(
-                f"adapter.targets names {target!r}, which no linear layer of {folder} is called; there are {known}"
-            )
 
 
 def check_base(folder: Path) -> None:

@@ -19,7 +19,7 @@ OWN = ROOT / "config/own.yaml"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tiny_qwen2(tmp_path_factory.mktemp("own") / "Own-1B", shard_size="60KB")
+    folder = tiny_qwen2(tmp_path_factory.mktemp("own") / "Own-1B", shard_size="60KB", max_position_embeddings=256)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     return folder
 
@@ -32,7 +32,7 @@ def on_a_cpu(monkeypatch):
 def test_traits_are_the_checkpoint_s(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    tied, untied = model, tiny_llama(tmp_path / "llama")
+    tied, untied = model, tiny_llama(tmp_path / "llama", max_position_embeddings=256)
     for folder in (tied, untied):
         parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
         assert traits(folder) == Traits(parameters, 256, gpu=False)

@@ -117,13 +117,6 @@ def test_a_template_that_fails_and_a_tokenizer_that_does_not_load_come_before_qu
     refused(settings | {"model": str(broken)}, "drops the question", DataError)
 
 
-def test_targets_are_layers_of_the_checkpoint(settings):
-    adapter = {"targets": ["q_proj", "input_layernorm"]}
-    refused(
-        settings | {"adapter": adapter}, "'input_layernorm', which no linear layer .* k_proj, o_proj, q_proj", UserError
-    )
-
-
 def test_vllm_must_be_installed_where_it_is_asked_for(settings, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
@@ -160,12 +153,7 @@ def test_the_plan_knows_the_context_of_local_models(configuration):
         planned(configuration)
 
 
-def test_the_plan_knows_targets_and_test_splits(configuration, tmp_path):
-    base = configuration["experiments"]["main"]["base"]
-    with pytest.raises(UserError, match=r"adapter\.targets"):
-        planned(
-            configuration | {"experiments": {"main": {"base": base | {"adapter": {"rank": 4, "targets": ["qkv"]}}}}}
-        )
+def test_the_plan_knows_test_splits(configuration, tmp_path):
     file = tmp_path / "problems/train.jsonl"
     origin = {"source": "local", "path": str(file), "test_fraction": 0}
     arithmetic = configuration["datasets"]["arithmetic"]
