@@ -335,6 +335,8 @@ class AdapterSettings(Settings):
     rank: Annotated[int, Field(ge=0)] = 32
     alpha: PositiveInt = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that an update leaves out. Which ones follows from seed, step, completion and
+    layer, however the batch is cut or shared among processes."""
     train_norms: bool = True
     """The released scripts also train the two RMSNorms of each block."""
     targets: NonEmpty[Layer] = list(get_args(Layer))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.config import AdapterSettings
 from qerl.models.card import Base, write_card
 from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter, weights_format_of
+from qerl.models.dropout import key_dropout
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.mlp import fuse_mlps
 from qerl.models.packed_attention import fuse_attentions
@@ -158,6 +159,7 @@ def with_adapter(
     lm, tokenizer = _base(checkpoint, dtype, device)
     torch.manual_seed(seed)
     peft = get_peft_model(lm, lora_config(adapter))
+    key_dropout(peft, POLICY_ADAPTER)
     for parameter in peft.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

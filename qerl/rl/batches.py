@@ -5,6 +5,7 @@ N completions, T tokens of the longest, M tokens of all, L tokens of the packed 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class MicroBatch:
     ids: torch.Tensor  # [1, L]
     positions: torch.Tensor  # [1, L] place of each token in its own sequence
     packing: Packing
+    keys: list[tuple[int, int]]  # of each piece: the same wherever it is packed, and of no other of the batch
     states_M: torch.Tensor  # where in the row the hidden state that predicts a completion token stands
     targets_M: torch.Tensor  # completion tokens
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
@@ -64,6 +66,11 @@ def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tens
     return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in rows], dtype=torch.float32, device=device)
 
 
+def _digest(ids: list[int]) -> int:
+    """A number of token ids: equal prompts are one, wherever a batch is cut."""
+    return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
+
+
 class _Row:
     """A packed row in the making."""
 
@@ -73,17 +80,20 @@ class _Row:
         self.states: list[int] = []
         self.lengths: list[int] = []
         self.prompts: list[int | None] = []
+        self.keys: list[tuple[int, int]] = []
 
-    def add_group(self, prompt: list[int], completions: Sequence[list[int]]) -> None:
-        place = self._add(prompt, 0, None)
+    def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
+        """`completions` by their place in the batch."""
+        place = self._add(prompt, 0, None, (0, _digest(prompt)))
         last = len(self.ids) - 1
-        for completion in completions:
+        for index, completion in completions.items():
             own = range(len(self.ids), len(self.ids) + len(completion) - 1)
             self.states += [last, *own][: len(completion)]
             if own:
-                self._add(completion[:-1], len(prompt), place)
+                self._add(completion[:-1], len(prompt), place, (1, index))
 
-    def _add(self, ids: list[int], position: int, prompt: int | None) -> int:
+    def _add(self, ids: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> int:
+        self.keys.append(key)
         self.ids += ids
         self.positions += range(position, position + len(ids))
         self.lengths.append(len(ids))
@@ -100,7 +110,7 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
     """Pack the samples `index` of a batch together."""
     row = _Row()
     for group in _groups(samples, index):
-        row.add_group(samples[group[0]].prompt, [samples[i].completion.token_ids for i in group])
+        row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
     whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
@@ -109,6 +119,7 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
         ids=whole([row.ids]),
         positions=whole([row.positions]),
         packing=Packing.of(row.lengths, row.prompts, device),
+        keys=row.keys,
         states_M=whole(row.states),
         targets_M=whole([token for c in completions for token in c.token_ids]),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),

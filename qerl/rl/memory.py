@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.measure import allocatable_bytes
 from qerl.models.attention import Packing, packed_hidden
+from qerl.models.dropout import set_keys
 from qerl.models.policy import Policy
 from qerl.quant.linear import dense_weights, unpacked_bytes
 
@@ -65,6 +66,7 @@ def kept_bytes(policy: Policy) -> float:
 def _row_bytes(policy: Policy, tokens: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.long, device=policy.device)
     positions = torch.arange(tokens, device=policy.device)[None]
+    set_keys(policy.lm, [(0,)], [tokens])
     with policy.autocast(), saved_for_backward(policy.lm) as saved:
         # Its result holds what was counted until the end: a storage that is freed early could be counted as another.
         _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 
-import numpy as np
 import torch
 
 from qerl.config import RunSettings
+from qerl.models.dropout import set_keys
 from qerl.models.policy import Policy
 from qerl.models.value import is_value, value_adapter, values
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
@@ -46,17 +46,12 @@ def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def dropout_seed(seed: int, step: int, number: int) -> int:
-    """What the dropout of a micro-batch is drawn from: the same in every update, process and restart."""
-    return int(np.random.SeedSequence([seed, step, number]).generate_state(1, np.uint64)[0])
-
-
 @dataclass
 class _Part:
     """A micro-batch with what stays the same over all updates of a rollout; filled in by the first."""
 
     batch: MicroBatch
-    seed: int
+    step: int
     mask_NT: torch.Tensor  # [N, T] 1.0 on the tokens that carry a loss
     advantages_NT: torch.Tensor  # [N, 1], or for ppo [N, T]
     old_NT: torch.Tensor | None = None
@@ -142,15 +137,17 @@ class Updater:
         for number in range(self.processes.rank, len(rows), self.processes.count):
             batch = micro_batch(samples, rows[number], self.policy.device)
             mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
-            seed = dropout_seed(self.settings.seed, step, number)
-            yield _Part(batch, seed, mask, batch.advantages_N[:, None])
+            yield _Part(batch, step, mask, batch.advantages_N[:, None])
 
     # --- gradients ---
 
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         keep = self._choose_recomputed(part)
-        torch.manual_seed(part.seed)
-        return logprobs_and_entropy(self.policy, part.batch, self.settings.rollout.sampling.temperature, keep)
+        batch = part.batch
+        # The same in every update of a rollout, in every process and after a restart.
+        keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
+        set_keys(self.policy.lm, keys, batch.packing.lengths)
+        return logprobs_and_entropy(self.policy, batch, self.settings.rollout.sampling.temperature, keep)
 
     def _choose_recomputed(self, part: _Part) -> bool:
         """Of the blocks; returns whether the logits are kept."""

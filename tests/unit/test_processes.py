@@ -34,7 +34,8 @@ SETTINGS = {
     "loss": {"name": "dapo", "kl": 0.05, "updates_per_rollout": 2, "correction": "token-truncate"},
     # AdamW divides a gradient by its size: where that is near zero, the order of additions shows.
     "optimizer": {"name": "adamw", "learning_rate": 1e-4},
-    "micro_batch_tokens": 300,
+    # One process takes all in one row, two cut it.
+    "micro_batch_tokens": 2000,
     "checkpoint_every": 2,
 }
 

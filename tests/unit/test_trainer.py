@@ -155,11 +155,17 @@ def test_noise_mode_decides_whether_the_trainer_sees_the_noise(checkpoints, tmp_
     assert consistent["mismatch/kl"] < 1e-8
 
 
-def test_gradient_accumulation_equals_the_large_batch(checkpoints, tmp_path):
-    whole = trainer(checkpoints, tmp_path / "a", adapter={"rank": 4}).step(1, 0)
-    parts = trainer(checkpoints, tmp_path / "b", adapter={"rank": 4}, micro_batch_tokens=20).step(1, 0)
-    for key in ("loss", "grad_norm", "entropy"):
-        assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_gradient_accumulation_equals_the_large_batch(checkpoints, tmp_path, dropout, again):
+    """Groups are cut, and parts have the prompt again; a mask of dropout belongs to the sequence."""
+    same = {"adapter": {"rank": 4, "dropout": dropout}, "loss": {"updates_per_rollout": 2}}
+    whole = trainer(checkpoints, tmp_path / "a", **same)
+    parts = trainer(checkpoints, tmp_path / "b", micro_batch_tokens=20, gradient_checkpointing=again, **same)
+    expected, found = whole.step(1, 0), parts.step(1, 0)
+    assert expected["grad_norm"] > 0
+    for key in ("loss", "grad_norm", "entropy", "mismatch/kl"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-5)
 
 
 def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
