@@ -298,9 +298,12 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
     checkpoint = run.checkpoint if run else _folder(str(model))
     check_checkpoint(checkpoint)
     check_tokenizer(checkpoint)
+    from qerl.data.prompts import check_template
     from qerl.models.policy import load_policy
 
-    return load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
+    policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
+    check_template(policy.tokenizer, policy.lm.config.vocab_size)
+    return policy
 
 
 def _folder(model: str) -> Path:

@@ -78,6 +78,8 @@ def _place(error: BaseException) -> str:
 def check(path: str, key: str) -> None:
     """Raise a `ConfigError` unless the function can be imported and called as that of `key` (`ARGUMENTS`) is."""
     function, arguments = load(path), ARGUMENTS[key]
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none

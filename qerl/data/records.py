@@ -64,6 +64,8 @@ def _mapping(record: Mapping[str, Any]) -> str:
     answer = next((name for name in _ANSWERS if name in record), None)
     if question is None or answer is None:
         return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
+    if not isinstance(record[question], str):
+        return f"its `{question}` is a {type(record[question]).__name__}, such as a chat: give the question as text"
     stated = str(record[answer])
     if gold(stated, "gsm8k") is not None:
         found, columns = "gsm8k", {"question": question, "answer": answer}

@@ -16,6 +16,8 @@ from qerl.config import GROUP_SIZE, UserError
 
 #: Values of `model_type` in config.json that are supported.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: What config.json may say of a layer of theirs.
+LAYER_TYPES = ("full_attention", "sliding_attention")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -104,10 +106,8 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
     try:
         read = Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # noqa: BLE001 -- the library raises nothing more special
-        raise CheckpointError(
-            f"{path} holds no tokenizer ({error}); copy {TOKENIZER} from where the model comes from"
-        ) from None
+    except Exception as error:
+        raise CheckpointError(f"{path} holds no tokenizer; copy {TOKENIZER} from where the model comes from") from error
     special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
     tokens = {token: id for token, id in read.get_vocab().items() if token not in special}
     if not tokens:
@@ -181,7 +181,7 @@ def _check_kind(folder: Path) -> None:
     if (folder / RUN_FILE).is_file():
         raise CheckpointError(
             f"{folder} is the folder of a run, which is no checkpoint; its base is {folder / 'checkpoint'}, and "
-            "`qerl sample` and `qerl eval` take the run itself"
+            "`qerl sample`, `qerl eval` and `qerl export` take the run itself"
         )
     if (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
@@ -191,10 +191,16 @@ def _check_kind(folder: Path) -> None:
 
 def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
-    if types is not None and not (isinstance(types, list) and len(types) == layers):
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers:
         found = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
         raise CheckpointError(
             f"{folder / CONFIG} has {found} for num_hidden_layers={layers}; correct one of them, each layer has a type"
+        )
+    if unknown := [name for name in types if name not in LAYER_TYPES]:
+        raise CheckpointError(
+            f"{folder / CONFIG} has {str(unknown[0])[:40]!r} in layer_types; a layer is {' or '.join(LAYER_TYPES)}"
         )
 
 

@@ -315,6 +315,13 @@ def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tm
         qerl.quantize(folder, tmp_path / "out")
 
 
+def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
+    folder = tiny_qwen2(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("assistant:")
+    with pytest.raises(DataError, match="drops the question of a user's message"):
+        qerl.load(folder)
+
+
 def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)

@@ -137,7 +137,11 @@ def test_unsupported_architecture(folder):
 
 @pytest.mark.parametrize(
     ("types", "match"),
-    [(["full_attention"] * 3, "3 layer_types for num_hidden_layers=2"), ("full", "that are no list")],
+    [
+        (["full_attention"] * 3, "3 layer_types for num_hidden_layers=2"),
+        ("full", "that are no list"),
+        (["full_attention", "odd"], "has 'odd' in layer_types; a layer is full_attention or sliding_attention"),
+    ],
 )
 def test_layer_types_that_do_not_fit_the_layers(folder, types, match):
     edit_config(folder, layer_types=types)

@@ -86,6 +86,8 @@ def test_columns_of_other_names_are_told_the_mapping_that_reads_them(record, map
 
 
 def test_a_chat_is_no_question():
+    with pytest.raises(DataError, match=r"its `prompt` is a list, such as a chat: give the question as text"):
+        detect_format({"prompt": [{"role": "user", "content": "Two?"}], "answer": 2})
     with pytest.raises(DataError, match="line 3 has a list in `question`; give it as text"):
         parse_record({**GSM8K, "question": [{"role": "user", "content": "Two?"}]}, "gsm8k", "line 3")
 

@@ -85,6 +85,12 @@ def test_a_reward_of_another_arity_is_one_sentence(folder, signature):
     assert str(error.value) == REWARD.format(signature)
 
 
+def test_a_reward_that_must_be_waited_for_is_refused(folder):
+    (folder / "mine.py").write_text("async def f(answer, problem): return 1.0")
+    with pytest.raises(ConfigError, match=r"reward.function mine:f is `async`.*write it as a plain `def`"):
+        check("mine:f", "reward.function")
+
+
 def test_what_can_be_called_as_asked_is_taken(folder):
     rewards = (
         "def f(answer, problem): pass",
