@@ -54,7 +54,7 @@ from qerl.parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_d
 from qerl.progress import log
 from qerl.provenance import check_writable, write_text
 from qerl.userfunction import check as check_function
-from qerl.userfunction import path_of
+from qerl.userfunction import check_unchanged, path_of
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -153,8 +153,10 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     check_processes(settings.processes)
     if settings.reward.function is not None:
         check_function(settings.reward.function, "reward.function")
+        check_unchanged(settings.reward.function)
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
+        check_unchanged(settings.dataset.origin.function)
     check_engine(settings.rollout, "rollout.engine")
     source = _source(settings.model, settings.weights)
     if weights_format_of(source) != settings.weights:

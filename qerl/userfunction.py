@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,8 @@ from qerl.provenance import hash_of_code, of_this_package
 
 #: What a function is called with, by the key of the configuration that names it.
 ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
+#: What `check_unchanged` found: a module that is imported or reloaded anew has another specification.
+_SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -178,6 +181,18 @@ def source_version(path: str) -> str:
     # Importing a module of a package runs the package, and those around it.
     packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
     return hash_of_code(packages, root, counts)
+
+
+def check_unchanged(path: str) -> None:
+    """Raise a `ConfigError` where the source isn't what this process imported when it was asked first.
+
+    Python doesn't import a module again, so a notebook would go on with the old function, recorded as the new one.
+    """
+    version, spec = source_version(path), sys.modules[path.partition(":")[0]].__spec__
+    seen_spec, seen_version = _SEEN.get(path, (None, version))
+    if spec is seen_spec and version != seen_version:
+        raise ConfigError(f"{path} has changed since this process imported it; start Python anew, or reload its module")
+    _SEEN[path] = (spec, version)
 
 
 def _is_installed(root: Path) -> bool:

@@ -1,5 +1,6 @@
 """`qerl train` uses what would be made now: changed inputs are made anew, or refused once the run is finished."""
 
+import importlib
 import json
 import os
 import shutil
@@ -145,6 +146,17 @@ def test_a_changed_data_function_is_called_again(given):
         given.train(**own)
     (run.folder / "run.json").unlink()
     assert "and 0?" not in (given.train(**own).data / "train.jsonl").read_text()
+
+
+def test_a_function_that_python_would_not_import_again_is_refused(given):
+    given.functions("def reward(answer, problem):\n    raise KeyError\n")
+    with pytest.raises(KeyError):
+        given.train()
+    given.functions(FUNCTIONS)
+    with pytest.raises(ConfigError, match=r"own_functions:reward has changed since this process imported it"):
+        qerl.train(given.values)
+    importlib.reload(sys.modules["own_functions"])
+    assert qerl.train(given.values).finished
 
 
 def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monkeypatch):
