@@ -33,7 +33,7 @@ SEQUENCES, [PROMPT], TOKENS = (DecodeGrid.model_fields[name].default for name in
 _REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
 _NO_MEMORY = "out of memory"
 #: Token ids that every shape's vocabulary has, none of them special.
-_IDS = (1000, 100000)
+IDS = (1000, 100000)
 
 #: Continues prompts, all of one length, by so many tokens each, with a seed; returns how many it drew in all.
 Draw = Callable[[list[list[int]], int, int], int]
@@ -173,7 +173,7 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any
     """Samples of decoded tokens a second, the prompts' time taken off, which is the median of its own samples."""
 
     def taken(count: int, round_: int) -> float:
-        prompts = np.random.default_rng([sequences, round_]).integers(*_IDS, size=(sequences, prompt)).tolist()
+        prompts = np.random.default_rng([sequences, round_]).integers(*IDS, size=(sequences, prompt)).tolist()
         with seconds() as elapsed:
             drawn = draw(prompts, count, round_)
         if drawn != sequences * count:

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights and LoRA on a GPU: one kernel for few rows, unpacked weights and cuBLAS for many."""
+"""Linear layers with 4-bit weights and LoRA on a GPU: one kernel, compiled for each of a few numbers of rows."""
 
 from __future__ import annotations
 
@@ -110,6 +110,8 @@ _SPANS = (8, 40)
 #: Rows of A in a stage, with many rows.
 _SHRINK_ROWS = 32
 _MOST_ROWS = 8 * _VARIANTS[-1][0].nt
+#: Thread blocks that share a row block of x at least: more row blocks than leave so many take launches of their own.
+_LEAST_WORKERS = 4
 
 _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
@@ -225,14 +227,18 @@ class W4Linear:
         for tensor in (x, out):
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
+        most = self._workspace.processors // _LEAST_WORKERS * _MOST_ROWS
+        for rows, outs in zip(x.split(most), out.split(most), strict=True):
+            self._launch(rows, outs, _SILU if silu else _RESIDUAL if residual else _PLAIN)
+
+    def _launch(self, x: Tensor, out: Tensor, mode: int) -> None:
+        m, columns = x.shape
         small, large = next((pair for pair in _VARIANTS if m <= 8 * pair[0].nt), _VARIANTS[-1])
         blocks = -(-self.tiles.rows // layout.BLOCK_ROWS) * (columns // small.columns)
         variant = large if blocks >= _LARGE * self._workspace.processors else small
         row_blocks = -(-m // (8 * variant.nt))
         workers = variant.workers(blocks, self._workspace.processors // row_blocks)
-        params = self._params(
-            x, out, _SILU if silu else _RESIDUAL if residual else _PLAIN, variant, row_blocks, workers
-        )
+        params = self._params(x, out, mode, variant, row_blocks, workers)
         registers = variant.registers_of(self.rank)
         options = defines(NT=variant.nt, STAGES=variant.stages, REGISTERS=registers, RANK=self.rank)
         shared_bytes = variant.shared_bytes(len(self.tiles.parts) * self.rank)

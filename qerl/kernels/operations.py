@@ -13,20 +13,22 @@ from qerl.kernels import reference
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, attention and draw of a decode step; `qerl.kernels.reference` describes them."""
+    """Norm, attention, of a decode step and of prompts, and draw; `qerl.kernels.reference` describes them."""
 
     name: str
     rms_norm: Callable[..., Tensor]
     attend: Callable[..., Tensor]
+    attend_prompts: Callable[..., Tensor]
     draw: Callable[..., None]
 
 
 def operations(device: torch.device) -> Operations:
     """Triton's on a GPU, PyTorch's elsewhere."""
     if device.type != "cuda":
-        return Operations("PyTorch", reference.rms_norm, reference.attend, reference.draw)
+        return Operations("PyTorch", reference.rms_norm, reference.attend, reference.attend_prompts, reference.draw)
     from qerl.kernels.attention import attend
     from qerl.kernels.norm import rms_norm
+    from qerl.kernels.prompt_attention import attend_prompts
     from qerl.kernels.sampling import draw
 
-    return Operations("Triton", rms_norm, attend, draw)
+    return Operations("Triton", rms_norm, attend, attend_prompts, draw)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.geometry import CHUNK, Heads
+from qerl.kernels.prompts import PromptRow
 from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.models.attention import attend_packed
 
 _WORD = 0xFFFFFFFF
 
@@ -46,6 +48,21 @@ def attend(
         cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
         out[live] = _over_pages(query, cache, slots.pages[rows], position, heads)
     return out
+
+
+def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+    """Put keys and values of prompts into the cache and attend within each prompt; [n, Hq * D].
+
+    qkv [n, (Hq + 2 Hkv) * D], which it may overwrite; cache and rope as for `attend`.
+    """
+    parts = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+    angles = rope[0][row.positions][:, None], rope[1][row.positions][:, None]
+    query = _rotate(_head_norm(parts[0], heads.q_norm, heads.eps), *angles)
+    key = _rotate(_head_norm(parts[1], heads.k_norm, heads.eps), *angles)
+    page, place = row.places // cache.shape[-2], row.places % cache.shape[-2]
+    cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
+    assert row.packing is not None
+    return attend_packed(query, key, parts[2], row.packing, heads.scale).flatten(1)
 
 
 def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:

@@ -1,5 +1,5 @@
-// The weight of one layer, bfloat16 and row-major, from the layout of `qerl.kernels.tiles`: for cuBLAS, in training and
-// prefill. A warp unpacks a tile of 16 rows and 128 columns in shared memory and writes it in rows of 256 bytes.
+// The weight of one layer, bfloat16 and row-major, from the layout of `qerl.kernels.tiles`: for cuBLAS, in training.
+// A warp unpacks a tile of 16 rows and 128 columns in shared memory and writes it in rows of 256 bytes.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -1,4 +1,4 @@
-"""Weights in the kernels' layout, unpacked by one kernel: for cuBLAS, in training and prefill."""
+"""Weights in the kernels' layout, unpacked by one kernel: for cuBLAS, in training."""
 
 from __future__ import annotations
 

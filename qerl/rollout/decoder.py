@@ -1,4 +1,4 @@
-"""One decode step of a policy: every product fused, over the policy's own weights and a paged KV cache."""
+"""A policy's blocks for prompts and for decode steps: products fused, over its own weights and a paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
 from qerl.kernels.linear import W4Linear
 from qerl.kernels.operations import operations
+from qerl.kernels.prompts import PromptRow
 from qerl.kernels.protocol import FusedLinear, fuse
 from qerl.kernels.slots import DrawRule, Slots
 from qerl.models.policy import POLICY_ADAPTER, Policy
@@ -43,7 +44,7 @@ class _Block:
 
 
 class Decoder:
-    """The policy's blocks for one token a sequence. Norms and noise are read in place, adapters at each `sync`."""
+    """The policy's blocks, head and draw. Norms and noise are read in place, adapters at each `sync`."""
 
     def __init__(self, policy: Policy) -> None:
         config = policy.lm.config
@@ -66,6 +67,11 @@ class Decoder:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    @property
+    def width(self) -> int:
+        """Features of a hidden state."""
+        return int(self._embedding.shape[1])
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -125,19 +131,35 @@ class Decoder:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
         ops = self.operations
         x = self._embedding[slots.token[rows]]
+        self._through_blocks(
+            x, cache, lambda qkv, held, heads: ops.attend(qkv, held, slots, rows, self._rope, heads, splits)
+        )
+        ops.draw(self.logits(x), rows, slots, rule, truncated)
+
+    def hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
+        """Hidden states [n, H] behind the last block of prompts, whose keys and values `cache` then holds."""
+        ops = self.operations
+        x = self._embedding[row.ids]
+        self._through_blocks(x, cache, lambda qkv, held, heads: ops.attend_prompts(qkv, held, row, self._rope, heads))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, V] of hidden states [B, H] behind the last block."""
+        logits = hidden.new_empty(len(hidden), self._vocabulary)
+        self._head(self._normed(hidden, self._norm), logits)
+        return logits
+
+    def _through_blocks(self, x: Tensor, cache: Tensor, attend: Callable[[Tensor, Tensor, Heads], Tensor]) -> None:
+        """x [B, H] in its place; `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads."""
         for block, layer_cache in zip(self._blocks, cache, strict=True):
             normed = self._normed(x, block.input_norm)
             qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
             block.qkv(normed, qkv)
-            attended = ops.attend(qkv, layer_cache, slots, rows, self._rope, block.heads, splits)
-            block.out(attended, x, residual=True)
+            block.out(attend(qkv, layer_cache, block.heads), x, residual=True)
             normed = self._normed(x, block.mlp_norm)
             gated = x.new_empty(len(x), self._intermediate)
             block.gate_up(normed, gated, silu=True)
             block.down(gated, x, residual=True)
-        logits = x.new_empty(len(x), self._vocabulary)
-        self._head(self._normed(x, self._norm), logits)
-        ops.draw(logits, rows, slots, rule, truncated)
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)

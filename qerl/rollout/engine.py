@@ -14,11 +14,12 @@ from qerl.models.policy import Policy
 from qerl.quant.linear import PackedLinear
 from qerl.rollout.decoder import Decoder
 from qerl.rollout.paging import Pages
+from qerl.rollout.prefill import Prefill
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.rollout.schedule import Pool, Schedule, pages_for
 from qerl.rollout.steps import Steps
 
-#: Tokens of prompts, padding included, that are computed together.
+#: Tokens of prompts that are computed together.
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may take where no size is set.
 FREE_SHARE = 0.6
@@ -102,7 +103,7 @@ class EngineSampler:
             stops=self.stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        completions = Schedule(self.policy, pool, prompts, params, prefill_tokens).run(self.stops)
+        completions = Schedule(pool, prompts, params, prefill_tokens).run(self.stops)
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
         return completions
@@ -139,8 +140,10 @@ class EngineSampler:
         slots = Slots.empty(sequences, tokens, pages_each, decoder.device)
         cache, rule = decoder.new_cache(min(wanted, affordable), PAGE), DrawRule.empty(decoder.device)
         self.cache_bytes = cache.nbytes
-        steps = Steps(decoder, slots, cache, rule, whole=self.settings.batch_invariant)
-        return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, steps)
+        # Graphs follow one another, so they can share their memory.
+        memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        steps = Steps(decoder, slots, cache, rule, self.settings.batch_invariant, memory)
+        return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, steps, Prefill(decoder, cache, memory))
 
     def _cache_bytes(self) -> int:
         """Most bytes that the cache may have."""

@@ -1,65 +1,86 @@
-"""Prompts through the policy's own forward pass, their keys and values into pages."""
+"""Prompts through the decoder's blocks, one behind the other, their keys and values into pages.
+
+Up to 1,024 tokens launching takes longer than computing: all launches are captured in CUDA graphs, one for each of a
+few numbers of tokens. More tokens keep the GPU busy while the next products are launched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
-from qerl.models.policy import Policy
+from qerl.kernels.graphs import captured
+from qerl.kernels.prompts import PromptRow, pack
+from qerl.models.attention import Packing
+from qerl.rollout.decoder import Decoder
+from qerl.rollout.transfer import upload
 
-
-class _PagedLayer(CacheLayerMixin):
-    """Hands keys and values of a prompt on to attention as they are, and puts them into their pages."""
-
-    def __init__(self, cache: Tensor, page: Tensor, place: Tensor) -> None:
-        """cache [pages, 2, Hkv, PAGE, D]; page and place in it [B, L] of each token."""
-        super().__init__()
-        self._cache, self._page, self._place = cache, page, place
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, L, D]."""
-        self._cache[self._page, 0, :, self._place] = key_states.transpose(1, 2)
-        self._cache[self._page, 1, :, self._place] = value_states.transpose(1, 2)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys: a prompt attends to itself alone."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens before the prompt."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
+#: Tokens of a graph, padding included.
+BUCKETS = (32, 64, 128, 256, 512, 768, 1024)
+#: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
+MOST_PROMPTS = 32
 
 
-@torch.no_grad()
-def prefill(policy: Policy, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], cache: Tensor) -> Tensor:
-    """Logits [prompts, V] after each prompt; `cache` [layers, pages, 2, Hkv, PAGE, D] then holds it in its `pages`.
+def bucket_of(tokens: int, prompts: int) -> int | None:
+    """The size of the graph that serves `tokens` of `prompts`; None where none does."""
+    return next((size for size in BUCKETS if size >= tokens), None) if prompts <= MOST_PROMPTS else None
 
-    Prompts are padded on the right, where a causal model doesn't look; the padding's keys go to page 0.
+
+@dataclass(frozen=True)
+class _Graph:
+    """Computes `hidden` [bucket, H] of what `row` holds."""
+
+    row: Tensor
+    hidden: Tensor
+    replay: Callable[[], None]
+
+
+class Prefill:
+    """Computes prompts for a cache [layers, pages, 2, Hkv, PAGE, D]; a graph is captured when it is first needed.
+
+    `memory`: the pool of the graphs' memory, None where there are no graphs.
     """
-    device, size = policy.device, cache.shape[-2]
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    held = -(-longest // size)
-    table = torch.tensor([[*own, *[0] * (held - len(own))] for own in pages], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    positions = torch.arange(longest, device=device)
-    inside = positions < lengths[:, None]
-    page = torch.where(inside, table[:, positions // size], 0)
-    place = (positions % size).expand_as(page)
-    layers: list[Any] = [_PagedLayer(layer, page, place) for layer in cache]
-    with policy.autocast():
-        hidden = policy.lm.model(ids, past_key_values=Cache(layers=layers), use_cache=True).last_hidden_state
-        return policy.lm.get_output_embeddings()(hidden[torch.arange(len(prompts), device=device), lengths - 1])
+
+    def __init__(self, decoder: Decoder, cache: Tensor, memory: Any) -> None:
+        self._decoder, self._cache, self._memory = decoder, cache, memory
+        self._graphs: dict[int, _Graph] = {}
+        # Attention in float32 goes prompt by prompt, whose lengths a graph doesn't know.
+        self._captures = memory is not None and cache.element_size() == 2
+
+    @torch.no_grad()
+    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [prompts, V] after each prompt, whose `pages` of the cache then hold it; no wait for the device."""
+        lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
+        tokens, page = sum(lengths), self._cache.shape[-2]
+        bucket = bucket_of(tokens, len(prompts)) if self._captures else None
+        if bucket is None:
+            row = upload(pack(prompts, pages, page, tokens), torch.int32, device)
+            packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
+            hidden = self._decoder.hidden(PromptRow.of(row, tokens, packing), self._cache)
+        else:
+            row = upload(pack(prompts, pages, page, bucket, MOST_PROMPTS), torch.int32, device)
+            hidden = self._replayed(bucket, row)
+        last = upload([end - 1 for end in accumulate(lengths)], torch.int64, device)
+        return self._decoder.logits(hidden[last])
+
+    def _replayed(self, bucket: int, row: Tensor) -> Tensor:
+        if bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(bucket, row.clone())
+        graph = self._graphs[bucket]
+        graph.row.copy_(row)
+        graph.replay()
+        return graph.hidden
+
+    def _capture(self, bucket: int, row: Tensor) -> _Graph:
+        prompts = PromptRow.of(row, bucket, None)
+        hidden = torch.empty(bucket, self._decoder.width, dtype=self._decoder.dtype, device=self._decoder.device)
+
+        def compute() -> None:
+            hidden.copy_(self._decoder.hidden(prompts, self._cache))
+
+        return _Graph(row, hidden, captured(compute, self._memory))

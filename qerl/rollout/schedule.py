@@ -12,20 +12,20 @@ from torch import Tensor
 
 from qerl.kernels.geometry import PAGE, splits_of
 from qerl.kernels.slots import IDLE, DrawRule, Slots
-from qerl.models.policy import Policy
 from qerl.rollout.decoder import Decoder
 from qerl.rollout.paging import Pages
-from qerl.rollout.prefill import prefill
+from qerl.rollout.prefill import Prefill
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.rollout.steps import Steps
+from qerl.rollout.transfer import Download, upload
 
-#: Decode steps between two looks at which sequences have ended.
-CHECK_EVERY = 16
+#: Decode steps between two looks at which sequences have ended; a look is answered while the next steps run.
+CHECK_EVERY = 8
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Device memory of a sampler: cache and slots, with who holds the cache's pages, and the steps over both."""
+    """Device memory of a sampler: cache and slots, with who holds the cache's pages, steps and prompts over both."""
 
     decoder: Decoder
     slots: Slots
@@ -33,11 +33,15 @@ class Pool:
     pages: Pages
     rule: DrawRule
     steps: Steps
+    prefill: Prefill
 
 
 @dataclass
 class _Sequence:
-    """A completion on its way; `tokens` and `logprobs` are what the host has of it."""
+    """A completion on its way; `tokens` and `logprobs` are what the host has of it.
+
+    `drawn` counts those of the steps that were launched; a stop token may have ended it before.
+    """
 
     index: int
     key: int
@@ -65,26 +69,24 @@ class _Group:
 
 
 class Schedule:
-    """One call of `generate`; prompts of up to `prefill_tokens` tokens, padding included, are computed together."""
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
 
     def __init__(
-        self,
-        policy: Policy,
-        pool: Pool,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        prefill_tokens: int,
+        self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
     ) -> None:
         self._prefill_tokens = prefill_tokens
-        self._policy, self._pool, self._params = policy, pool, params
+        self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
         self._active: dict[int, _Sequence] = {}
         self._free = list(range(pool.slots.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.slots.pages.shape), dtype=np.int32)
         self._done: dict[int, _Sequence] = {}
+        #: What the device has been asked for: positions of the slots of sequences, and what they drew.
+        self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
+        self._fetched: deque[tuple[Sequence[_Sequence], Download]] = deque()
         groups = [self._group(number, list(prompt)) for number, prompt in enumerate(prompts)]
-        # Prompts of one length waste no padding; the longest first, so that the batch's tail is short.
+        # The longest first, so that the batch's tail is short.
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
     def _group(self, number: int, prompt: list[int]) -> _Group:
@@ -101,6 +103,7 @@ class Schedule:
             self._admit()
             self._decode()
             self._collect()
+        self._catch_up()
         count = self._params.count
         done = [self._done[index] for index in range(len(self._done))]
         completions = [Completion(s.tokens, s.logprobs, s.tokens[-1] in stops) for s in done]
@@ -125,7 +128,7 @@ class Schedule:
             if not group.waiting:
                 self._queue.popleft()
         for batch in _batches(fresh, self._prefill_tokens):
-            logits = prefill(self._policy, [g.prompt for g in batch], [g.pages for g in batch], self._pool.cache)
+            logits = self._pool.prefill.logits([g.prompt for g in batch], [g.pages for g in batch])
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
         if starting:
@@ -161,7 +164,7 @@ class Schedule:
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
-            source, target = torch.tensor(copies, device=self._pool.cache.device).T
+            source, target = upload(copies, torch.int64, self._pool.cache.device).T
             for layer in self._pool.cache:
                 layer[target] = layer[source]
 
@@ -173,10 +176,10 @@ class Schedule:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
         columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key) for s in sequences]
-        rows, position, drawn, key = torch.tensor(columns, dtype=torch.int64, device=slots.token.device).T
+        rows, position, drawn, key = upload(columns, torch.int64, slots.token.device).T
         slots.position[rows], slots.drawn[rows] = position.int(), drawn.int()
         slots.limit[rows], slots.sequence[rows] = self._params.max_tokens, key
-        self._pool.slots.pages.copy_(torch.from_numpy(self._table))
+        self._upload_pages()
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
         self._pool.decoder.operations.draw(logits, rows.int(), slots, self._pool.rule, self._truncated)
         for sequence in sequences:
@@ -185,13 +188,21 @@ class Schedule:
     def _show_pages(self, sequence: _Sequence) -> None:
         self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
 
+    def _upload_pages(self) -> None:
+        pages = self._pool.slots.pages
+        pages.copy_(upload(self._table, torch.int32, pages.device))
+
     # --- sequences go on ---
 
     def _decode(self) -> None:
-        left = [self._params.max_tokens - sequence.drawn for sequence in self._active.values()]
-        count = min(CHECK_EVERY, max(left))
+        """Launch the next steps of all sequences; those that have all their tokens then leave."""
+        most = self._params.max_tokens
+        count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
         self._grow(count)
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated)
+        for sequence in self._active.values():
+            sequence.drawn = min(sequence.drawn + count, most)
+        self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
 
     def _grow(self, steps: int) -> None:
         """Pages for the tokens of `steps` steps; the sequences that started last make way where there are too few."""
@@ -199,6 +210,8 @@ class Schedule:
         for sequence in list(self._active.values()):
             most = min(steps, self._params.max_tokens - sequence.drawn)
             missing = pages.needed(sequence.length - 1 + most) - len(sequence.pages)
+            if missing > pages.available:
+                self._catch_up()  # some may have ended
             while missing > pages.available and sequence.slot in self._active:
                 self._interrupt(next(reversed(self._active.values())))
             if missing > 0 and sequence.slot in self._active:
@@ -206,39 +219,66 @@ class Schedule:
                 self._show_pages(sequence)
                 grown = True
         if grown:
-            self._pool.slots.pages.copy_(torch.from_numpy(self._table))
+            self._upload_pages()
 
     def _interrupt(self, sequence: _Sequence) -> None:
-        """Take a sequence off the device; it goes on later from its tokens so far, which are computed anew."""
+        """Take a sequence off the device; it goes on later from its tokens so far, which are computed anew.
+
+        The host has caught up before, so the sequence hasn't ended. In no other case does the device wait.
+        """
         self._pool.slots.position[sequence.slot] = IDLE
-        self._read([sequence])
+        self._fetch([sequence])
         self._leave(sequence)
+        self._catch_up()
         self._queue.appendleft(_Group(sequence.prompt + sequence.tokens, deque([sequence])))
 
     # --- sequences leave ---
 
     def _collect(self) -> None:
-        """Look which sequences have ended; the one wait for the device in a round."""
-        position, drawn = self._pool.slots.state[:, :-1].tolist()
-        ended = [s for slot, s in self._active.items() if position[slot] == IDLE]
-        for slot, sequence in self._active.items():
-            sequence.drawn = drawn[slot]
-        self._read(ended)
-        for sequence in ended:
+        """Look which sequences have ended, while the device goes on: the answer is taken after the next steps."""
+        if self._active:
+            self._looks.append((dict(self._active), Download.of(self._pool.slots.state[0, :-1])))
+        while len(self._looks) > 1:
+            self._see(*self._looks.popleft())
+        while self._fetched and self._fetched[0][1].arrived:
+            self._store(*self._fetched.popleft())
+
+    def _catch_up(self) -> None:
+        """Wait for the device and take all that it was asked for."""
+        while self._looks:
+            self._see(*self._looks.popleft())
+        while self._fetched:
+            self._store(*self._fetched.popleft())
+
+    def _see(self, active: dict[int, _Sequence], positions: Download) -> None:
+        """End what has ended of the sequences that were in the slots; some may have left since."""
+        position = positions.wait().tolist()
+        self._end([s for slot, s in active.items() if self._active.get(slot) is s and position[slot] == IDLE])
+
+    def _end(self, sequences: Sequence[_Sequence]) -> None:
+        self._fetch(sequences)
+        for sequence in sequences:
             self._leave(sequence)
             self._done[sequence.index] = sequence
 
-    def _read(self, sequences: Sequence[_Sequence]) -> None:
-        """Fetch what the sequences drew on the device."""
+    def _fetch(self, sequences: Sequence[_Sequence]) -> None:
+        """Begin to fetch what the sequences drew on the device, before others take their slots."""
         if not sequences:
             return
         slots, most = self._pool.slots, max(s.drawn for s in sequences)
-        rows = torch.tensor([s.slot for s in sequences], device=slots.token.device)
-        tokens, logprobs = slots.tokens[rows, :most].tolist(), slots.logprobs[rows, :most].tolist()
-        for sequence, own_tokens, own_logprobs in zip(sequences, tokens, logprobs, strict=True):
+        rows = upload([s.slot for s in sequences], torch.int64, slots.token.device)
+        logprobs = slots.logprobs[rows, :most].view(torch.int32)
+        drawn = torch.cat([slots.drawn[rows, None], slots.tokens[rows, :most], logprobs], 1)
+        self._fetched.append((sequences, Download.of(drawn)))
+
+    def _store(self, sequences: Sequence[_Sequence], drawn: Download) -> None:
+        host = drawn.wait()
+        numbers, tokens, logprobs = host.tensor_split([1, 1 + host.shape[1] // 2], 1)
+        rows = zip(numbers[:, 0].tolist(), tokens.tolist(), logprobs.view(torch.float32).tolist(), strict=True)
+        for sequence, (count, own_tokens, own_logprobs) in zip(sequences, rows, strict=True):
             known = len(sequence.tokens)
-            sequence.tokens += own_tokens[known : sequence.drawn]
-            sequence.logprobs += own_logprobs[known : sequence.drawn]
+            sequence.tokens += own_tokens[known:count]
+            sequence.logprobs += own_logprobs[known:count]
 
     def _leave(self, sequence: _Sequence) -> None:
         del self._active[sequence.slot]
@@ -248,14 +288,15 @@ class Schedule:
 
 
 def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
-    """Groups in parts of at most `most` tokens with padding, or of one group."""
+    """Groups in parts of at most `most` tokens, or of one group."""
     batch: list[_Group] = []
+    tokens = 0
     for group in groups:
-        longest = max(len(g.prompt) for g in [*batch, group])
-        if batch and longest * (len(batch) + 1) > most:
+        if batch and tokens + len(group.prompt) > most:
             yield batch
-            batch = []
+            batch, tokens = [], 0
         batch.append(group)
+        tokens += len(group.prompt)
     if batch:
         yield batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from qerl.kernels.graphs import captured
 from qerl.kernels.slots import DrawRule, Slots
 from qerl.rollout.decoder import Decoder
+from qerl.rollout.transfer import upload
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -24,15 +26,16 @@ class Steps:
     """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
 
     `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
+    `memory`: the pool of the graphs' memory, None where there are no graphs.
     """
 
-    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule, whole: bool) -> None:
+    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule, whole: bool, memory: Any) -> None:
         self._decoder = decoder
         self._whole = whole
         self._slots, self._cache, self._rule = slots, cache, rule
         self._rows = torch.full((bucket_of(slots.count),), slots.count, dtype=torch.int32, device=decoder.device)
         self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
-        self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        self._memory = memory
 
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
@@ -42,7 +45,7 @@ class Steps:
         bucket = bucket_of(self._slots.count if self._whole else len(chosen))
         step = self._step(bucket, splits, truncated)
         padded = [*chosen, *[self._slots.count] * (bucket - len(chosen))]
-        self._rows[:bucket].copy_(torch.tensor(padded, dtype=torch.int32))
+        self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
         for _ in range(count):
             step()
 

@@ -13,8 +13,8 @@ from qerl.quant.linear import PackedLinear
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
-#: Rows of x on both sides of every variant's limit, and more than one row block.
-ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 300)
+#: Rows of x on both sides of every variant's limit, more than one row block, and more than one launch.
+ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 300, 1100, 9000)
 #: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
 TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)

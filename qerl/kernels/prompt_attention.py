@@ -1,0 +1,175 @@
+"""Attention of prompts on a GPU; `qerl.kernels.reference` has it in PyTorch.
+
+One launch normalises and rotates queries and keys where they lie and copies keys and values into their pages. The
+second one attends: a program has some queries of one head of one prompt, and goes over the prompt's keys up to them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.attention import _normed
+from qerl.kernels.geometry import Heads
+from qerl.kernels.launch import begin, dependent
+from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
+from qerl.models.attention import attend_packed
+
+#: Keys that a program of attention reads at once, and how often as many are on their way: the first that fit.
+_READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
+
+
+@triton.jit
+def _turn(
+    heads_of, head, held, half, in_half, c, s, weight, eps,
+    DIM: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Heads [N, D] of a token, normalised and rotated, in two halves of `dtype`."""
+    place = heads_of + head[:, None] * DIM + half[None, :]
+    first = tl.load(place, held, other=0.0).to(tl.float32)
+    second = tl.load(place + DIM // 2, held, other=0.0).to(tl.float32)
+    if NORM:
+        first, second = _normed(first, second, weight, half, in_half, eps, DIM, dtype)
+    return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
+
+
+@triton.jit
+def _place(
+    qkv, cache, positions, places, cos, sin, q_norm, k_norm, eps,
+    QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_BLOCK)
+    in_half = half < DIM // 2
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    begin(PDL)
+    angle = tl.load(positions + token).to(tl.int64) * (DIM // 2) + half
+    c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    place = tl.load(places + token).to(tl.int64)
+    queries = qkv + token * (QUERY + 2 * KV) * DIM
+    keys = queries + QUERY * DIM
+
+    head = tl.arange(0, QUERY_BLOCK)
+    held = (head < QUERY)[:, None] & in_half[None, :]
+    first, second = _turn(queries, head, held, half, in_half, c, s, q_norm, eps, DIM, NORM, dtype)
+    target = queries + head[:, None] * DIM + half[None, :]
+    tl.store(target, first, held)
+    tl.store(target + DIM // 2, second, held)
+
+    head = tl.arange(0, KV_BLOCK)
+    held = (head < KV)[:, None] & in_half[None, :]
+    first, second = _turn(keys, head, held, half, in_half, c, s, k_norm, eps, DIM, NORM, dtype)
+    target = keys + head[:, None] * DIM + half[None, :]
+    tl.store(target, first, held)
+    tl.store(target + DIM // 2, second, held)
+    page = cache + ((place // PAGE * 2 * KV + head[:, None]) * PAGE + place % PAGE) * DIM + half[None, :]
+    tl.store(page, first, held)
+    tl.store(page + DIM // 2, second, held)
+    page += KV * PAGE * DIM
+    tl.store(page, tl.load(target + KV * DIM, held, other=0.0), held)
+    tl.store(page + DIM // 2, tl.load(target + KV * DIM + DIM // 2, held, other=0.0), held)
+
+
+@triton.jit
+def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """Keys or values [N, D] at places [N, 1]; nothing is compared where all columns are there."""
+    if DIM == DIM_BLOCK:
+        return tl.load(place + whole[None, :])
+    return tl.load(place + whole[None, :], (whole < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _go_on(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
+           DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Softmax(q k) v, in units of log2, over the keys at `keys` [N, 1], with values behind them."""
+    scores = tl.dot(q, tl.trans(_load(keys, whole, DIM, DIM_BLOCK))) * scale
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    rising = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - rising[:, None])
+    fade = tl.exp2(highest - rising)
+    total = total * fade + tl.sum(weights, axis=1)
+    v = _load(keys + KV * DIM, whole, DIM, DIM_BLOCK)
+    return rising, total, tl.dot(weights.to(v.dtype), v, summed * fade[:, None])
+
+
+@triton.jit
+def _attend(
+    qkv, out, blocks, scale,
+    QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    block = blocks + 3 * tl.program_id(1)
+    begin(PDL)
+    start, first, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if start >= end:
+        return
+    WIDTH: tl.constexpr = (QUERY + 2 * KV) * DIM
+    # Places are counted from the prompt's first token.
+    qkv += first.to(tl.int64) * WIDTH
+    out += first.to(tl.int64) * (QUERY * DIM)
+    start, end = start - first, end - first
+    whole = tl.arange(0, DIM_BLOCK)
+    query = start + tl.arange(0, QUERIES)
+    held = (query < end)[:, None] & (whole < DIM)[None, :]
+    q = tl.load(qkv + query[:, None] * WIDTH + head * DIM + whole[None, :], held, other=0.0)
+    key = tl.arange(0, KEYS)
+    keys = qkv + (QUERY + head // (QUERY // KV)) * DIM
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
+    for place in tl.range(0, start, KEYS, num_stages=STAGES):
+        there = keys + (place + key)[:, None] * WIDTH
+        highest, total, summed = _go_on(q, there, whole, held, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False)
+    for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
+        # Keys behind the prompt's last one are never seen; the last one is read in their place.
+        there = keys + tl.minimum(place + key, end - 1)[:, None] * WIDTH
+        seen = (place + key)[None, :] <= query[:, None]
+        highest, total, summed = _go_on(q, there, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True)
+    target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
+    tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), held)
+
+
+@cache
+def _reads(dim_block: int, device: torch.device) -> tuple[int, int]:
+    properties: Any = torch.cuda.get_device_properties(device)
+    room = properties.shared_memory_per_block_optin // (2 * dim_block) - QUERY_BLOCK
+    return next(((keys, stages) for keys, stages in _READS if 2 * keys * stages <= room), _READS[-1])
+
+
+def _attended(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
+    """[n, Hq * D] of q, k and v that are rotated."""
+    out = qkv.new_empty(len(qkv), heads.query * heads.dim)
+    dim_block = max(16, triton.next_power_of_2(heads.dim))
+    keys, stages = _reads(dim_block, qkv.device)
+    _attend[(heads.query, len(blocks))](
+        qkv, out, blocks, heads.scale * 1.4426950408889634,
+        QUERY=heads.query, KV=heads.kv, DIM=heads.dim, DIM_BLOCK=dim_block,
+        QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages, num_warps=8, **dependent(qkv.device),
+    )  # fmt: skip
+    return out
+
+
+def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+    """See `reference.attend_prompts`."""
+    blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
+    _place[(len(qkv),)](
+        qkv, cache, row.positions, row.places, *rope,
+        # Not read where there are none.
+        qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
+        QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
+        PAGE=cache.shape[-2], NORM=heads.q_norm is not None, num_warps=4, **dependent(qkv.device),
+    )  # fmt: skip
+    if qkv.element_size() == 2:
+        return _attended(qkv, row.blocks, heads)
+    query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+    assert row.packing is not None
+    return attend_packed(query, key, value, row.packing, heads.scale).flatten(1)

@@ -1,0 +1,59 @@
+"""Prompts in one row of tokens: what the blocks have to know of them, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from torch import Tensor
+
+from qerl.models.attention import Packing
+
+#: Queries of a prompt that one program of attention has.
+QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """`n` tokens of one prompt behind the other; padding, where there is some, is a prompt of its own at the end."""
+
+    ids: Tensor  # [n] int32
+    positions: Tensor  # [n] int32, of each token in its prompt
+    places: Tensor  # [n] int32, where the cache has it: page * PAGE + place in the page
+    blocks: Tensor  # [blocks, 3] int32, of queries: the first one, where its prompt begins, and where it ends
+    #: Where attention goes prompt by prompt; None where it must not depend on the host.
+    packing: Packing | None
+
+    @classmethod
+    def of(cls, row: Tensor, tokens: int, packing: Packing | None) -> PromptRow:
+        """Views of what `pack` made."""
+        ids, positions, places, blocks = row.split([tokens, tokens, tokens, len(row) - 3 * tokens])
+        return cls(ids, positions, places, blocks.view(-1, 3), packing)
+
+
+def pack(
+    prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page: int, tokens: int, most: int | None = None
+) -> np.ndarray:
+    """ids, positions, places and blocks of a row of `tokens`, one behind the other, int32.
+
+    `page`: tokens of a page. Padding is at position 0 and goes to page 0, which is nobody's. With `most` prompts at
+    most the number of blocks depends on `tokens` alone: those that are left are empty.
+    """
+    ends = list(accumulate([len(prompt) for prompt in prompts], initial=0))
+    row = np.zeros((3, tokens), dtype=np.int32)
+    for start, prompt, held in zip(ends[:-1], prompts, pages, strict=True):
+        position = np.arange(len(prompt))
+        place = np.asarray(held)[position // page] * page + position % page
+        row[:, start : start + len(prompt)] = prompt, position, place
+    blocks = _blocks([*ends, tokens] if ends[-1] < tokens else ends)
+    if most is not None:
+        blocks += [(0, 0, 0)] * (tokens // QUERY_BLOCK + most + 1 - len(blocks))
+    return np.concatenate([row.ravel(), np.array(blocks, dtype=np.int32).ravel()])
+
+
+def _blocks(ends: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Blocks of queries of prompts between `ends`; those with the most keys come first, so that none ends late."""
+    blocks = [(start, first, end) for first, end in pairwise(ends) for start in range(first, end, QUERY_BLOCK)]
+    return sorted(blocks, key=lambda block: block[1] - block[0])

@@ -1,0 +1,148 @@
+"""Prompts on a GPU: their attention against float64, their logits against Hugging Face, in graphs and without."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qerl.bench.decode import random_policy
+from qerl.config import NativeSettings
+from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.prompts import PromptRow, pack
+from qerl.models.attention import Packing
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.prefill import bucket_of
+from qerl.rollout.sampler import SamplingParams
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda", 0)
+LENGTHS = [1, 64, 300, 2, 65, 128, 129, 63]
+
+
+def exact(qkv, lengths, positions, rope, heads):
+    """Attention, keys and values in float64, by token."""
+    query, key, value = qkv.double().view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], 1)
+
+    def rotated(x, norm):
+        if norm is not None:
+            x = norm.double() * x / (x.square().mean(-1, keepdim=True) + heads.eps).sqrt()
+        cos, sin = (table[positions.long()].double()[:, None] for table in rope)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    query, key = rotated(query, heads.q_norm), rotated(key, heads.k_norm)
+    outs, group = [], heads.query // heads.kv
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * heads.scale
+        later = torch.ones(scores.shape[1:], device=CUDA).triu(1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1))
+    return torch.cat(outs), key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("query", "kv", "dim", "normed"), [(28, 4, 128, False), (16, 8, 128, True), (3, 3, 80, False), (32, 1, 64, True)]
+)
+@pytest.mark.parametrize("padding", [0, 117])
+@pytest.mark.parametrize("pdl", [True, False])
+def test_attention_of_prompts(dtype, query, kv, dim, normed, padding, pdl, monkeypatch):
+    from qerl.kernels.prompt_attention import attend_prompts
+
+    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    torch.manual_seed(torch.seed() % 2**31)
+    norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
+    tokens = sum(LENGTHS) + padding
+    order = (torch.randperm(20) + 1).tolist()
+    pages = [[order.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS]
+    packed = torch.tensor(pack([[7] * n for n in LENGTHS], pages, PAGE, tokens, 9)).to(CUDA)
+    lengths = [*LENGTHS, padding] if padding else LENGTHS
+    row = PromptRow.of(packed, tokens, Packing.of(lengths, [None] * len(lengths), CUDA))
+    angle = torch.rand(300, dim // 2, device=CUDA) * 6
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    qkv = torch.randn(tokens, (query + 2 * kv) * dim, device=CUDA).to(dtype)
+    cache = torch.full((21, 2, kv, PAGE, dim), torch.nan, dtype=dtype, device=CUDA)
+    expected, keys, values = exact(qkv, lengths, row.positions, rope, heads)
+    out = attend_prompts(qkv, cache, row, rope, heads)
+    close = {"atol": 3e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+    torch.testing.assert_close(out.double(), expected, **close)
+    assert (out.double() - expected).norm() <= (5e-3 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
+    page, place = row.places[: sum(LENGTHS)].long() // PAGE, row.places[: sum(LENGTHS)].long() % PAGE
+    torch.testing.assert_close(cache[page, 0, :, place].double(), keys[: sum(LENGTHS)], **close)
+    assert torch.equal(cache[page, 1, :, place].double(), values[: sum(LENGTHS)])
+    cache[page, :, :, place] = torch.nan
+    assert cache[1:].isnan().all()
+
+
+@pytest.fixture(scope="module", params=[("bf16", 16), ("nvfp4", 16), ("nvfp4", 0), ("mxfp4", 16)], ids=str)
+def policy(request):
+    made = random_policy("small", *request.param, CUDA)
+    for name, parameter in made.lm.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return made
+
+
+def prompts_of(tokens, count, seed=0):
+    """Prompts of different lengths, `tokens` in all."""
+    numbers = np.random.default_rng(seed)
+    cuts = sorted(numbers.choice(np.arange(1, tokens), size=count - 1, replace=False).tolist())
+    ids = numbers.integers(10, 1000, size=tokens).tolist()
+    return [ids[start:end] for start, end in zip([0, *cuts], [*cuts, tokens], strict=True)]
+
+
+def sampler_of(policy, **settings):
+    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=1.0, **settings), 64)
+    sampler.stops = frozenset()
+    return sampler
+
+
+def assert_hugging_faces(policy, prompts, groups):
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            ids = torch.tensor([prompt + completion.token_ids], device=CUDA)
+            with torch.no_grad(), policy.autocast():
+                logits = policy.lm(ids).logits[0, len(prompt) - 1 : -1].float()
+            expected = torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+            assert np.abs(expected - completion.logprobs).max() <= 0.03
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [(20, 3), (32, 1), (50, 7), (128, 32), (200, 2), (512, 1), (500, 31), (400, 40), (700, 5), (1000, 4), (1500, 5)],
+)
+def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count):
+    """In a graph of every size, with and without padding, and in none: too many prompts, too many tokens."""
+    sampler, params = sampler_of(policy), SamplingParams(max_tokens=4, count=1, seed=1)
+    prompts = prompts_of(tokens, count)
+    first = sampler.generate(prompts, params)
+    bucket = bucket_of(tokens, count)
+    assert set(sampler._pool.prefill._graphs) == ({bucket} if bucket else set())
+    assert_hugging_faces(policy, prompts, first)
+    others = prompts_of(max(tokens - 3, count), count, seed=1)
+    assert_hugging_faces(policy, others, sampler.generate(others, params))
+    assert sampler.generate(prompts, params) == first
+
+
+def test_a_graph_follows_adapters_and_noise_as_they_are_now(policy):
+    from qerl.config import NoiseSettings
+    from qerl.rl.aqn import Noise
+
+    sampler, params, prompts = sampler_of(policy), SamplingParams(max_tokens=4, seed=1), prompts_of(100, 3)
+    clean = sampler.generate(prompts, params)
+    with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=0).at(1, 10):
+        noisy = sampler.generate(prompts, params)
+        assert_hugging_faces(policy, prompts, noisy)
+    assert noisy != clean
+    assert sampler.generate(prompts, params) == clean
+
+
+def test_a_prompt_alone_gives_the_same_bits_where_asked(policy):
+    prompts, params = prompts_of(1100, 5), SamplingParams(max_tokens=8, count=2, seed=3)
+    whole = sampler_of(policy, batch_invariant=True).generate(prompts, params)
+    for place, prompt in enumerate(prompts):
+        alone = SamplingParams(max_tokens=8, count=2, seed=3, first=place)
+        assert sampler_of(policy, batch_invariant=True).generate([prompt], alone) == whole[place : place + 1]

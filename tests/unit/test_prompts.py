@@ -1,0 +1,130 @@
+"""Prompts in one row: what is computed together, and where it goes."""
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.config import AdapterSettings, NativeSettings
+from qerl.kernels.prompts import QUERY_BLOCK, PromptRow, pack
+from qerl.models.attention import Packing
+from qerl.models.policy import with_adapter
+from qerl.rollout import schedule
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.prefill import BUCKETS, MOST_PROMPTS, bucket_of
+from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.steps import Steps
+from qerl.rollout.transfer import Download
+from tests.tiny import tiny_qwen3
+
+CPU = torch.device("cpu")
+PAGE = 64
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    torch.manual_seed(0)
+    return with_adapter(tiny_qwen3(tmp_path_factory.mktemp("m")), AdapterSettings(rank=4), "float32", 0, CPU)
+
+
+def split(row, tokens):
+    ids, positions, places, blocks = np.split(row, [tokens, 2 * tokens, 3 * tokens])
+    return ids, positions, places, blocks.reshape(-1, 3)
+
+
+def test_prompts_lie_one_behind_the_other_and_their_tokens_in_their_pages():
+    prompts, pages = [[5, 6, 7], list(range(100, 170)), [9]], [[4], [8, 2], [3]]
+    ids, positions, places, blocks = split(pack(prompts, pages, PAGE, 74), 74)
+    assert ids.tolist() == [5, 6, 7, *range(100, 170), 9]
+    assert positions.tolist() == [0, 1, 2, *range(70), 0]
+    expected = [4 * PAGE + i for i in range(3)] + [8 * PAGE + i for i in range(64)] + [2 * PAGE + i for i in range(6)]
+    assert places.tolist() == [*expected, 3 * PAGE]
+    assert sorted(blocks.tolist()) == [[0, 0, 3], [3, 3, 73], [73, 73, 74]]
+
+
+def test_padding_is_a_prompt_of_its_own_that_goes_to_nobodys_page():
+    ids, positions, places, blocks = split(pack([[5, 6, 7], [8]], [[4], [2]], PAGE, 32, 5), 32)
+    assert not ids[4:].any()
+    assert not positions[4:].any()
+    assert not places[4:].any()
+    assert sorted(blocks.tolist()) == [[0, 0, 0]] * 3 + [[0, 0, 3], [3, 3, 4], [4, 4, 32]]
+
+
+def test_blocks_of_queries_cover_every_token_once_and_as_many_fit_whatever_the_prompts():
+    numbers = np.random.default_rng(0)
+    for _ in range(200):
+        tokens = int(numbers.choice(BUCKETS))
+        count = int(numbers.integers(1, min(MOST_PROMPTS, tokens) + 1))
+        used = int(numbers.integers(count, tokens + 1))
+        cuts = np.sort(numbers.choice(np.arange(1, used), size=count - 1, replace=False)).tolist()
+        lengths = np.diff([0, *cuts, used]).tolist()
+        pages = [[1] * -(-length // PAGE) for length in lengths]
+        *_, blocks = split(pack([[1] * n for n in lengths], pages, PAGE, tokens, MOST_PROMPTS), tokens)
+        assert len(blocks) == tokens // QUERY_BLOCK + MOST_PROMPTS + 1
+        covered = [token for start, _, end in blocks.tolist() for token in range(start, min(start + QUERY_BLOCK, end))]
+        assert sorted(covered) == list(range(tokens))
+        work = [start - first for start, first, end in blocks.tolist() if end]
+        assert work == sorted(work, reverse=True)
+
+
+def test_a_graph_is_the_smallest_that_has_room():
+    assert [bucket_of(size, 1) for size in BUCKETS] == list(BUCKETS)
+    assert (bucket_of(1, 1), bucket_of(33, 2), bucket_of(513, 3)) == (32, 64, 768)
+    assert bucket_of(BUCKETS[-1] + 1, 1) is None
+    assert bucket_of(100, MOST_PROMPTS) == 128
+    assert bucket_of(100, MOST_PROMPTS + 1) is None
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(policy):
+    """A graph computes padding, too; on a CPU there are none, but its row is computed as it is."""
+    sampler = EngineSampler(policy, NativeSettings(), 4)
+    prompts, pages = [[5, 6, 7], list(range(2, 72))], [[1], [2, 3]]
+    sampler.generate(prompts, SamplingParams(max_tokens=2))
+    pool = sampler._pool
+    outcomes = []
+    for tokens in (73, 128):
+        pool.cache.fill_(7)
+        lengths = [3, 70] + [tokens - 73] * (tokens > 73)
+        row = torch.from_numpy(pack(prompts, pages, PAGE, tokens, 3))
+        packing = Packing.of(lengths, [None] * len(lengths), CPU)
+        hidden = pool.decoder.hidden(PromptRow.of(row, tokens, packing), pool.cache)
+        outcomes.append((hidden[:73], pool.cache[:, 1:].clone()))
+    for plain, padded in zip(*outcomes, strict=True):
+        torch.testing.assert_close(plain, padded)
+
+
+@pytest.mark.parametrize("stops", [(), range(2, 18)])
+def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy, monkeypatch, stops):
+    launched, waits, caught_up = [], [], []
+    run, catch_up = Steps.run, schedule.Schedule._catch_up
+
+    class Watched(Download):
+        arrived = False  # the device is as slow as can be
+
+        @classmethod
+        def of(cls, tensor):
+            asked = super().of(tensor)
+            object.__setattr__(asked, "before", len(launched))
+            return asked
+
+        def wait(self):
+            waits.append(len(launched) - self.before)
+            return super().wait()
+
+    def counted(self, *args):
+        launched.append(args)
+        run(self, *args)
+
+    def noted(self):
+        caught_up.append(len(waits))
+        catch_up(self)
+
+    monkeypatch.setattr(schedule, "Download", Watched)
+    monkeypatch.setattr(Steps, "run", counted)
+    monkeypatch.setattr(schedule.Schedule, "_catch_up", noted)
+    sampler = EngineSampler(policy, NativeSettings(), 6)
+    sampler.stops = frozenset(stops)
+    sampler.generate([[5, 6], [7], [8, 9, 10]], SamplingParams(max_tokens=40, count=4, seed=1))
+    [before_the_end] = caught_up
+    assert all(later >= 1 for later in waits[:before_the_end])
+    assert len(waits) > before_the_end > 0
