@@ -1,12 +1,14 @@
 """The library: quantize, train, load, sample, evaluate. The command line calls these functions.
 
-A model is given as a folder in the hub's layout, as the folder of a finished run, or as `org/name@revision` of the hub.
+A model is given as a folder in the hub's layout, as the folder of a finished run, or as `org/name` of the hub, with
+`@revision` for another than its main branch.
 Mistakes raise a `ValueError` of one sentence before anything long starts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +74,9 @@ WORK = "work"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
+
+
+_OF_THE_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -310,17 +315,20 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
 
 def _folder(model: str) -> Path:
     """Where a model lies; one of the hub is downloaded to its cache."""
+    if (folder := Path(model)).is_dir():
+        return folder
+    named = _OF_THE_HUB.fullmatch(model)
+    # Where the folder that it would lie in is there, it is a folder that was misspelt.
+    if named is None or not (named["revision"] or not folder.parent.is_dir()):
+        raise CheckpointError(
+            f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
+            "or org/name@revision"
+        )
     from qerl.models.base import fetch_model
 
-    repo, at, revision = model.rpartition("@")
-    if Path(model).is_dir():
-        return Path(model)
-    if at:
-        return fetch_model(repo, revision)
-    raise CheckpointError(
-        f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub with its "
-        "revision: org/name@revision"
-    )
+    fetched = fetch_model(named["repo"], named["revision"] or "main")
+    log.info("%s of the hub is commit %s", named["repo"], fetched.name)
+    return fetched
 
 
 def _source(model: str, weights: str | None = None) -> Path:

@@ -51,7 +51,7 @@ _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
 _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
 
-Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name@revision of the hub.")]
+Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]

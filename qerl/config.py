@@ -664,7 +664,8 @@ class RunFile(RunSettings):
     """
 
     model: str
-    """A folder in the hub's layout, dense or quantized to `weights` already, or `org/name@revision` of the hub."""
+    """A folder in the hub's layout, dense or quantized to `weights` already, or `org/name` of the hub, with `@revision`
+    for another than its main branch."""
     dataset: DatasetSettings  # type: ignore[assignment]
     """A file or folder of records, or a mapping as under DatasetSettings."""
     out: FilePath

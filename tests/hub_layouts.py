@@ -189,11 +189,18 @@ def settings(repo: str, folder: Path | None = None, **changes: Any) -> dict[str,
 
 
 def cached(repo: str, home: Path) -> None:
-    """The repository as `hf download` leaves it in the hub's cache: blobs, and a snapshot of links to them."""
+    """A data set as `hf download` leaves it in the hub's cache under the folder `home`, for HF_HOME."""
     plain = home / "plain"
     REPOSITORIES[repo](plain)
-    root = home / "hub" / f"datasets--{repo.replace('/', '--')}"
+    into_cache(plain, f"datasets--{repo.replace('/', '--')}", home)
+
+
+def into_cache(plain: Path, name: str, home: Path) -> None:
+    """Move the files of a repository into the hub's cache: blobs, a snapshot of links to them, the main branch."""
+    root = home / "hub" / name
     (root / "blobs").mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(COMMIT)
     for number, file in enumerate(path for path in sorted(plain.rglob("*")) if path.is_file()):
         link = root / "snapshots" / COMMIT / file.relative_to(plain)
         link.parent.mkdir(parents=True, exist_ok=True)

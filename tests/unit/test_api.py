@@ -278,7 +278,7 @@ def test_a_folder_of_something_else_is_left_alone(values, tmp_path):
     ("change", "sentence"),
     [
         ({"stepz": 3}, "unknown key `stepz`"),
-        ({"model": "no/where"}, "org/name@revision"),
+        ({"model": "./nowhere"}, "model folder ./nowhere doesn.t exist"),
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl doesn't exist"),
         ({"dataset": {"format": "gsm8k", "orign": {}}}, "`dataset.origin`"),
         ({"out": None}, "`out`"),

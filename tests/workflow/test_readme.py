@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 
 from .conftest import ROOT
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run_blocks(text: str, folder: Path) -> str:
+def run_blocks(text: str, folder: Path, **variables: str) -> str:
     """Write the blocks that begin with the name of a file, run the others in order; what they print."""
     said = ""
     for language, block in BLOCK.findall(text):
@@ -42,11 +43,24 @@ def run_blocks(text: str, folder: Path) -> str:
             continue
         command = ["bash", "-ec", block] if language == "sh" else [sys.executable, "-c", block]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test"}
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", **variables}
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert run.returncode == 0, block + run.stdout + run.stderr
         said += run.stdout
     return said
+
+
+def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
+    home = folder / "hub-cache"
+    cached("openai/gsm8k", home)
+    model = tiny_qwen2(folder / "qwen")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    into_cache(model, "models--Qwen--Qwen2.5-1.5B-Instruct", home)
+    said = run_blocks(section("Train a model on your GPU"), folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    assert said.count("A crate holds 7 pears.") == 1
+    assert len((folder / "runs/gsm8k/metrics.jsonl").read_text().splitlines()) == 3
+    assert (folder / "runs/gsm8k/eval/result.json").is_file()
+    assert (folder / "runs/gsm8k/vllm/adapter/adapter_model.safetensors").is_file()
 
 
 def test_one_run_by_hand(folder):
