@@ -146,12 +146,12 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     settings = _read_run(values, out)
     made = Run(settings.out)
     _check_same(made.folder, settings)
-    check_writable(made.folder)
-    records.write(replace=not made.finished)
     if made.finished:
+        records.write(replace=False)
         check_inputs(made.settings)
         log.info("%s is finished: nothing to do", made.folder)
         return made
+    check_writable(made.folder)
     from qerl.preflight import check_runs
     from qerl.rl.processes import check_processes
 
@@ -169,6 +169,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     elif settings.recipe == "awq":
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
     with alone(made.folder / WORK):
+        records.write()
         _write_run_file(settings)
         if not made.checkpoint.exists():  # settings may have been corrected
             shutil.rmtree(made.data, ignore_errors=True)

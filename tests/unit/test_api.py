@@ -208,6 +208,8 @@ def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch
 def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_path, dataset, sentence):
     with pytest.raises(DataError, match=sentence):
         qerl.train({**values, "dataset": dataset})
+    with pytest.raises(CheckpointError, match="nowhere doesn't exist"):
+        qerl.train({**values, "dataset": ROWS, "model": "nowhere"})
     assert not list(tmp_path.iterdir())
 
 
