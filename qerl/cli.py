@@ -19,7 +19,16 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api, rules
-from qerl.config import AnswerForm, ConfigError, EvaluationSettings, SamplingSettings, parse, parse_yaml, read_yaml
+from qerl.config import (
+    AnswerForm,
+    ConfigError,
+    DatasetSettings,
+    EvaluationSettings,
+    SamplingSettings,
+    parse,
+    parse_yaml,
+    read_yaml,
+)
 from qerl.progress import configure_logging
 
 if TYPE_CHECKING:
@@ -212,7 +221,7 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
         values = parse_yaml(dataset, "--dataset")
         if not isinstance(values, dict):
             raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
-        return values
+        return parse(DatasetSettings, values, "--dataset")
     if problems is None and run is None:
         raise ConfigError("nothing to evaluate on: give --problems or --dataset")
     if problems:
@@ -271,7 +280,8 @@ def _plan(config: Path, keys: list[str] | None) -> Plan:
 
     if wrong := [key for key in keys or [] if "=" not in key]:
         raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
-    return plan_from({**read_yaml(config), **dict(key.split("=", 1) for key in keys or [])}, config, [config])
+    typed = dict(key.split("=", 1) for key in keys or [])
+    return plan_from({**read_yaml(config), **typed}, config, [config], typed)
 
 
 @app.command(name="plan", rich_help_panel=WORKFLOW)

@@ -1018,7 +1018,7 @@ class Config(Settings):
     def _name_is_a_folder(cls, name: str) -> str:
         if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
             raise ValueError(
-                f"name={name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
+                f"{name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
             )
         return name
 
@@ -1125,6 +1125,9 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{where}{line}: this is not valid YAML: {error.problem or error.context}") from None
     # Impossible dates, numbers of thousands of digits and bytes that are no text are mere ValueErrors.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None

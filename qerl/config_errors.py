@@ -93,7 +93,8 @@ def _one(annotation: Any, limits: Sequence[Any]) -> str:
     if get_origin(annotation) is tuple:
         return f"a list of {len(inner)}, each {expected(inner[0])}"
     if get_origin(annotation) is dict:
-        return f"a mapping, each value {expected(inner[1])}" if inner[1] is not Any else "a mapping"
+        named = _models(inner[1]) or inner[1] is Any
+        return "a mapping" if named else f"a mapping, each value {expected(inner[1])}"
     names = {int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}
     if pattern := next((limit.pattern for limit in limits if getattr(limit, "pattern", None)), None):
         return f"text like {pattern}"
@@ -218,6 +219,8 @@ def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], st
     """What an unknown key may stand for: one beside it that is like it, or one of that name elsewhere."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
+    if "." in name and place.dotted in _keys(settings):
+        return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
     if found := difflib.get_close_matches(name, known, 1):
         return f"; did you mean `{written(f'{above}.{found[0]}'.removeprefix('.'))}`?"
     if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:

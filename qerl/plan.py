@@ -485,16 +485,17 @@ def fitting(plan_: Plan) -> list[str]:
     return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
 
 
-def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = ()) -> Plan:
+def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
     """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`.
 
-    A whole configuration comes from `files`, where there are any. Errors name the file.
+    A whole configuration comes from `files`, where there are any, but for the keys `typed` on the command line. Errors
+    name both.
     """
-    where = ", ".join(map(_as_typed, files)) or "configuration"
-    values = given
+    values, where = given, ", ".join(map(_as_typed, files)) or "configuration"
     if not files and "name" not in given:
-        keys = f" with {', '.join(map(str, given))} of the command line" if given else ""
-        values, where = {**read_yaml(default), **given}, f"{_as_typed(default)}{keys}"
+        values, where, typed = {**read_yaml(default), **given}, _as_typed(default), given
+    if typed:
+        where += f" with {', '.join(map(str, typed))} of the command line"
     if "name" not in values:
         raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
     if values.get("protocol", "paper") != "paper":

@@ -162,6 +162,11 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
         (["eval", "model", "--out", "e"], "nothing to evaluate on"),
         (["eval", "model", "--out", "e", "--problems", "absent.jsonl"], "absent.jsonl doesn't exist"),
         (["eval", "model", "--out", "e", "--dataset", "gsm8k"], "--dataset must be a mapping"),
+        (
+            ["eval", "model", "--out", "e", "--dataset", "{format: gsm}"],
+            "--dataset: `format` must be one",
+        ),
+        (["plan", str(ROOT / "config/mini.yaml"), "modle=x"], "mini.yaml with modle of the command line: unknown key"),
         (["eval", "run", "--out", "run"], "run exists and is not the folder of an evaluation; give a new folder"),
         (["eval", "run", "--out", "sums.jsonl"], "sums.jsonl exists and is not the folder of an evaluation"),
         (["eval", "run", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),

@@ -44,6 +44,7 @@ def sentence_of(call) -> str:
         (RunSettings, "rank: 8", "unknown key `rank`; did you mean `adapter.rank` or `loss.ppo.rank`?"),
         (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, custom"),
         (RunSettings, "1: 2", "unknown key `1`"),
+        (RunSettings, "noise.schedule: linear", "a key with dots is written so: noise: {schedule: ...}"),
         (RunSettings, "weights: nf5", "must be one of bf16, nf4, mxfp4 or nvfp4, not 'nf5'; did you mean `nf4`?"),
         (RunSettings, "noise: {schedule: lineer}", "not 'lineer'; did you mean `linear`?"),
         (RunSettings, "noise: {schedule: on}", "`noise.schedule` must be one of off, exponential"),
@@ -206,6 +207,12 @@ def test_speed_grids_alone_are_a_configuration_and_nothing_at_all_is_none():
 )
 def test_a_key_given_twice_is_named_with_its_lines(text, sentence):
     assert sentence_of(lambda: parse_yaml(text, "my.yaml")) == f"my.yaml: {sentence}; keep one"
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2"])
+def test_what_is_no_yaml_is_named_with_its_line(text):
+    said = sentence_of(lambda: parse_yaml(text, "my.yaml"))
+    assert said.startswith("my.yaml, line 2: this is not valid YAML: ")
 
 
 def test_a_key_may_stand_over_that_of_a_merged_mapping():
