@@ -220,7 +220,7 @@ def model_runs(wildcards) -> str:
         for run in runs
         if run.model == wildcards.model
     ]
-    return json.dumps([pair for i, pair in enumerate(pairs) if pair not in pairs[:i]])
+    return json.dumps(list({json.dumps(pair): pair for pair in pairs}.values()))
 
 
 def model_tasks(wildcards) -> list:
