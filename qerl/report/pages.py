@@ -48,6 +48,6 @@ def page(tables: Mapping[str, pd.DataFrame], caption: str, footnotes: Sequence[s
 
 
 def _section(heading: str, table: pd.DataFrame) -> str:
-    shown = table.to_html(index=False, border=0, na_rep="")
+    shown = table.to_html(index=False, border=0, justify="left", na_rep="")
     title = f"<h2>{escape(heading, quote=False)}</h2>\n" if heading else ""
     return f'{title}<div style="overflow-x:auto">\n{shown}\n</div>'

@@ -41,7 +41,7 @@ def test_every_result_is_there_and_stamped(finished):
 def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
     finished.snakemake(*CONFIG, "--report", "report.html")
     text = (finished.folder / "report.html").read_text()
-    results, categories, start = (_value(text, name) for name in ("results", "categories", "workflow_desc"))
+    results, categories, start = (_value(text, name) for name in ("results", "categories", "workflow-desc"))
     assert sorted(categories)[0] == "1 Main table"
     assert categories["1 Main table"] == {"Other": ["results/micro/tables/accuracy.html"]}
     assert "Accuracy on arithmetic" in start
@@ -56,8 +56,9 @@ def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
 
 
 def _value(page: str, name: str):
-    """A variable of the report's script."""
-    return json.JSONDecoder().raw_decode(page.split(f"var {name} = ", 1)[1])[0]
+    """The value that a script of the report assigns."""
+    script = page.split(f'<script id="{name}">', 1)[1]
+    return json.JSONDecoder().raw_decode(script.split(" = ", 1)[1])[0]
 
 
 def test_no_checkpoint_stays_behind(finished):
