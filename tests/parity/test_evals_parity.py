@@ -9,9 +9,10 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
+from qerl.config import harness_of
 from qerl.data.answers import is_correct
 from qerl.data.records import Problem
-from qerl.evals.evaluate import SCORED, scorer
+from qerl.evals.evaluate import scorer
 from qerl.evals.lm_eval import task_config
 from qerl.evals.policy import EvaluationSet, Policy
 from qerl.rollout.sampler import Completion, SamplingParams
@@ -223,8 +224,7 @@ def test_what_training_rewards_is_right_for_the_harness(record_format, form):
     ]
     player = OneEach([text for _, text in cases])
     policy = Policy(player, player, SamplingParams(max_tokens=9, count=1))
-    harness = next(name for name, formats in SCORED.items() if record_format in formats)
-    verdicts = scorer(harness)(policy, EvaluationSet("puzzles", record_format, "", problems, form))
+    verdicts = scorer(harness_of(record_format))(policy, EvaluationSet("puzzles", record_format, "", problems, form))
     rewarded_only = [
         text
         for (expected, text), [verdict] in zip(cases, verdicts, strict=True)
