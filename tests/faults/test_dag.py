@@ -118,7 +118,8 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert f"process {orphan} on" in said(tree.snakemake(*ARGUMENTS, check=False))
     assert not (tree.folder / RUN / "run.json").exists()
 
-    os.kill(orphan, signal.SIGKILL)
+    os.kill(orphan, signal.SIGTERM)  # as the sentence says; a SIGKILL is answered by another try
+    wait_for(lambda: not jobs(tree, "train"))
     (tree.folder / "waits").unlink()
     before = json.loads(checkpoints[0].with_name("metrics.jsonl").read_text().splitlines()[0])
     tree.snakemake(*ARGUMENTS)
@@ -155,8 +156,9 @@ def test_what_decides_no_result_makes_none_anew(tree):
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     assert with_settings(tree, {"optimizer": {"learning_rate": 1e-9}}) == {"train": 1}
-    # Other lengths are checked against the model, and make no other weights.
-    assert with_settings(tree, {"rollout": {"sampling": {"max_tokens": 9}}}) == {"check_model": 1, "train": 1}
+    # Other lengths are checked against the model, before it is quantized.
+    checked = {"check_model": 1, "quantize": 1, "train": 1}
+    assert with_settings(tree, {"rollout": {"sampling": {"max_tokens": 9}}}) == checked
     # Where a run over its limit is a result, the limit decides.
     assert with_settings(tree, {}, time_limit=9.0, on_failure="row") == {"train": 1}
 

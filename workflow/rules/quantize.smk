@@ -6,8 +6,9 @@ rule quantize:
     input:
         base=base_folder,
         data=calibration_data,
-        # It only has to be there: other lengths of completions make no other weights.
-        checked=ancient(checked_model),
+        # Not `ancient`: Snakemake doesn't compare the parameters of a job that depends on one to be run by such inputs alone,
+        # so that a changed model would be quantized a call too late.
+        checked=checked_model,
     output:
         checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
         report="<results>/quantize/{checkpoint}/report.json",
