@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.config import INSTRUCTIONS
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 
@@ -70,7 +71,8 @@ def test_one_run_by_hand(folder):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()
     assert said.count("A crate holds 7 pears.") == 4
-    held_out = [json.loads(line)["question"] + ":" for line in (run / "data/test.jsonl").open()]
+    asked = INSTRUCTIONS["native"]["gsm8k"]
+    held_out = [f"{json.loads(line)['question']}\n{asked}:" for line in (run / "data/test.jsonl").open()]
     prompts = {json.loads(line)["prompt"] for line in (run / "eval/samples.jsonl").open()}
     # The tiny tokenizer puts spaces between its characters.
     assert {"".join(prompt.split()) for prompt in prompts} == {"".join(question.split()) for question in held_out}
