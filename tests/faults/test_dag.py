@@ -156,8 +156,8 @@ def test_what_decides_no_result_makes_none_anew(tree):
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     assert with_settings(tree, {"optimizer": {"learning_rate": 1e-9}}) == {"train": 1}
-    # Other lengths are checked against the model, before it is quantized.
-    checked = {"check_model": 1, "quantize": 1, "train": 1}
+    # Other lengths are checked against the model, which isn't quantized anew for them.
+    checked = {"check_model": 1, "train": 1}
     assert with_settings(tree, {"rollout": {"sampling": {"max_tokens": 9}}}) == checked
     # Where a run over its limit is a result, the limit decides.
     assert with_settings(tree, {}, time_limit=9.0, on_failure="row") == {"train": 1}

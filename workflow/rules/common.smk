@@ -1,4 +1,5 @@
 # The configuration as sheets, and the functions that rules look their rows up with.
+import hashlib
 import json
 import re
 import shlex
@@ -195,63 +196,96 @@ def base_folder(wildcards) -> str:
     return dense_folder(PLAN.checkpoints[wildcards.checkpoint].model)
 
 
-def checked_model(wildcards) -> list[str]:
-    """What says that a model that wasn't made here fits its problems."""
-    name = PLAN.checkpoints[wildcards.checkpoint].model
-    pretrained = isinstance(PLAN.config.models[name], PretrainSettings)
-    return [] if pretrained else [f"{RESULTS}/checked/{name}"]
+#: What a run's lengths are looked at by: other settings check nothing anew.
+LOOKED_AT = {
+    "max_prompt_tokens": True,
+    "sampling": {"max_tokens"},
+    "engine": True,
+    "vllm": {"max_model_len", "url", "adapters"},
+}
 
 
-def model_folder(wildcards) -> str:
-    return dense_folder(wildcards.model)
-
-
-def model_runs(wildcards) -> str:
-    """Of the runs of a model, what its lengths are looked at by: other settings check nothing anew."""
-    looked_at = {
-        "max_prompt_tokens": True,
-        "sampling": {"max_tokens"},
-        "engine": True,
-        "vllm": {"max_model_len", "url", "adapters"},
+def check_of(model: str, runs: list, tasks: list) -> dict:
+    """A model that wasn't made here with problems: of runs, pairs of a data set and its rollouts, or of tasks."""
+    evaluation = PLAN.config.evaluation.model_copy(update={"tasks": tasks})
+    return {
+        "model": model,
+        "runs": json.dumps(runs),
+        "evaluation": evaluation.model_dump_json(),
+        "datasets": sorted({name for name, _ in runs} | {t.dataset for t in tasks}),
     }
-    runs = [run.settings for run in PLAN.runs.values()]
-    pairs = [
-        (run.dataset, run.rollout.model_dump(mode="json", include=looked_at))
-        for run in runs
-        if run.model == wildcards.model
+
+
+def check_id(check: dict) -> str:
+    """By its content, so that other lengths are another check, and runs that keep theirs aren't made anew."""
+    return (
+        f"{check['model']}-{hashlib.sha256(json.dumps(check).encode()).hexdigest()[:8]}"
+    )
+
+
+def run_check(run) -> dict:
+    rollout = run.settings.rollout.model_dump(mode="json", include=LOOKED_AT)
+    return check_of(run.settings.model, [(run.settings.dataset, rollout)], [])
+
+
+def evaluation_check(evaluation) -> dict:
+    asked = [t for t in PLAN.config.evaluation.tasks if t.dataset in evaluation.tasks]
+    return check_of(evaluation.checkpoint.model, [], asked)
+
+
+def checks() -> dict[str, dict]:
+    """All checks; the miniature, trained on these problems by this project, needs none."""
+    found = [
+        *map(run_check, PLAN.runs.values()),
+        *map(evaluation_check, PLAN.evaluations.values()),
     ]
-    return json.dumps(list({json.dumps(pair): pair for pair in pairs}.values()))
+    models = PLAN.config.models
+    return {
+        check_id(check): check
+        for check in found
+        if not isinstance(models[check["model"]], PretrainSettings)
+    }
 
 
-def model_tasks(wildcards) -> list:
-    """The evaluation's tasks that policies of a model are scored on."""
-    of_model = [
-        e for e in PLAN.evaluations.values() if e.checkpoint.model == wildcards.model
-    ]
-    asked = {name for evaluation in of_model for name in evaluation.tasks}
-    return [task for task in PLAN.config.evaluation.tasks if task.dataset in asked]
+CHECKS = checks()
 
 
-def model_evaluation(wildcards) -> str:
-    tasks = model_tasks(wildcards)
-    return PLAN.config.evaluation.model_copy(update={"tasks": tasks}).model_dump_json()
+def checked(check: dict) -> list[str]:
+    """What says that a model fits its problems."""
+    return [f"{RESULTS}/checked/{id}" for id in [check_id(check)] if id in CHECKS]
 
 
-def model_datasets(wildcards) -> list[str]:
-    """The data sets that a model is trained and evaluated on."""
-    runs = [
-        r.settings for r in PLAN.runs.values() if r.settings.model == wildcards.model
-    ]
-    tasks = model_tasks(wildcards)
-    return sorted({r.dataset for r in runs} | {task.dataset for task in tasks})
+def checked_run(wildcards) -> list[str]:
+    return checked(run_check(PLAN.runs[wildcards.run]))
 
 
-def model_data(wildcards) -> list[str]:
-    return [file for name in model_datasets(wildcards) for file in data_files(name)]
+def checked_evaluation(wildcards) -> list[str]:
+    return checked(evaluation_check(PLAN.evaluations[wildcards.evaluation]))
 
 
-def model_data_folders(wildcards) -> str:
-    return named_folders(model_datasets(wildcards))
+def check_model_folder(wildcards) -> str:
+    return dense_folder(CHECKS[wildcards.check]["model"])
+
+
+def check_data(wildcards) -> list[str]:
+    names = CHECKS[wildcards.check]["datasets"]
+    return [file for name in names for file in data_files(name)]
+
+
+def check_folders(wildcards) -> str:
+    return named_folders(CHECKS[wildcards.check]["datasets"])
+
+
+def check_runs(wildcards) -> str:
+    return CHECKS[wildcards.check]["runs"]
+
+
+def check_evaluation(wildcards) -> str:
+    return CHECKS[wildcards.check]["evaluation"]
+
+
+def check_content(wildcards) -> str:
+    return dense_content(CHECKS[wildcards.check]["model"])
 
 
 def dense_content(name: str) -> str:
@@ -262,10 +296,6 @@ def dense_content(name: str) -> str:
 
 def base_content(wildcards) -> str:
     return dense_content(PLAN.checkpoints[wildcards.checkpoint].model)
-
-
-def model_content(wildcards) -> str:
-    return dense_content(wildcards.model)
 
 
 # --- train

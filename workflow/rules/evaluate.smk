@@ -6,6 +6,7 @@ rule evaluate:
         evaluation_data,
         checkpoint=evaluation_checkpoint,
         policy=evaluation_policy,
+        checked=checked_evaluation,
     output:
         result="<results>/evaluate/{evaluation}/result.json",
         samples="<results>/evaluate/{evaluation}/samples.jsonl",

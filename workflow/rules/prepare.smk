@@ -69,27 +69,28 @@ rule fetch_model:
         "python -m qerl rule fetch {params.model} --out {output:q} > {log:q} 2>&1"
 
 
-# The miniature, trained on these problems by this project, needs none.
+# First of all that is ready. No input of `quantize`: other lengths would make each format, and so each run, anew.
 rule check_model:
     input:
-        model=model_folder,
-        data=model_data,
+        model=check_model_folder,
+        data=check_data,
     output:
-        "<results>/checked/{model}",
+        "<results>/checked/{check}",
     log:
-        "<logs>/check_model/{model}.log",
+        "<logs>/check_model/{check}.log",
     wildcard_constraints:
-        model=models_of((LocalModel, HubModel)),
+        check=one_of(CHECKS),
+    priority: 1
     conda:
         "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=30,
     params:
-        runs=model_runs,
-        evaluation=model_evaluation,
-        data=model_data_folders,
-        content=model_content,
+        runs=check_runs,
+        evaluation=check_evaluation,
+        data=check_folders,
+        content=check_content,
         code=code_version("qerl.preflight"),
     shell:
         "python -m qerl rule check {input.model:q} --runs {params.runs:q} --evaluation {params.evaluation:q}"

@@ -6,9 +6,6 @@ rule quantize:
     input:
         base=base_folder,
         data=calibration_data,
-        # Not `ancient`: Snakemake doesn't compare the parameters of a job that depends on one to be run by such inputs alone,
-        # so that a changed model would be quantized a call too late.
-        checked=checked_model,
     output:
         checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
         report="<results>/quantize/{checkpoint}/report.json",

@@ -6,6 +6,7 @@ rule train:
     input:
         data=run_data,
         checkpoint=run_checkpoint,
+        checked=checked_run,
     output:
         policy=directory("<results>/train/{run}/policy"),
         metrics="<results>/train/{run}/metrics.jsonl",
