@@ -76,6 +76,7 @@ WORK = "work"
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
+_MAIN = "main"
 _OF_THE_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
@@ -242,9 +243,10 @@ def _train(run: Run) -> None:
 
 def _hub_base(run: Run) -> dict[str, str] | None:
     """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
-    repo, at, revision = run.settings.model.rpartition("@")
-    of_the_hub = at and not Path(run.settings.model).is_dir() and not (run.checkpoint / REPORT).exists()
-    return {"name": repo, "revision": revision} if of_the_hub else None
+    named = _OF_THE_HUB.fullmatch(run.settings.model)
+    if named is None or Path(run.settings.model).is_dir() or (run.checkpoint / REPORT).exists():
+        return None
+    return {"name": named["repo"], "revision": named["revision"] or _MAIN}
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def _folder(model: str) -> Path:
         )
     from qerl.models.base import fetch_model
 
-    fetched = fetch_model(named["repo"], named["revision"] or "main")
+    fetched = fetch_model(named["repo"], named["revision"] or _MAIN)
     log.info("%s of the hub is commit %s", named["repo"], fetched.name)
     return fetched
 

@@ -95,8 +95,14 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
 
 def test_only_a_base_that_is_the_hubs_own_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.models.base.fetch_model", lambda *_: model)
-    for weights, base in {"bf16": ["org/name", "0" * 40], "nvfp4": [str(tmp_path / "nvfp4/checkpoint"), None]}.items():
-        given = {**values, "model": f"org/name@{'0' * 40}", "weights": weights, "steps": 1, "out": tmp_path / weights}
+    commit = "0" * 40
+    for weights, revision, base in (
+        ("bf16", f"@{commit}", ["org/name", commit]),
+        ("bf16", "", ["org/name", "main"]),
+        ("nvfp4", f"@{commit}", [str(tmp_path / f"nvfp4@{commit}/checkpoint"), None]),
+    ):
+        out = tmp_path / (weights + revision)
+        given = {**values, "model": f"org/name{revision}", "weights": weights, "steps": 1, "out": out}
         config = json.loads((qerl.train(given).adapter / "adapter_config.json").read_text())
         assert [config["base_model_name_or_path"], config["revision"]] == base
 
