@@ -53,6 +53,7 @@ def trl_step(checkpoint, folder, loss_name, mask_truncated):
     arguments = GRPOConfig(
         output_dir=str(folder),
         **IN_TRL[loss_name],
+        scale_rewards=loss_name != "dr_grpo",  # whose default it is here
         beta=0.0,
         mask_truncated_completions=mask_truncated,
         num_generations=4,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qerl.data.records import Problem
 from qerl.rl.advantages import differ, group_advantages
 from qerl.rl.collect import Group
 
@@ -23,7 +24,8 @@ def test_equal_rewards_have_no_advantage_at_all(reward, count, scale):
 def test_all_who_ask_whether_rewards_are_equal_get_one_answer():
     groups = [[0.1] * 8, [0.1 + 0.2, 0.3] * 4, [0.0] * 7 + [1e-3], [1000.1, 1000.1001] * 4]
     expected = [False, False, True, True]
-    assert [Group([], [], [], rewards).informative for rewards in groups] == expected
+    problem = Problem("id", "question", None, "1")
+    assert [Group(problem, [], [], [], [], rewards).informative for rewards in groups] == expected
     assert differ(torch.tensor(groups)).tolist() == expected
     assert differ(torch.tensor(groups, dtype=torch.float64)).tolist() == expected
     assert group_advantages(torch.tensor(groups)).any(dim=1).tolist() == expected

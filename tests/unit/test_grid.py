@@ -300,7 +300,7 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
     tables |= {"memory", "steps", "goals"}
     figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
-    wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex")}
+    wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png")}
     assert {path.name for path in out.iterdir()} == wanted
     text = (out / "decode-7B-128x256.md").read_text()
