@@ -23,7 +23,7 @@ def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Of a tensor of any dtype; without a copy, except of 8-bit floats, which are scales."""
+    """Whether a tensor of any dtype holds neither NaN nor infinity; only 8-bit floats, which are scales, are copied."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # NaN is passed on to both.
