@@ -50,7 +50,7 @@ NonEmpty = Annotated[list[T], Field(min_length=1)]
 
 
 class UserError(ValueError):
-    """What a user can mend, said in one sentence: one line, shortened in its middle, whatever it quotes."""
+    """An error that the user can correct. Its message is one line, shortened in the middle where it quotes much."""
 
     def __init__(self, message: str) -> None:
         line = " ".join(message.split())
@@ -58,13 +58,13 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """A configuration that can't run; the message is one sentence for the user."""
+    """A configuration that can't run. The message is one sentence for the user."""
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable; an unknown key and a number that is none, or infinite, are errors.
+    """Base class of all settings, which are immutable. An unknown key, NaN and infinity are errors.
 
-    Where something can be off, `off`, `none` and `false` all say so. True and false are no numbers.
+    Where a setting can be off, `off`, `none` and `false` all mean off. True and false don't count as numbers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -85,7 +85,7 @@ FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
 def _can_name_a_file(path: Path) -> Path:
-    """What no file system takes, said here: looking for such a file raises errors of many kinds."""
+    """Refuse names that no file system accepts: looking for such a file would raise errors of many kinds."""
     text = str(path)
     unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
     if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
@@ -121,12 +121,13 @@ class Generated(Settings):
     validation: PositiveInt = 256
     test: PositiveInt = 256
     terse: Fraction = 0.55
-    """Share of the training solutions that state the answer at once, without the steps (the other splits have
-    none)."""
+    """Share of the training solutions that state the answer at once, without the steps. The other splits have no such
+    solutions."""
 
 
 class LocalData(Settings):
-    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with a file a split."""
+    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file per
+    split."""
 
     source: Literal["local"]
     path: FilePath
@@ -140,24 +141,27 @@ class HubData(Settings):
     source: Literal["hub"]
     repo: str
     revision: str | None = None
-    """A commit. May be left out, or be a branch or tag, where a lock file (the key `lock`) says what commit it is."""
+    """A commit. It may be a branch or tag, or be left out, if a lock file (the key `lock`) resolves it to a commit."""
     subset: str | None = None
-    """The repository's own name of it, as `main` of openai/gsm8k."""
+    """The repository's name of the subset, such as `main` of openai/gsm8k."""
     splits: dict[Split, str] = {"train": "train", "test": "test"}
-    """The repository's split for each one here: `{test: train}` where all there is to test on is called train."""
+    """Maps each split of this project to one of the repository. `{test: train}` tests on a repository's only split,
+    called train."""
     folder: FilePath | None = None
-    """A copy of the repository, made by `hf download --repo-type dataset REPO --local-dir FOLDER`; read in the place
-    of the hub."""
+    """A local copy of the repository, read in place of the hub. `hf download --repo-type dataset REPO --local-dir
+    FOLDER` makes one."""
 
 
 class FunctionData(Settings):
-    """Records that a function of the user returns: a list, split by a hash of the question, or a mapping from split
-    names (train, validation, test) to lists."""
+    """Records that a function of the user returns.
+
+    It returns a list, which is split by a hash of the question, or a mapping from split names (train, validation, test)
+    to lists."""
 
     source: Literal["python"]
     function: FunctionPath
-    """`module:function`, importable from the working directory or installed; called without an argument. It may also
-    be a generator, or return a `datasets.Dataset`."""
+    """`module:function`, importable from the working directory or installed. It is called without an argument. It may
+    also be a generator, or return a `datasets.Dataset`."""
     validation_fraction: Fraction = 0.1
     test_fraction: Fraction = 0.2
 
@@ -166,14 +170,14 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class FilterSettings(Settings):
-    """Which training records are kept. Validation and test are never filtered."""
+    """Conditions on training records. Records that fail one are dropped. Validation and test are never filtered."""
 
     max_characters: PositiveInt | None = None
-    """Longer questions are dropped (the released scripts, on BigMath: 1024)."""
+    """Longest question that is kept, in characters. The released scripts use 1024 on BigMath."""
     levels: list[int] | None = None
-    """Records of other levels (column `level`), or of none, are dropped."""
+    """Levels (column `level`) that are kept. A record without a level is dropped."""
     within: dict[str, tuple[Bound, Bound]] = {}
-    """Columns whose number must lie between the two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`; a record
+    """Columns whose number must lie between two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`. A record
     without that number is dropped."""
 
 
@@ -199,28 +203,29 @@ def _instruction_of(values: dict[str, Any]) -> str:
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers.
 
-    Each question counts once, in the first of test, validation and train that has it; one whose answers contradict each
-    other is dropped with a warning."""
+    Each question counts once, in the first of test, validation and train that has it. A question with contradictory
+    answers is dropped with a warning."""
 
     format: RecordFormat
     columns: dict[str, str] = {}
-    """The records' own names of the format's columns, where they differ: `{problem: prompt, answer: solution}`."""
+    """Maps the format's column names to those of the records, where they differ: `{problem: prompt, answer:
+    solution}`."""
     filter: FilterSettings = FilterSettings()
     origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
     answer: AnswerForm = "native"
-    """How completions state their answer. `native`: as the records do (`#### n`, `\\boxed{}`); `tags`:
-    `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records stay as they are."""
+    """How completions state their answer. `native` reads it as the records state it (`#### n`, `\\boxed{}`). `tags`
+    reads `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records don't change."""
     instruction: str = Field(default_factory=_instruction_of)
-    """Appended to each question, on a line of its own; it tells the policy how to state the answer. By default it asks
-    for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
+    """Text appended to each question, on a line of its own, that tells the policy how to state the answer. The default
+    asks for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
     appends nothing."""
     units: list[str] = []
-    """Words and signs that may follow a number without changing it, besides the built-in units such as `dollars` and
-    `km/h` (docs/evaluation.md): `["%", points]`. A number with any other word after it is no answer."""
+    """Words and signs that may follow a number without changing it, such as `["%", points]`. They add to the built-in
+    units (docs/evaluation.md). A number followed by any other word doesn't count as an answer."""
 
     @property
     def own_file(self) -> Path | None:
-        """The user's own file or folder that it is made of."""
+        """The user's own file or folder that the data set is made of."""
         if isinstance(self.origin, LocalData):
             return self.origin.path
         return self.origin.folder if isinstance(self.origin, HubData) else None
@@ -249,7 +254,7 @@ class DatasetSettings(Settings):
 
 
 class PretrainSettings(Settings):
-    """A miniature Qwen2 trained from scratch on worked solutions (supervised), so that RL has something to improve."""
+    """A miniature Qwen2 that is trained from scratch, supervised, on worked solutions. RL then improves it."""
 
     source: Literal["pretrain"]
     datasets: list[str]
@@ -263,8 +268,8 @@ class PretrainSettings(Settings):
     batch_size: PositiveInt = 32
     learning_rate: float = 5e-3
     target_accuracy: Fraction = 0.50
-    """Training stops when this share of the validation problems of the first data set is solved, checked every
-    `check_every` steps; a policy that ends outside `accepted` is an error."""
+    """Training stops when the policy solves this share of the first data set's validation problems, checked every
+    `check_every` steps. A final accuracy outside `accepted` is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: Seed = 0
@@ -292,17 +297,18 @@ class HubModel(Settings):
     source: Literal["hub"]
     repo: str
     revision: str
-    """A commit. A branch or tag needs a lock file (the key `lock`), which says what commit it is."""
+    """A commit. A branch or tag needs a lock file (the key `lock`) that resolves it to a commit."""
 
 
 class LockedRepo(Settings):
-    """An entry of a lock file, which maps repositories of the hub (data sets as `datasets/org/name`) to these keys.
-    `qerl lock CONFIG` writes it."""
+    """An entry of a lock file, which maps each repository of the hub to these keys.
+
+    Data sets have names such as `datasets/org/name`. `qerl lock CONFIG` writes the file."""
 
     revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     """The commit."""
     files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
-    """SHA-256 of each file; a download is compared with it."""
+    """SHA-256 of each file. Each download is checked against it."""
 
 
 ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discriminator="source")]
@@ -312,33 +318,33 @@ ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discri
 
 
 class CalibrationSettings(Settings):
-    """Texts that `recipe: awq` measures activations on: training problems with their solutions in the chat template.
+    """The texts on which `recipe: awq` measures activations: training problems and solutions in the chat template.
 
-    The paper has 256 texts of 2,048 tokens, of another data set."""
+    The paper uses 256 texts of 2,048 tokens from another data set."""
 
     dataset: str | None = None
-    """None: the run's own."""
+    """Data set of the texts. None takes the run's own."""
     samples: PositiveInt = 256
-    """How many; all, where the data set has fewer."""
+    """Number of texts. A smaller data set is used whole."""
     length: PositiveInt = 2048
-    """Longer texts are cut to this many tokens."""
+    """Longest text, in tokens. Longer ones are cut."""
     seed: Seed = 0
-    """Which ones are drawn."""
+    """Seed of the draw of texts."""
 
 
 # --- a training run --------------------------------------------------------------------------------------------------
 
 
 class AdapterSettings(Settings):
-    """LoRA (paper Table 4 and section 4.1; alpha is not in the paper)."""
+    """LoRA. Defaults are those of the paper's Table 4 and section 4.1, which don't state alpha."""
 
     rank: Annotated[int, Field(ge=0)] = 32
     alpha: PositiveInt = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that an update leaves out. Which ones follows from seed, step, completion and
-    layer, however the batch is cut or shared among processes."""
+    """Share of the adapters' inputs that an update drops. The mask is a function of seed, step, completion and layer,
+    however the batch is cut or shared among processes."""
     train_norms: bool = True
-    """The released scripts also train the two RMSNorms of each block."""
+    """Whether the two RMSNorms of each block are trained too, as in the released scripts."""
     targets: NonEmpty[Layer] = list(get_args(Layer))
 
 
@@ -351,11 +357,11 @@ class NoiseSettings(Settings):
     sigma_start: Annotated[float, Field(ge=0)] = 1e-2
     sigma_end: Annotated[float, Field(ge=0)] = 5e-4
     stages: PositiveInt = 10
-    """K of Eq. 8; the first stage carries no noise. In a run of fewer steps than stages each step is a stage, and the
+    """K of Eq. 8. The first stage has no noise. In a run with fewer steps than stages each step is a stage, and the
     last stages are left out."""
     mode: Literal["sampler", "consistent"] = "sampler"
-    """`sampler`: noise in the behaviour policy only (Algorithm 1); `consistent`: the same z in the training
-    forward."""
+    """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
+    forward pass too."""
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> NoiseSettings:
@@ -369,7 +375,7 @@ class NoiseSettings(Settings):
 
 
 class SamplingSettings(Settings):
-    """How completions are drawn. Defaults: the paper's rollout (Table 4)."""
+    """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -381,50 +387,51 @@ class VllmSettings(Settings):
     """vLLM as the sampler."""
 
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs); the trainer needs the rest."""
+    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """GiB of the KV cache, whatever `utilization` leaves; unset on a CPU: 1."""
+    """Size of the KV cache in GiB. None takes what `utilization` leaves, on a CPU 1 GiB."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a prompt and its completion together; unset: what the model was made for."""
+    """Longest prompt with its completion, in tokens. None takes the model's context."""
     max_sequences: PositiveInt = 256
-    """Sequences that are decoded together."""
+    """Largest number of sequences that are decoded together."""
     sleep: bool = False
-    """Give the engine's memory back between rollouts: weights go to host memory, the cache is dropped."""
+    """Release the engine's memory between rollouts: weights move to host memory, the cache is dropped."""
     eager: bool = False
-    """Neither compile nor capture CUDA graphs; starts faster, runs slower."""
+    """Neither compile nor capture CUDA graphs. The engine starts faster and runs slower."""
     tensor_parallel: PositiveInt = 1
-    """GPUs of this machine that share each layer of the engine. The policy that is sampled from lies whole on the first
-    of them besides."""
+    """Number of GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first
+    one."""
     url: str | None = None
-    """`vllm-server`: address of the server, such as http://host:8000."""
+    """Address of the server, such as http://host:8000, for `vllm-server`."""
     adapters: FilePath | None = None
-    """`vllm-server`: folder for adapters, at the same path on this host and the server's."""
+    """Folder for adapters, at the same path on this host and the server's, for `vllm-server`."""
 
 
 class NativeSettings(Settings):
     """The native engine, which samples from the trainer's own weights on a GPU."""
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """GiB of the KV cache; unset: what the rollout can use, at most 60 % of the memory that is free before it. Where
-    that is less than it could use, the cache's memory is given back after each rollout, as with `sleep`."""
+    """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
+    it. If that limit is reached, the cache's memory is released after each rollout, as with `sleep`."""
     sleep: bool = False
-    """Give the cache's memory back after each rollout; the next one takes about a second longer."""
+    """Release the cache's memory after each rollout. The next rollout takes about a second longer."""
     batch_invariant: bool = False
-    """A completion doesn't depend on what is drawn beside it, to the bit: prompts are computed one by one, and every
-    step has the size of a full batch, which costs time."""
+    """Make each completion independent of its batch, to the bit. Prompts are then computed one by one and every step
+    has the size of a full batch, which is slower."""
 
 
 class EngineSettings(Settings):
-    """Who draws the completions."""
+    """The engine that draws the completions."""
 
     engine: Literal["native", "vllm", "vllm-server"] = "native"
-    """`vllm`: vLLM within this process; `vllm-server`: a running OpenAI-compatible server of vLLM."""
+    """`native` is this project's engine. `vllm` is vLLM within this process. `vllm-server` is a running
+    OpenAI-compatible server of vLLM."""
     native: NativeSettings = NativeSettings()
     vllm: VllmSettings = VllmSettings()
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs that sampling takes."""
+        """Number of GPUs that sampling takes."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     @model_validator(mode="after")
@@ -435,16 +442,16 @@ class EngineSettings(Settings):
 
 
 class RolloutSettings(EngineSettings):
-    """One rollout a step: `prompts` problems, `group_size` completions of each (G of Eq. 3)."""
+    """The rollout of each step: `prompts` problems with `group_size` completions each (G of Eq. 3)."""
 
     prompts: PositiveInt = 16
     group_size: PositiveInt = 8
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
-    """DAPO's dynamic sampling: problems whose completions all earn the same are replaced by the next ones, in at most
-    this many further rounds."""
+    """Number of further rounds of DAPO's dynamic sampling. Each round replaces problems whose completions all earn the
+    same reward by the next problems."""
     max_prompt_tokens: PositiveInt | None = None
-    """Training problems whose prompt has more tokens are left out. None: all must fit into the model's context together
-    with `sampling.max_tokens`."""
+    """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
+    must fit into the model's context together with `sampling.max_tokens`."""
     sampling: SamplingSettings = SamplingSettings()
 
     @model_validator(mode="after")
@@ -472,8 +479,8 @@ class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
     preset: RewardPreset | None = None
-    """Values of `correct` and `format` as in the released scripts; keys given beside it win. Values only: the grading
-    is this project's, because the scripts' graders are among their defects."""
+    """Sets `correct` and `format` to the released scripts' values. Keys given beside it win. Grading stays this
+    project's, because the scripts' graders have defects."""
     correct: float = 1.0
     format: float = 0.1
     custom: float = 1.0
@@ -482,11 +489,13 @@ class RewardSettings(Settings):
     """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
     `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a finite number."""
     timeout: Annotated[float, Field(gt=0)] | None = 300.0
-    """Seconds that a call of `function` may take; over it, the run stops and says where the function was. A higher
-    limit goes on from the last checkpoint. null: no limit."""
+    """Longest time that a call of `function` may take, in seconds. A longer call stops the run with the function's
+    position. A start with a higher limit continues from the last checkpoint. None sets no limit."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the penalty for long completions."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Tokens before the limit in which the soft penalty of DAPO grows from 0 to -1; 0: no penalty."""
+    """Number of tokens before the limit over which DAPO's soft penalty goes from 0 to -1. With 0 there is no
+    penalty."""
 
     @model_validator(mode="before")
     @classmethod
@@ -508,7 +517,8 @@ UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollo
 class PPOSettings(Settings):
     """Value function and advantages of PPO (`qerl.rl.ppo` has the formulas). The paper has no PPO.
 
-    Defaults: lambda as in arXiv 1707.06347 (Tables 3 to 5), no discount, as is usual for rewards at the end of a text.
+    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for rewards at the
+    end of a text.
     """
 
     gamma: Fraction = 1.0
@@ -516,41 +526,45 @@ class PPOSettings(Settings):
     lam: Fraction = 0.95
     """Lambda of the generalized advantage estimation (arXiv 1506.02438, Eq. 16)."""
     whiten: bool = True
-    """Advantages with mean 0 and variance 1 over the tokens of each step's batch."""
+    """Scale advantages to mean 0 and variance 1 over the tokens of each step's batch."""
     value_clip: Annotated[float, Field(gt=0)] = 0.2
-    """How far an update counts a value's move from where it was before the first update on the rollout (as
+    """Largest change of a value that the loss counts, from the value before the first update on the rollout (as
     `clip_low`)."""
     value_coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the value's loss, which has a factor 0.5 of its own. The value shares no trained weight with the
-    policy."""
+    """Weight of the value's loss, which already has a factor of 0.5. The value function shares no trained weight with
+    the policy."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Of the value function, with the same schedule as the policy's: ten times the policy's default (OpenRLHF's
-    defaults have a factor of nine)."""
+    """Learning rate of the value function, with the policy's schedule. The default is ten times the policy's. In
+    OpenRLHF it is nine times."""
     rank: PositiveInt = 32
-    """Of the value's LoRA adapter, which has the policy's targets, no dropout and no trained norms."""
+    """Rank of the value function's LoRA adapter. The adapter has the policy's targets, no dropout and no trained
+    norms."""
     alpha: PositiveInt = 64
 
 
 class LossSettings(Settings):
-    """The policy's loss (`qerl.rl.losses` has the formulas). Defaults: GRPO (paper Eq. 3), no KL term (Appendix E)."""
+    """The policy's loss (`qerl.rl.losses` has the formulas).
+
+    The default is GRPO (paper Eq. 3) without a KL term (Appendix E)."""
 
     name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
-    """`bnpo` is what the released scripts run as DAPO; `ppo` has a value function in the place of groups."""
+    """Name of the loss. The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, which is the base without the adapter."""
+    """Weight of the KL divergence from the reference, which is the base without the adapter."""
     scale_advantages: bool = True
-    """Divide by the group's standard deviation (Eq. 4). Where it isn't given, `dr_grpo` has false."""
+    """Divide advantages by the group's standard deviation (Eq. 4). The default of `dr_grpo` is false."""
     mask_truncated: bool = False
-    """Completions that ran into the limit carry no loss (DAPO's overlong filtering)."""
+    """Exclude completions that reached the length limit from the loss (DAPO's overlong filtering)."""
     updates_per_rollout: PositiveInt = 1
-    """Passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
+    """Number of passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
     correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
-    """Importance weights that correct for the difference between sampler and trainer; `off` as in the paper."""
+    """Importance weights that correct for the difference between sampler and trainer. The paper has none."""
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
     ppo: PPOSettings = PPOSettings()
-    """Used by `ppo` only."""
+    """Settings that only `ppo` uses."""
 
     @model_validator(mode="before")
     @classmethod
@@ -572,16 +586,16 @@ class OptimizerSettings(Settings):
 
 
 class RunSettings(Settings):
-    """All that determines a training run."""
+    """All settings that determine a training run."""
 
     model: str
     dataset: str
     weights: WeightFormat = "nvfp4"
     recipe: Recipe = "rtn"
-    """How weights are quantized: `rtn` rounds to nearest, without data; `awq` (nvfp4 and mxfp4) scales channels by
-    their activations on calibration texts first."""
+    """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
+    by their activations on calibration texts."""
     calibration: CalibrationSettings = CalibrationSettings()
-    """Used by `recipe: awq` only."""
+    """Settings that only `recipe: awq` uses."""
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
@@ -591,27 +605,26 @@ class RunSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward and backward pass, a prompt counted once for all its completions there; gradients
-    accumulate over as many as needed."""
+    """Largest number of tokens in one forward and backward pass. A prompt counts once for all its completions there.
+    Gradients accumulate over as many passes as the batch needs."""
     gradient_checkpointing: bool | Literal["auto"] = False
-    """Keep the input of each block only and compute the rest again in the backward pass: less memory, more time.
-    `auto`: as many blocks as the memory that is free on the GPU makes necessary (on a CPU: none); where there is more,
-    logits are kept instead of computed twice, and packed weights unpacked once an update instead of twice a
-    micro-batch."""
+    """Keep only the input of each block and compute the rest again in the backward pass, for less memory and more time.
+    `auto` does so for as many blocks as the GPU's free memory requires, and for none on a CPU. With memory to spare it
+    also keeps logits, and unpacks weights once per update."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     on_no_signal: Literal["warn", "stop"] = "warn"
-    """What becomes of a run whose rewards teach nothing: no completion of its first step states an answer that can be
-    read, or all completions of a problem earned the same in each of three steps. `warn` says so once, with a
-    completion; `stop` ends the run."""
+    """What happens to a run whose rewards teach nothing. That is so if no completion of the first step states a
+    readable answer, or if rewards are equal within every group for three steps. `warn` prints one warning with a
+    completion. `stop` ends the run."""
     processes: PositiveInt = 1
-    """Data parallelism: processes that share each step's work, on as many GPUs. The result is that of one process up
-    to the order in which gradients are added."""
+    """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
+    process up to the order in which gradients are added."""
     seed: Seed = 0
 
     @property
     def gpus(self) -> int:
-        """GPUs that the run takes."""
+        """Number of GPUs that the run takes."""
         return max(self.processes, self.rollout.engine_gpus)
 
     @model_validator(mode="after")
@@ -651,25 +664,25 @@ class RunSettings(Settings):
 
     @property
     def calibrated(self) -> CalibrationSettings | None:
-        """The calibration of the run's checkpoint, with its data set's name; none without one."""
+        """The calibration of the run's checkpoint, with its data set's name, or none."""
         if self.recipe == "rtn":
             return None
         return self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
 
 
 class RunFile(RunSettings):
-    """One run by hand, `qerl train run.yaml`: the keys of `RunSettings`, with model, data and outcome in place.
+    """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory; they are stored as absolute ones.
+    Relative paths count from the working directory and are stored as absolute paths.
     """
 
     model: str
-    """A folder in the hub's layout, dense or quantized to `weights` already, or `org/name` of the hub, with `@revision`
-    for another than its main branch."""
+    """A folder in the hub's layout, dense or already quantized to `weights`, or `org/name` of the hub. `@revision`
+    after the name takes another revision than the main branch."""
     dataset: DatasetSettings  # type: ignore[assignment]
-    """A file or folder of records, or a mapping as under DatasetSettings."""
+    """A file or folder of records, or a mapping with the keys of DatasetSettings."""
     out: FilePath
-    """A new folder for all that the run makes. A killed run goes on from what is in it."""
+    """A new folder for everything that the run makes. A killed run continues from its content."""
 
     @field_validator("calibration", mode="after")
     @classmethod
@@ -705,13 +718,13 @@ class RunFile(RunSettings):
 
     @property
     def settings(self) -> RunSettings:
-        """What determines the run, wherever its folder lies."""
+        """The settings that determine the run, without its folder."""
         values = {name: getattr(self, name) for name in RunSettings.model_fields}
         return RunSettings(**{**values, "dataset": "data"})
 
 
 def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
-    """Values of `DatasetSettings` for a file or folder of records, which tell their format themselves."""
+    """Values of `DatasetSettings` for a file or folder of records, with the format that its records have."""
     from qerl.data.sources import check_problem_file
 
     return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
@@ -736,7 +749,7 @@ STOCK_TASKS: dict[StockTask, tuple[Harness, RecordFormat]] = {
 
 
 class TaskSampling(Settings):
-    """What a task samples otherwise than the evaluation; `none`: as the evaluation."""
+    """Sampling settings of one task that differ from the evaluation's. None takes the evaluation's."""
 
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -750,18 +763,18 @@ class TaskSettings(Settings):
     dataset: str
     harness: Harness
     name: str = ""
-    """What results call the task; empty: as the data set. It tells apart two tasks on one data set."""
+    """Name of the task in results, by default that of the data set. Two tasks on one data set need different names."""
     task: StockTask | None = None
-    """A task of the harness itself, with its own prompt, gold answer and metric. Without one, prompts are the
-    data set's (as in training) and only the metric is the harness's."""
+    """A stock task of the harness, with its own prompt, gold answer and metric. Without one, prompts are the data
+    set's, as in training, and only the metric is the harness's."""
     chat: bool = True
-    """The prompt is a user's message in the chat template. A stock task may have it as bare text (false), which is
-    what `lm_eval` does unless told `--apply_chat_template`."""
+    """Give the prompt as a user's message in the chat template. False gives a stock task its prompt as plain text, as
+    `lm_eval` does without `--apply_chat_template`."""
     fewshot: Annotated[int | None, Field(ge=0)] = None
-    """Solved examples ahead of a stock task's question, from the training split; none: as many as the task has (gsm8k
-    5, the others 0)."""
+    """Number of solved examples before a stock task's question, from the training split. None takes the task's own
+    number: 5 for gsm8k, 0 for the others."""
     repeats: PositiveInt | None = None
-    """None: as the evaluation."""
+    """Number of completions of each problem. None takes the evaluation's."""
     sampling: TaskSampling = TaskSampling()
 
     @model_validator(mode="after")
@@ -781,7 +794,7 @@ class TaskSettings(Settings):
 
 
 class EvaluationSettings(EngineSettings):
-    """Paper section 4.1: temperature 0.6, top-p 0.95, several repeats; noise-free."""
+    """How policies are evaluated, always without noise. The default sampling is that of the paper's section 4.1."""
 
     tasks: list[TaskSettings]
     sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)
@@ -794,7 +807,7 @@ class EvaluationSettings(EngineSettings):
         return self.sampling.model_copy(update=task.sampling.model_dump(exclude_none=True))
 
     def repeats_of(self, task: TaskSettings) -> int:
-        """How many completions of each problem of `task` are drawn."""
+        """Number of completions of each problem of `task`."""
         return task.repeats or self.repeats
 
     @model_validator(mode="after")
@@ -828,60 +841,64 @@ class RolloutBench(EngineSettings):
     completion_tokens: PositiveInt = 2048
     repeats: PositiveInt = 3
     interleave: bool = True
-    """All points held in memory and timed in turn, so that ratios hold whatever else the machine does; false: one
-    after another, each alone in memory, which large models need and which peaks of memory are exact with."""
+    """Keep all points in memory and time them in turn, so that other load on the machine affects all alike. False times
+    one point after another, each alone in memory. Large models and exact memory peaks need that."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: Seed = 0
 
 
 class StepBench(Settings):
-    """Seconds and peak memory of one GRPO step for each arm of an experiment and each point of its grid, seeds left
-    aside (paper Tables 3 and 5 to 8)."""
+    """Seconds and peak memory of one GRPO step (paper Tables 3 and 5 to 8).
+
+    Each arm of an experiment is timed at each point of its grid, with one seed."""
 
     kind: Literal["step"]
     experiment: str
     repeats: PositiveInt = 3
     interleave: bool = True
-    """As for RolloutBench."""
+    """As in RolloutBench."""
 
 
 BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
 
 
 class GateSettings(Settings):
-    """Regression gates (docs/gates.md): with them the workflow's outcome is a verdict in the place of tables."""
+    """Regression gates (docs/gates.md). With them the workflow makes a verdict in place of tables."""
 
     file: FilePath
-    """The gates, a row each."""
+    """Table of the gates, one per row."""
     baselines: FilePath
-    """Folder of the baselines, a file for each class of machines; `qerl gate accept` writes it."""
+    """Folder of the baselines, one file per class of machines. `qerl gate accept` writes them."""
     vectors: FilePath
-    """Folder of what codecs, kernels and graders are compared with."""
+    """Folder of the reference vectors for codecs, kernels and graders."""
     experiment: str
-    """Whose runs are compared with the baseline's, seed by seed."""
+    """Experiment whose runs are compared with the baseline's, seed by seed."""
     stored: FilePath
-    """Folder of trained policies, a folder each, that are evaluated as they are."""
+    """Folder with one folder per trained policy. These policies are evaluated without training."""
     bench: str
-    """A measurement of kind `rollout` with bf16 and one more format."""
+    """A measurement of kind `rollout` with bf16 and one other format."""
     rounds: PositiveInt = 10
-    """How often this code and the baseline's take turns, at rollouts and at updates."""
+    """Number of turns of this code and of the baseline's, for rollouts and for updates."""
 
 
 class DecodeGrid(Settings):
-    """Decode speed of an engine on random weights of Qwen2.5's shapes: a job for each size, format, rank and prompt."""
+    """Decode speed of an engine on random weights of Qwen2.5's shapes.
+
+    Each size, format, rank and prompt length is a job of its own."""
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
-    """1.5B, 3B, 7B, 14B or 32B (`qerl.bench.sizes`)."""
+    """Sizes of the model: 1.5B, 3B, 7B, 14B or 32B (`qerl.bench.sizes`)."""
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
-    """0 is no adapter."""
+    """Ranks of the adapter. 0 means no adapter."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
-    """Decoded at once, a point each; those that the KV cache has no room for are points without a number."""
+    """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
+    number."""
     prompt: NonEmpty[PositiveInt] = [128]
-    """Tokens of a prompt."""
+    """Lengths of the prompts in tokens."""
     tokens: PositiveInt = 256
-    """Decoded after it."""
+    """Number of tokens decoded after the prompt."""
 
 
 class StepGrid(Settings):
@@ -892,27 +909,31 @@ class StepGrid(Settings):
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[PositiveInt] = [16]
     recompute: NonEmpty[bool | Literal["auto"]] = [True]
-    """Gradient checkpointing; auto by measured memory, this project's alone."""
+    """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []
-    """Of this project's: caps on the GPU's memory, each a job of its own; none is the whole."""
+    """Caps on the GPU's memory in GB, one job each, for this project only. Without a cap, a job may use all memory."""
     prompts: NonEmpty[PositiveInt] = [16]
-    """Of a step."""
+    """Numbers of prompts per step."""
     group_size: NonEmpty[PositiveInt] = [8]
-    """Completions of a prompt."""
+    """Numbers of completions per prompt."""
     prompt: PositiveInt = 128
+    """Length of each prompt in tokens."""
     tokens: PositiveInt = 1024
-    """Of every completion."""
+    """Length of each completion in tokens."""
     micro_batch: PositiveInt = 16
-    """Completions of a forward pass, TRL's (all, where a step has fewer) and this project's where memory chooses."""
+    """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
+    recomputed. A step with fewer completions has one pass."""
     repeats: PositiveInt = 3
 
 
 class ShapesSettings(Settings):
-    """Speed and memory on real shapes (docs/results/h200.md): tables and figures of all points that are measured, here
-    or committed; the target `shapes_measure` measures those that are missing."""
+    """Speed and memory on real shapes (docs/results/h200.md).
+
+    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures the
+    missing ones."""
 
     samples: Path
-    """Folder of committed points."""
+    """Folder of the committed points."""
     decode: list[DecodeGrid]
     steps: list[StepGrid] = []
 
@@ -925,22 +946,23 @@ class Experiment(Settings):
 
     base: dict[str, Any]
     arms: dict[Name, dict[str, Any]] = {"run": {}}
-    """An arm of null is left out: how a protocol takes one away."""
+    """Settings of each arm over the base. An arm of null is left out, so that a protocol can remove one."""
     grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    """Values of each key. Every combination is a run of every arm."""
     train: bool = True
-    """false: the runs are only timed, by measurements of kind `step`."""
+    """False leaves training out: the runs are only timed, by measurements of kind `step`."""
     tasks: list[str] | None = None
-    """Which of `evaluation.tasks` (names of their data sets) the bases and the trained policies are scored on; none
-    given: all. An empty list leaves the curves of training only."""
+    """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
+    list, only the training curves are reported."""
     on_failure: Literal["stop", "row"] = "stop"
-    """What becomes of a run that is out of memory or over `time_limit`. `stop`: its job fails; `row`: that is its
-    result, which tables show as a row, and all else goes on. To try it again on another machine, delete its folder
-    train/<run> of the results."""
+    """What happens to a run that is out of memory or over `time_limit`. With `stop` its job fails. With `row` the
+    failure is its result, which tables show as a row, and the workflow continues. To try again on another machine,
+    delete the run's folder `train/<run>` in the results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
-    """Hours that the steps of a run may take, all attempts together; looked at before each step. A higher limit goes on
-    where the lower one stopped."""
+    """Hours that the steps of a run may take in all attempts together, checked before each step. A start with a higher
+    limit continues where the lower one stopped."""
     omitted: dict[str, str] = {}
-    """Arms of the paper that this experiment leaves out, each with the reason; `qerl plan` shows them."""
+    """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
 
     @field_validator("arms", mode="before")
     @classmethod
@@ -970,14 +992,14 @@ class Config(Settings):
     """A whole configuration file."""
 
     name: str
-    """Results go to results/NAME: letters, digits, - and _."""
+    """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
     protocol: Protocol = "paper"
-    """Which of the sources to follow where they disagree. `paper` is the file as it stands; another takes the part of
-    that name in `protocols` over it, and its results go to a folder of their own."""
+    """The source to follow where they disagree. `paper` takes the file as it stands. Another protocol lays its entry of
+    `protocols` over the file and has a folder of results of its own."""
     protocols: dict[Protocol, dict[str, Any]] = {}
-    """For each other protocol: the keys that differ, placed as in the whole file."""
+    """The keys in which each other protocol differs, placed as in the whole file."""
     lock: FilePath | None = None
-    """File of commits and hashes of all that comes from the hub; `qerl lock CONFIG` writes it."""
+    """File of the commits and hashes of everything from the hub. `qerl lock CONFIG` writes it."""
     models: dict[Name, ModelSettings]
     datasets: dict[Name, DatasetSettings]
     experiments: dict[Name, Experiment]
@@ -985,13 +1007,15 @@ class Config(Settings):
     benches: dict[Name, BenchSettings] = {}
     gates: GateSettings | None = None
     shapes: ShapesSettings | None = None
-    """With it a configuration may have nothing else."""
+    """Measurements of speed and memory. With this key, models, data sets, experiments and evaluation may be left
+    out."""
     fit_to_model: bool = False
-    """Settings of runs and of the evaluation that are left out are chosen by what each experiment's local checkpoint is
-    (size, context) and by whether there is a GPU (`qerl/own.py`), in the place of their defaults below."""
+    """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
+    by whether there is a GPU. They replace the defaults below (`qerl/own.py`)."""
     model: FilePath | None = None
-    """Short cuts of the command line: another checkpoint folder, another file of problems, for every run."""
+    """Checkpoint folder for every run. It is given on the command line."""
     problems: FilePath | None = None
+    """File of problems for every run. It is given on the command line."""
 
     @model_validator(mode="before")
     @classmethod
@@ -1052,7 +1076,7 @@ class Config(Settings):
 
 
 def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `override` over it, mappings within mappings likewise."""
+    """`base` with the keys of `override` over it. Nested mappings are merged in the same way."""
     result = dict(base)
     for key, value in override.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -1073,13 +1097,13 @@ def harness_of(record_format: RecordFormat) -> Harness:
 
 
 def check_seed(seed: int) -> None:
-    """Raise `ConfigError` unless `seed` is one that every consumer takes."""
+    """Raise `ConfigError` unless every consumer of seeds accepts `seed`."""
     if not 0 <= seed < SEEDS:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed}")
 
 
 def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) -> None:
-    """Raise `ConfigError` unless the task can be asked of records of that format."""
+    """Raise `ConfigError` unless the task accepts records of that format."""
     if task.task and STOCK_TASKS[task.task][1] != record_format:
         raise ConfigError(
             f"{where}: task={task.task} needs records of format {STOCK_TASKS[task.task][1]}, and those of "
@@ -1095,7 +1119,7 @@ def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) ->
 def parse(
     settings: type[S], values: Mapping[str, Any], where: str, written: Callable[[str], str] = lambda key: key
 ) -> S:
-    """Validate `values`; a `ConfigError` of one sentence names `where`, if any, and the offending key.
+    """Validate `values`, or raise a `ConfigError` of one sentence that names `where`, if any, and the offending key.
 
     `written` turns a dotted key of `settings` into the key that the user wrote.
     """
@@ -1118,7 +1142,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """The value that a YAML text states; a `ConfigError` of one sentence names `where`. Tags make no objects."""
+    """The value of a YAML text. Tags make no objects. A `ConfigError` of one sentence names `where`."""
     try:
         return UniqueKeys(text).get_single_data()
     except DuplicateKey as error:
