@@ -46,13 +46,13 @@ MUTATIONS = {
         "qerl/evals/job.py",
         "    tasks = evaluate(sampler,",
         "    from qerl.config import NoiseSettings\n"
-        "    from qerl.rl.aqn import Noise\n\n"
+        "    from qerl.rl.noise import Noise\n\n"
         '    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), 0).set(1, 1)\n'
         "    tasks = evaluate(sampler,",
         ("evaluation without noise, nvfp4-lora", "evaluation without noise, nvfp4-lora-aqn"),
     ),
     "noise that never fires": Mutation(
-        "qerl/rl/aqn.py",
+        "qerl/rl/noise.py",
         "norm.noise.copy_(z)",
         "norm.noise.zero_()",
         ("noise reaches the sampler", "golden loss, nvfp4-lora-aqn"),

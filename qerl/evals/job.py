@@ -8,11 +8,11 @@ from typing import Any
 from qerl.config import EvaluationSettings
 from qerl.evals import RESULT, SAMPLES
 from qerl.evals.evaluate import evaluate
+from qerl.layers.noisy_norm import noise_norm
 from qerl.models.context import usable_length
 from qerl.models.policy import Policy, load_policy
 from qerl.progress import log
 from qerl.provenance import stamp, write_json
-from qerl.rl.aqn import noise_norm
 from qerl.rl.failures import failed
 from qerl.rollout.make import make_sampler
 

@@ -1,4 +1,4 @@
-"""RMSNorm of the update in Triton, forward and backward; `qerl.rl.aqn` has both in PyTorch.
+"""RMSNorm of the update in Triton, forward and backward; `qerl.layers.noisy_norm` has both in PyTorch.
 
 One pass over memory each, where PyTorch takes one an operation, some over float32 copies of the hidden state.
 """

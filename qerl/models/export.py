@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl.config import ConfigError
+from qerl.layers.noisy_norm import ROLES
 from qerl.models.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -30,7 +31,6 @@ from qerl.models.loading import packed_layers, read_packed
 from qerl.models.tensors import stream
 from qerl.provenance import put
 from qerl.quant.formats import dequantize
-from qerl.rl.aqn import ROLES
 
 _PREFIX = "base_model.model."
 #: Ranks that vLLM reserves room for; an adapter gets the next one.

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterSettings
+from qerl.layers.noisy_norm import ROLES, make_noisy
 from qerl.models.card import Base, write_card
 from qerl.models.checkpoint import ADAPTER_CONFIG, check_adapter, weights_format_of
 from qerl.models.dropout import key_dropout
@@ -21,7 +22,6 @@ from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.mlp import fuse_mlps
 from qerl.models.packed_attention import fuse_attentions
 from qerl.quant.lora import register_lora
-from qerl.rl.aqn import ROLES, make_noisy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -194,8 +194,8 @@ def _series_colours(series: Sequence[Series]) -> list[str]:
 
 
 def schedules(stem: Path) -> None:
-    """Sigma by stage of each schedule as `qerl.rl.aqn` has it (paper Fig. 15), from both starts that the paper has."""
-    from qerl.rl.aqn import sigma
+    """Sigma by stage of each schedule in `qerl.rl.noise_schedule` (paper Fig. 15), from both starts in the paper."""
+    from qerl.rl.noise_schedule import sigma
 
     starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
     stages = range(NoiseSettings().stages)

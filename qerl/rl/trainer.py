@@ -13,12 +13,12 @@ from qerl.measure import peak_memory_bytes, seconds
 from qerl.models.policy import Policy
 from qerl.progress import log, track
 from qerl.provenance import write_text
-from qerl.rl.aqn import Noise
 from qerl.rl.batches import Sample
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.no_signal import Watch
+from qerl.rl.noise import Noise
 from qerl.rl.processes import Processes
 from qerl.rl.update import Updater
 

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
+from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm
 from qerl.models.policy import POLICY_ADAPTER, Policy
-from qerl.rl.aqn import ROLES, NoisyRMSNorm
 
 _PREFIX = "base_model.model."
 

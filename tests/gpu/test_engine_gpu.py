@@ -10,7 +10,7 @@ from qerl.kernels import reference
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
 from qerl.kernels.slots import IDLE, DrawRule, Slots
 from qerl.models.policy import with_adapter
-from qerl.rl.aqn import Noise
+from qerl.rl.noise import Noise
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.make import make_sampler
 from qerl.rollout.sampler import SamplingParams

@@ -129,7 +129,7 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
 
 def test_a_graph_follows_adapters_and_noise_as_they_are_now(policy):
     from qerl.config import NoiseSettings
-    from qerl.rl.aqn import Noise
+    from qerl.rl.noise import Noise
 
     sampler, params, prompts = sampler_of(policy), SamplingParams(max_tokens=4, seed=1), prompts_of(100, 3)
     clean = sampler.generate(prompts, params)

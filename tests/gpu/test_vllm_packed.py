@@ -10,7 +10,7 @@ from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings, NoiseSettings, VllmSettings
 from qerl.models.checkpoint import weights_format_of
 from qerl.models.policy import with_adapter
-from qerl.rl.aqn import Noise
+from qerl.rl.noise import Noise
 from qerl.rollout.sampler import SamplingParams
 
 pytest.importorskip("vllm", reason="vLLM isn't installed")

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from qerl.config import AdapterSettings, ConfigError, NoiseSettings, RunSettings, VllmSettings, parse
 from qerl.data.records import Problem
+from qerl.layers.noisy_norm import ROLES
 from qerl.models.export import export
 from qerl.models.policy import load_policy, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import ROLES, Noise, standard_normal
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
+from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.trainer import Trainer
 from qerl.rollout.make import make_sampler
 from qerl.rollout.native import NativeSampler

@@ -7,8 +7,8 @@ import torch
 from qerl.config import AdapterSettings, ConfigError, NativeSettings, NoiseSettings
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import Noise
 from qerl.rl.failures import failure, noted
+from qerl.rl.noise import Noise
 from qerl.rollout import schedule
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.native import NativeSampler

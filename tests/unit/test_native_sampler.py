@@ -7,7 +7,7 @@ import torch
 from qerl.config import AdapterSettings, NoiseSettings
 from qerl.models.policy import load_policy, with_adapter
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import Noise
+from qerl.rl.noise import Noise
 from qerl.rollout.native import NativeSampler, draw
 from qerl.rollout.sampler import SamplingParams
 from tests.tiny import tiny_qwen2

@@ -13,7 +13,7 @@ from qerl.config import NoiseSettings
 from qerl.report import figures, job, layout, paper, printed, results
 from qerl.report.intervals import average_interval, ratio_interval
 from qerl.report.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
-from qerl.rl.aqn import sigma
+from qerl.rl.noise_schedule import sigma
 from tests.unit.synthetic_results import (
     rollout_point,
     step_point,

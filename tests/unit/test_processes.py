@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from qerl import cli
 from qerl.config import ConfigError, DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
+from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.models.policy import choose_device
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import NoisyRMSNorm
 from qerl.rl.processes import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from tests.tiny import tiny_qwen2

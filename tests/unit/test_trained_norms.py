@@ -10,11 +10,11 @@ from torch.nn.functional import log_softmax
 import qerl
 from qerl.config import AdapterSettings, EvaluationSettings, PPOSettings
 from qerl.evals import job
+from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.models.export import export
 from qerl.models.policy import Policy, load_policy, trained_in_full, with_adapter
 from qerl.models.value import add_value
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import NoisyRMSNorm
 from qerl.rollout.state import norm_weights
 from tests.tiny import tiny_qwen2
 

@@ -11,8 +11,8 @@ from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.models.value import add_value, is_value, value_adapter, values
 from qerl.quant.lora import register_lora
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.aqn import Noise
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.noise import Noise
 from qerl.rl.ppo import value_loss
 from qerl.rollout.native import NativeSampler
 from qerl.rollout.sampler import Completion, SamplingParams

@@ -9,7 +9,9 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from qerl.config import NoiseSettings
-from qerl.rl.aqn import NoisyRMSNorm, sigma, standard_normal
+from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.rl.noise import standard_normal
+from qerl.rl.noise_schedule import sigma
 
 
 def settings(schedule: str, **changes) -> NoiseSettings:

@@ -1,0 +1,1 @@
+"""Layers of a policy: what stands in its blocks instead of transformers' own modules."""

@@ -1,0 +1,97 @@
+"""RMSNorm of a block whose weight `w` may carry noise `z`; `qerl.rl.noise` draws it.
+
+The noise has a buffer of its own, so it never accumulates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+#: The norms of a block that may carry noise, by their names in it.
+ROLES = ("input_layernorm", "post_attention_layernorm")
+
+
+def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `qerl.kernels.norm_training.forward`.
+
+    Products of a 16-bit and a float32 tensor are taken in float32 and results rounded as they are written, which spares
+    passes over memory that a cast would take.
+    """
+    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
+    return torch.mul(hidden * inverse, weight, out=torch.empty_like(hidden)), inverse
+
+
+def _backward(
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, of_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `qerl.kernels.norm_training.backward`."""
+    normed = hidden * inverse
+    product = grad * normed
+    grad_weight = product.flatten(0, -2).sum(0) if of_weight else None
+    along = (product @ weight)[..., None] / hidden.shape[-1]
+    grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
+    return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight
+
+
+def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward: Triton's on a GPU, PyTorch's elsewhere; and in float64, which PyTorch's refuses to lose."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64:
+        return _forward, _backward
+    from qerl.kernels.norm_training import backward, forward
+
+    return forward, backward
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        out, inverse = _passes(hidden)[0](hidden, weight, epsilon)
+        ctx.save_for_backward(hidden, weight, inverse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        grads = _passes(hidden)[1](grad, hidden, weight, inverse, ctx.needs_input_grad[1])
+        return *grads, None
+
+
+class NoisyRMSNorm(nn.Module):
+    """RMSNorm with weight `w + z`, computed in float32 whatever the dtype of the input."""
+
+    noise: torch.Tensor
+
+    def __init__(self, weight: nn.Parameter, variance_epsilon: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.variance_epsilon = variance_epsilon
+        self.register_buffer("noise", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise `hidden` [..., features] over the last dimension; same dtype out."""
+        return _ScaledNorm.apply(hidden, self.weight.float() + self.noise, self.variance_epsilon)
+
+
+def make_noisy(model: nn.Module) -> None:
+    """Replace the two norms of every block by `NoisyRMSNorm`; their weights stay the same parameters."""
+    for module in list(model.modules()):
+        for role in ROLES:
+            norm = getattr(module, role, None)
+            if norm is not None and not isinstance(norm, NoisyRMSNorm):
+                setattr(module, role, NoisyRMSNorm(norm.weight, norm.variance_epsilon))
+
+
+def noise_norm(model: nn.Module) -> float:
+    """Norm of all z that `model` holds now; 0 without noise."""
+    noises = (module.noise for module in model.modules() if isinstance(module, NoisyRMSNorm))
+    return math.sqrt(sum(float(noise.double().square().sum()) for noise in noises))

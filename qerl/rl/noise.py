@@ -1,0 +1,81 @@
+"""Adaptive Quantization Noise (paper section 3.3): noise on the RMSNorm weights of each block.
+
+`w + z` in the input norm perturbs q, k and v with one z, in the post-attention norm gate and up with another
+(Eq. 10 to 12); o, down and the final norm get none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from qerl.config import NoiseSettings
+from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm
+from qerl.rl.noise_schedule import sigma
+
+
+def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> torch.Tensor:
+    """`size` float32 draws from N(0, 1) that depend on the key alone: the same on every rank, sampler and restart."""
+    counter = np.array([0, 0, layer, role], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """What was added at a step: sigma, and the norm of all z together."""
+
+    sigma: float
+    norm: float
+
+
+class Noise:
+    """Draws z for all noisy norms of a model and takes it away again."""
+
+    def __init__(self, model: nn.Module, settings: NoiseSettings, seed: int) -> None:
+        self._model = model
+        self.settings = settings
+        self.seed = seed
+
+    def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
+        """Layer, role and the norms there (PEFT keeps the original beside the trained copy: both carry the same z)."""
+        blocks = next(m for name, m in self._model.named_modules() if name.endswith("layers"))
+        assert isinstance(blocks, nn.ModuleList)
+        for index, layer in enumerate(blocks):
+            for role, name in enumerate(ROLES):
+                yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
+
+    def set(self, step: int, total_steps: int) -> NoiseReport:
+        """Put the noise of `step` in place."""
+        scale = sigma(self.settings, step, total_steps)
+        squares = 0.0
+        for layer, role, norms in self._norms():
+            if not norms:
+                raise RuntimeError(
+                    f"{ROLES[role]} of layer {layer} is no NoisyRMSNorm: call make_noisy before training"
+                )
+            z = scale * standard_normal(self.seed, step, layer, role, norms[0].noise.numel())
+            squares += float(z.double().square().sum())
+            for norm in norms:
+                norm.noise.copy_(z)
+        return NoiseReport(scale, math.sqrt(squares))
+
+    def clear(self) -> None:
+        """Noise-free again, bit for bit."""
+        for _, _, norms in self._norms():
+            for norm in norms:
+                norm.noise.zero_()
+
+    @contextmanager
+    def at(self, step: int, total_steps: int) -> Iterator[NoiseReport]:
+        """The noise of `step` inside the block, none after it."""
+        try:
+            yield self.set(step, total_steps)
+        finally:
+            self.clear()

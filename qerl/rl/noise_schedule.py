@@ -1,0 +1,37 @@
+"""Strength of Adaptive Quantization Noise by step (paper Eq. 8); imports no torch, since figures show it, too."""
+
+from __future__ import annotations
+
+import math
+
+from qerl.config import NoiseSettings
+
+
+def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
+    """Standard deviation of the noise at `step` (1-based) of `total_steps`.
+
+    The stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 carries no noise (Eq. 8). Where there are
+    fewer steps than stages (M < K), each step is a stage: k = step - 1, which ends before K - 1. `exponential`
+    is Eq. 8 as printed, whose last stage stops short of sigma_end; `exponential-reaching` spreads the exponent so that
+    stage K - 1 reaches it, as in the released code. The other decays, whose formulas the paper doesn't give, run from
+    sigma_start in stage 1 to sigma_end in stage K - 1. `constant` is sigma_start in every stage, 0 included.
+    """
+    if settings.schedule == "off":
+        return 0.0
+    if settings.schedule == "constant":
+        return settings.sigma_start
+    stages = settings.stages
+    stage = min((step - 1) // max(total_steps // stages, 1), stages - 1)
+    if stage == 0:
+        return 0.0
+    start, end = settings.sigma_start, settings.sigma_end
+    if settings.schedule == "exponential":
+        return start * (end / start) ** ((stage - 1) / (stages - 1))
+    progress = (stage - 1) / (stages - 2)
+    remaining = {
+        "exponential-reaching": lambda: (start * (end / start) ** progress - end) / (start - end or 1.0),
+        "linear": lambda: 1 - progress,
+        "cosine": lambda: (1 + math.cos(math.pi * progress)) / 2,
+        "logarithmic": lambda: 1 - math.log(1 + stage - 1) / math.log(stages - 1),
+    }[settings.schedule]()
+    return end + (start - end) * remaining

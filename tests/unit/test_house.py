@@ -1,0 +1,34 @@
+"""The package as a house, read by its syntax trees: which way imports run."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import qerl
+
+ROOT = Path(qerl.__file__).parent
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package by its name."""
+    return {
+        ".".join(file.relative_to(ROOT.parent).with_suffix("").parts): ast.parse(file.read_text())
+        for file in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that a module imports anywhere in it."""
+    nodes = list(ast.walk(tree))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_layers_know_nothing_of_training():
+    for name in (name for name in trees() if name.startswith(("qerl.layers", "qerl.quant", "qerl.rollout"))):
+        assert not {module for module in imported(trees()[name]) if module.startswith("qerl.rl")}, name
+
+
+def test_the_noise_schedule_needs_no_torch():
+    assert imported(trees()["qerl.rl.noise_schedule"]) == {"__future__", "math", "qerl.config"}
