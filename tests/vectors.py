@@ -1,6 +1,6 @@
 """The vectors of the gates, made by other code than this project's.
 
-`python -m tests.vectors` writes config/gates/vectors.safetensors; a test makes them anew and compares.
+`python -m tests.vectors` writes tests/fixtures/gates/vectors.safetensors; a test makes them anew and compares.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.parity.test_quant_parity import LIBRARY, library_fp4
 
-FILE = Path(__file__).parents[1] / "config/gates/vectors.safetensors"
+FILE = Path(__file__).parents[1] / "tests/fixtures/gates/vectors.safetensors"
 
 
 def vectors() -> dict[str, torch.Tensor]:

@@ -14,16 +14,9 @@ import typer
 from qerl.bench.shapes import SHARD_BYTES, write_shape
 from qerl.config import Generated
 from qerl.data.arithmetic import generate
-from qerl.data.records import Problem
-from qerl.rl.rewards import Answer
 from tests.hub_layouts import REPOSITORIES
 
 DATASETS = ("openai/gsm8k", "HuggingFaceH4/MATH-500")
-
-
-def vowels(answer: Answer, problem: Problem) -> float:
-    """A reward that tells random completions apart, so that there is a gradient: the share of vowels."""
-    return sum(letter in "aeiou" for letter in answer.text) / max(len(answer.text), 1)
 
 
 def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:

@@ -14,6 +14,9 @@ from qerl.config import Config
 
 #: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
+#: What `workload_key` calls the folder of every local model: its content counts, its place doesn't. With another name
+#: here, all committed baselines would be of another workload.
+_ANY_FOLDER = "config/gates/policy"
 
 
 class Measured(BaseModel):
@@ -44,6 +47,8 @@ def workload_key(config: Config) -> str:
     """
     assert config.gates is not None
     told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
+    for model in told["models"].values():
+        model |= {"path": _ANY_FOLDER} if "path" in model else {}
     told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:

@@ -1,7 +1,8 @@
 """Codecs, kernels' layouts and graders against stored vectors: numbers that no machine may change.
 
-The vectors (config/gates/vectors.safetensors, answers.jsonl) don't come from this code: packed weights are those of
-compressed-tensors and bitsandbytes, products those of float64 (`python -m tests.vectors`), verdicts a person's.
+The vectors (vectors.safetensors, answers.jsonl in the folder `gates.vectors`) don't come from this code: packed weights
+are those of compressed-tensors and bitsandbytes, products those of float64 (`python -m tests.vectors`), verdicts a
+person's.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class OneEach:
 
 def graded_texts(record_format, form):
     """(expected answer, completion) of the gates' vectors and the graders' tables."""
-    file = Path(__file__).parents[2] / "config/gates/answers.jsonl"
+    file = Path(__file__).parents[2] / "tests/fixtures/gates/answers.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = [(row["answer"], row["text"]) for row in rows if (row["format"], row["form"]) == (record_format, form)]
     found += [case[1:3] for case in (NATIVE if form == "native" else TAGGED) if case[0] == record_format]

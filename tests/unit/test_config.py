@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl import config, reference
+from qerl import config, reference, userfunction
 from qerl.bench.grid import jobs
 from qerl.config import Config, ConfigError, EvaluationSettings, RunSettings, Settings, parse
 from qerl.plan import plan
@@ -20,6 +20,9 @@ def test_every_configuration_of_the_repository_is_valid(file):
         pytest.skip("it needs a model: test_own.py")
     planned = plan(parse(Config, values, file.name))
     assert planned.runs or jobs(planned.config.shapes)
+    for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
+        assert not function.startswith("tests"), "a configuration must run without the tests"
+        userfunction.check(function, "reward.function")
 
 
 def test_the_reference_page_is_made_from_the_settings():

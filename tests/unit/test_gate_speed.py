@@ -10,7 +10,7 @@ from qerl.config import ConfigError
 from qerl.gates import speed
 from qerl.provenance import PACKAGE
 
-POLICY = Path("config/gates/policy")
+POLICY = Path("tests/fixtures/gates/policy")
 
 
 def head() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.mutations import MUTATIONS, mutated
 from tests.vectors import vectors
 
 GATES = Path("config/gates")
+FIXTURES = Path("tests/fixtures/gates")
 MACHINE = {"label": "Some CPU @ 2.0 GHz, 2 cores"}
 VERSIONS = {"torch": "2.13.0"}
 COMPLETIONS = {f"arithmetic p{number} 0": f"0123abcd {int(number % 5 != 0)}" for number in range(200)}
@@ -192,7 +194,7 @@ def test_the_projects_gates_are_read_and_look_at_what_is_measured():
         found = read_baseline(file).measured
         named = {*found.values, *found.series, *found.accuracies, *found.completions, *found.ratios}
         assert {g.metric for g in gates} - named <= {"rollout-to-baseline", "update-to-baseline"}
-    named = {f"stored/{folder.name}" for folder in (GATES / "trained").iterdir()}
+    named = {f"stored/{folder.name}" for folder in (FIXTURES / "trained").iterdir()}
     assert {g.metric for g in gates if g.check == "same"} == named
 
 
@@ -242,11 +244,33 @@ def test_the_workload_is_all_that_is_run(tmp_path):
     assert workload_key(parse(Config, values, "test")) != key
 
 
+def test_the_place_of_a_models_folder_is_no_part_of_the_workload_and_its_content_is(tmp_path):
+    values = read_yaml(Path("config/ci.yaml"))
+    key = workload_key(parse(Config, values, "test"))
+    copied = shutil.copytree(values["models"]["miniature"]["path"], tmp_path / "elsewhere")
+    values["models"]["miniature"]["path"] = str(copied)
+    assert workload_key(parse(Config, values, "test")) == key
+    (copied / "generation_config.json").write_text("{}")
+    assert workload_key(parse(Config, values, "test")) != key
+
+
+def test_the_committed_baselines_are_of_the_committed_workload():
+    """A setting with a new default, or a moved file, would leave every gate without a baseline."""
+    config = parse(Config, read_yaml(Path("config/ci.yaml")), "test")
+    assert any_baseline(config.gates.baselines, workload_key(config))
+
+
+def test_the_settings_of_gates_are_configuration_and_nothing_else_is():
+    """What is measured with are fixtures: `config/gates` holds what is judged by."""
+    assert {path.name for path in GATES.iterdir()} == {"gates.tsv", "baselines"}
+    assert {path.suffix for path in (GATES / "baselines").iterdir()} == {".json"}
+
+
 # --- numerics --------------------------------------------------------------------------------------------------------
 
 
 def test_the_vectors_are_those_of_the_libraries():
-    stored, made = load_file(GATES / VECTORS), vectors()
+    stored, made = load_file(FIXTURES / VECTORS), vectors()
     assert stored.keys() == made.keys()
     for name, tensor in made.items():
         if tensor.dtype == torch.float64:  # a product, whose order of additions is that of the machine's BLAS
@@ -256,13 +280,13 @@ def test_the_vectors_are_those_of_the_libraries():
 
 
 def test_numerics_find_nothing_here_and_a_scale_that_is_one_step_off(tmp_path):
-    measure_numerics(GATES, tmp_path / "out.json")
+    measure_numerics(FIXTURES, tmp_path / "out.json")
     values = json.loads((tmp_path / "out.json").read_text())["values"]
     assert {name: value for name, value in values.items() if value and not name.startswith("product/")} == {}
     assert max(values.values()) < 1e-6
-    changed = load_file(GATES / VECTORS)
+    changed = load_file(FIXTURES / VECTORS)
     changed["nvfp4/weight_scale"].view(torch.uint8)[5, 3] += 1
-    (tmp_path / ANSWERS).write_text((GATES / ANSWERS).read_text())
+    (tmp_path / ANSWERS).write_text((FIXTURES / ANSWERS).read_text())
     save_file(changed, tmp_path / VECTORS)
     measure_numerics(tmp_path, tmp_path / "out.json")
     values = json.loads((tmp_path / "out.json").read_text())["values"]
@@ -282,7 +306,7 @@ def test_a_grader_that_compares_one_character_is_found(monkeypatch):
         return stated is not None and stated[0] == answer[0]
 
     monkeypatch.setattr(numerics, "is_correct", first_character)
-    assert wrong_verdicts(GATES / ANSWERS) >= 10
+    assert wrong_verdicts(FIXTURES / ANSWERS) >= 10
 
 
 # --- from results to a verdict ---------------------------------------------------------------------------------------
@@ -349,7 +373,7 @@ def test_the_exit_code_follows_the_verdict(results, tmp_path):
     (tmp_path / "gates.tsv").write_text(
         "\t".join(COLUMNS) + "\nmemory\tmemory/a\tgrowth\t100\tw\ngraders\tgraders\tat-most\t0\tw\n"
     )
-    told = {"file": tmp_path / "gates.tsv", "baselines": tmp_path / "baselines", "vectors": GATES}
+    told = {"file": tmp_path / "gates.tsv", "baselines": tmp_path / "baselines", "vectors": FIXTURES}
     settings = parse(Config, read_yaml(Path("config/ci.yaml")), "test").gates.model_copy(update=told)
     found = collect("k", results)
 
@@ -388,7 +412,7 @@ def test_a_defect_can_still_be_put_in_and_names_gates_that_there_are(name):
 def accepting(tmp_path, monkeypatch):
     """A repository with finished results of config/ci.yaml; a function that stores what was measured."""
     values = read_yaml(Path("config/ci.yaml"))
-    values["models"]["miniature"]["path"] = str(Path("config/gates/policy").resolve())
+    values["models"]["miniature"]["path"] = str(Path("tests/fixtures/gates/policy").resolve())
     made = plan(parse(Config, values, "test"))
     monkeypatch.chdir(tmp_path)
     for variable in ("AUTHOR", "COMMITTER"):
