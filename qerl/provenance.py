@@ -286,7 +286,11 @@ def code_version(*modules: str) -> str:
     for name in modules:
         if module_file(name, PACKAGE.parent) is None:
             raise ModuleNotFoundError(f"{name} is not a module of {PACKAGE.name}")
-    return hash_of_code(modules, PACKAGE.parent, lambda name: of_this_package(name) and name not in TELLING)
+    return hash_of_code(modules, PACKAGE.parent, lambda name: of_this_package(name) and not _only_tells(name))
+
+
+def _only_tells(name: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in TELLING)
 
 
 def of_this_package(name: str) -> bool:

@@ -1,0 +1,21 @@
+"""From a configuration to the sheets of the DAG: which checkpoints, runs, evaluations and measurements there are."""
+
+from __future__ import annotations
+
+from qerl.plan.checks import check_engines, check_inputs
+from qerl.plan.experiments import nested
+from qerl.plan.make import fitting, plan, plan_from
+from qerl.plan.sheets import Checkpoint, Evaluation, Plan, Run
+
+__all__ = [
+    "Checkpoint",
+    "Evaluation",
+    "Plan",
+    "Run",
+    "check_engines",
+    "check_inputs",
+    "fitting",
+    "nested",
+    "plan",
+    "plan_from",
+]

@@ -1,0 +1,125 @@
+"""What can be known to be wrong before any job starts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from qerl.config import (
+    GROUP_SIZE,
+    Config,
+    ConfigError,
+    FunctionData,
+    HubData,
+    LocalData,
+    LocalModel,
+    PretrainSettings,
+    RolloutBench,
+    require,
+)
+from qerl.data.hub import check_folder
+from qerl.imports import check_engine
+from qerl.models.checkpoint import check_base, read_config
+from qerl.models.context import check_room, usable_length
+from qerl.plan.experiments import written_as
+from qerl.plan.sheets import Plan, Run
+from qerl.userfunction import check
+
+
+def check_run(run: Run, config: Config) -> None:
+    """What can be known before any job starts."""
+    settings = run.settings
+    written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
+    require(settings.model, config.models, written("model"), "models")
+    require(settings.dataset, config.datasets, written("dataset"), "datasets")
+    if (made := settings.calibrated) and made.dataset:
+        require(made.dataset, config.datasets, written("calibration.dataset"), "datasets")
+    if settings.weights in GROUP_SIZE:
+        _check_groups(config.models[settings.model], settings.weights, written("weights"))
+
+
+def _check_groups(model: Any, weights: str, where: str) -> None:
+    group = GROUP_SIZE[weights]
+    for key, width in _widths(model).items():
+        if width % group:
+            raise ConfigError(
+                f"{where}: {key}={width} is not a multiple of {group}, the group size of weights={weights}"
+            )
+
+
+def _widths(model: Any) -> dict[str, int]:
+    """Input widths of the linear layers, where they are known before a download."""
+    if isinstance(model, PretrainSettings):
+        return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
+    if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
+        architecture = read_config(model.path)
+        return {key: architecture[key] for key in ("hidden_size", "intermediate_size") if key in architecture}
+    return {}
+
+
+def check_inputs(plan_: Plan) -> None:
+    """Local checkpoints, problem files and functions are there, whole and readable; a sentence names what isn't."""
+    config = plan_.config
+    origins = [dataset.origin for dataset in config.datasets.values()]
+    rewards = [run.settings.reward.function for run in plan_.runs.values()]
+    data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
+    for function in dict.fromkeys(rewards):
+        if function is not None:
+            check(function, "reward.function")
+    for function in dict.fromkeys(data):
+        check(function, "origin.function")
+    for origin in origins:
+        if isinstance(origin, HubData):
+            check_folder(origin)
+    for model in config.models.values():
+        if isinstance(model, LocalModel):
+            check_base(model.path)
+    _check_lengths(plan_)
+    _check_test_splits(plan_)
+    local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
+    if local:
+        from qerl.data.sources import check_problem_file
+
+        for dataset in local:
+            check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
+
+
+def _check_lengths(plan_: Plan) -> None:
+    """Completions leave room for a prompt in the context of local checkpoints."""
+    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
+    for run in plan_.runs.values():
+        if folder := folders.get(run.settings.model):
+            rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
+            context = usable_length(read_config(folder), rollout)
+            check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
+    settings = plan_.config.evaluation
+    for name in dict.fromkeys(evaluation.checkpoint.model for evaluation in plan_.evaluations.values()):
+        for task in settings.tasks if name in folders else ():
+            context = usable_length(read_config(folders[name]), settings)
+            check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")
+
+
+def _check_test_splits(plan_: Plan) -> None:
+    """What is evaluated on has a test split, where the configuration tells."""
+    for name in dict.fromkeys(task for evaluation in plan_.evaluations.values() for task in evaluation.tasks):
+        origin = plan_.config.datasets[name].origin
+        if isinstance(origin, HubData) and "test" not in origin.splits:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split; name one of the repository's in datasets.{name}.origin."
+                "splits, as {test: train} where all there is to test on is called train"
+            )
+        if isinstance(origin, LocalData) and origin.path.is_file() and origin.test_fraction == 0:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split, since its origin.test_fraction is 0; raise it"
+            )
+
+
+def check_engines(plan_: Plan) -> None:
+    """Engines of runs, evaluations and measurements are installed: for where jobs start, not for who only plans."""
+    for run in plan_.runs.values():
+        check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
+    if plan_.evaluations:
+        check_engine(plan_.config.evaluation, "evaluation.engine")
+    for name, bench in plan_.config.benches.items():
+        if isinstance(bench, RolloutBench):
+            check_engine(bench, f"benches.{name}.engine")

@@ -1,0 +1,132 @@
+"""From a configuration to its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl.config import Config, ConfigError, LocalModel, RolloutBench, parse, read_yaml
+from qerl.lock import with_locked_revisions
+from qerl.own import described, fitted, traits
+from qerl.plan.checks import check_inputs, check_run
+from qerl.plan.experiments import expand
+from qerl.plan.sheets import Checkpoint, Evaluation, Plan, Run
+from qerl.plan.shortcuts import shortened
+
+#: It names files, whose names have at most 255 bytes with what is appended to it.
+_LONGEST_ID = 200
+
+
+def plan(config: Config) -> Plan:
+    """Expand a configuration and check that its parts fit; a `ConfigError` says what doesn't."""
+    config = shortened(config) if config.model or config.problems else config
+    runs: dict[str, Run] = {}
+    for name, experiment in config.experiments.items():
+        for run in expand(name, experiment):
+            if run.id in runs:
+                raise ConfigError(
+                    f"two runs are named {run.id}; rename an arm or a grid key, and put values of a grid that differ "
+                    "in special characters alone into arms"
+                )
+            if len(run.id) > _LONGEST_ID:
+                raise ConfigError(
+                    f"experiments.{name}.grid: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
+                    "characters; put the long values of the grid into arms"
+                )
+            check_run(run, config)
+            runs[run.id] = run
+    if not (config.shapes or config.benches or any(config.experiments[run.experiment].train for run in runs.values())):
+        raise ConfigError("nothing to do: `experiments` has no run to train, and there are no `benches` or `shapes`")
+    checkpoints = _named_apart(_checkpoints(config, runs))
+    trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
+    timed = {id: run for id, run in runs.items() if id not in trained}
+    evaluations: dict[str, Evaluation] = {}
+    for evaluation in _evaluations(config, trained):
+        if evaluation.id in evaluations:
+            raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
+        evaluations[evaluation.id] = evaluation
+    return Plan(config, trained, timed, checkpoints, evaluations)
+
+
+def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluation]:
+    """The bases that runs start from, and bf16 beside them, each on the tasks of all their runs; then the runs."""
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
+    of_run = {id: _tasks(config, run) for id, run in trained.items()}
+    of_base: dict[Checkpoint, set[str]] = {}
+    for id, run in trained.items():
+        for base in (Checkpoint(run.settings.model, "bf16"), run.checkpoint):
+            of_base.setdefault(base, set()).update(of_run[id])
+    for base, asked in of_base.items():
+        if asked:
+            yield Evaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
+    for id, run in trained.items():
+        if of_run[id]:
+            yield Evaluation(id, run.checkpoint, run, of_run[id])
+
+
+def _tasks(config: Config, run: Run) -> tuple[str, ...]:
+    named = config.experiments[run.experiment].tasks
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
+    return tuple(every) if named is None or config.problems else tuple(named)
+
+
+def _checkpoints(config: Config, runs: Mapping[str, Run]) -> Iterator[Checkpoint]:
+    """Every base in bf16 (the reference of each table) and in each format that a run or a measurement uses."""
+    for run in runs.values():
+        yield Checkpoint(run.settings.model, "bf16")
+        yield run.checkpoint
+    for bench in config.benches.values():
+        if isinstance(bench, RolloutBench):
+            yield from (Checkpoint(bench.model, weights) for weights in ("bf16", *bench.weights))
+
+
+def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
+    """Each checkpoint once, by its id, which must not be another's."""
+    named: dict[str, Checkpoint] = {}
+    for checkpoint in checkpoints:
+        if named.setdefault(checkpoint.id, checkpoint) != checkpoint:
+            raise ConfigError(f"two checkpoints are named {checkpoint.id}; rename a model or a data set")
+    return named
+
+
+def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
+    """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`.
+
+    A whole configuration comes from `files`, where there are any, but for the keys `typed` on the command line. Errors
+    name both.
+    """
+    values, where = given, ", ".join(map(_as_typed, files)) or "configuration"
+    if not files and "name" not in given:
+        values, where, typed = {**read_yaml(default), **given}, _as_typed(default), given
+    if typed:
+        where += f" with {', '.join(map(str, typed))} of the command line"
+    if "name" not in values:
+        raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
+    if values.get("protocol", "paper") != "paper":
+        where += f" with protocol {values['protocol']}"
+    try:
+        plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    check_inputs(plan_)
+    return plan_
+
+
+def _as_typed(file: Path) -> str:
+    """A file as people name it: from the working directory, where it lies below that."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+
+def fitting(plan_: Plan) -> list[str]:
+    """Lines for people about the settings that follow from the models; none where nothing does."""
+    if not plan_.config.fit_to_model:
+        return []
+    first = {run.settings.model: run for run in reversed(plan_.runs.values())}
+    lines = []
+    for name, run in first.items():
+        model = plan_.config.models[name]
+        assert isinstance(model, LocalModel)
+        about, *keys = described(traits(model.path), run.settings.model_dump())
+        lines += [f"{model.path}: {about}", *keys]
+    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]

@@ -1,0 +1,137 @@
+"""The rows of a plan: checkpoints, runs, evaluations and what is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.config import CalibrationSettings, Config, Recipe, RolloutBench, RunSettings, StepBench
+from qerl.report.printed import figures_fed, tables_fed
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A base model in one weight format, rounded to nearest, or by AWQ where there is a calibration."""
+
+    model: str
+    weights: str
+    calibration: CalibrationSettings | None = None
+
+    @property
+    def id(self) -> str:
+        """The name of its folder."""
+        made = self.calibration
+        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
+        return f"{self.model}-{self.weights}{awq}"
+
+    @property
+    def recipe(self) -> Recipe:
+        """How its weights are quantized."""
+        return "awq" if self.calibration else "rtn"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: a row of the sheet."""
+
+    id: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: RunSettings
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The base that the run starts from."""
+        return Checkpoint(self.settings.model, self.settings.weights, self.settings.calibrated)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy to evaluate: a base in one format, or the outcome of a run; `tasks` names the tasks' data sets."""
+
+    id: str
+    checkpoint: Checkpoint
+    run: Run | None
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows of all sheets of one configuration."""
+
+    config: Config
+    runs: dict[str, Run]
+    #: Runs of experiments with `train: false`.
+    timed: dict[str, Run]
+    checkpoints: dict[str, Checkpoint]
+    evaluations: dict[str, Evaluation]
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables that this configuration fills."""
+        return [
+            "accuracy",
+            "quantization",
+            *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"}),
+            *tables_fed(self._covered),
+        ]
+
+    @property
+    def figures(self) -> list[str]:
+        """The figures that this configuration fills."""
+        noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
+        curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
+        return [*curves, *_for_benches(self.config, {"rollout": "throughput"}), *figures_fed(self._covered)]
+
+    @property
+    def _covered(self) -> set[tuple[str, str]]:
+        """(kind, model) of the results that stand beside the paper's, see `qerl.report.printed`."""
+        models = {checkpoint.model for checkpoint in self.checkpoints.values()}
+        evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
+        trained = {
+            (kind, run.settings.model) for run in self.runs.values() for kind in ("run", f"data={run.settings.dataset}")
+        }
+        measured = {
+            (bench.kind, model) for name, bench in self.config.benches.items() for model in self._bench_models(name)
+        }
+        return evaluated | trained | measured
+
+    def _bench_models(self, bench: str) -> set[str]:
+        settings = self.config.benches[bench]
+        if isinstance(settings, RolloutBench):
+            return {settings.model}
+        return {run.settings.model for run in self.step_bench_runs(bench)}
+
+    @property
+    def folder(self) -> str:
+        """Where all results of this configuration go."""
+        return f"results/{self.config.name}"
+
+    def evaluations_of(self, experiment: str) -> list[Evaluation]:
+        """The evaluations of what an experiment trains."""
+        return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
+
+    def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
+        """The bases that a rollout measurement reads."""
+        settings = self.config.benches[bench]
+        assert isinstance(settings, RolloutBench)
+        return [Checkpoint(settings.model, weights) for weights in settings.weights]
+
+    def step_bench_runs(self, bench: str) -> list[Run]:
+        """The runs that a step measurement times: of each arm and point of its experiment's grid, the first seed."""
+        settings = self.config.benches[bench]
+        assert isinstance(settings, StepBench)
+        first: dict[str, Run] = {}
+        for run in (*self.runs.values(), *self.timed.values()):
+            if run.experiment == settings.experiment:
+                point = {key: value for key, value in run.varied.items() if key != "seed"}
+                first.setdefault(json.dumps([run.arm, point]), run)
+        return list(first.values())
+
+
+def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
+    kinds = {bench.kind for bench in config.benches.values()}
+    return [name for kind, name in names.items() if kind in kinds]

@@ -1,0 +1,66 @@
+"""The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from qerl.config import Config, DatasetSettings, LocalModel, RolloutBench, TaskSettings, harness_of, parse
+from qerl.plan.experiments import plain
+
+
+def shortened(config: Config) -> Config:
+    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
+
+    Results go to a folder of their own, which ends in a hash of the two paths: other paths may have the same names.
+    """
+    from qerl.data.sources import check_problem_file
+
+    changes: dict[str, Any] = {}
+    model = _plain_name(config.model, "model", ())
+    problems = _plain_name(config.problems, "problems", config.datasets)
+    if config.model is not None:
+        changes["models"] = {model: LocalModel(source="local", path=config.model)}
+        changes["benches"] = {
+            key: bench.model_copy(update={"model": model}) if isinstance(bench, RolloutBench) else bench
+            for key, bench in config.benches.items()
+        }
+    if config.problems is not None:
+        record_format = check_problem_file(config.problems)
+        origin = {"source": "local", "path": config.problems}
+        same = next((known for known in config.datasets.values() if known.format == record_format), None)
+        asked = {"instruction": same.instruction, "answer": same.answer, "units": same.units} if same else {}
+        values = {"format": record_format, "origin": origin, **asked}
+        dataset = parse(DatasetSettings, values, "problems")
+        changes["datasets"] = {**config.datasets, problems: dataset}
+        task = TaskSettings(dataset=problems, harness=harness_of(record_format))
+        changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
+    base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
+    changes["experiments"] = {
+        key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
+        for key, experiment in config.experiments.items()
+    }
+    identity = _path_hash(config.model, config.problems)
+    changes["name"] = "-".join([config.name, *base_change.values(), identity]).replace(".", "_")
+    return config.model_copy(update=changes)
+
+
+def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
+    """A file's or folder's name as a part of paths and commands; empty for no path.
+
+    `otherwise` takes the place of a name without a plain character; a name that is `taken` gets the path's hash.
+    """
+    if path is None:
+        return ""
+    name = path.resolve().stem if path.is_file() else path.resolve().name
+    short = plain(name)[:60].strip("-.+") or otherwise
+    return f"{short}-{_path_hash(path)}" if short in taken else short
+
+
+def _path_hash(*paths: Path | None) -> str:
+    """Eight hexadecimal digits for files and folders, as they lie from the working directory, where results are too."""
+    lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
+    return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
