@@ -106,10 +106,9 @@ def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: to
 def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
     """Figures of a point: `timed`, who samples, and bytes of the weights as they are held then."""
     sampler = EngineSampler(policy, _SETTINGS, sequences)
-    sampler.stops = frozenset()
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
-        groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed))
+        groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
     figures = timed(draw, sequences, prompt, tokens)

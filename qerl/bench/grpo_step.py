@@ -56,9 +56,6 @@ class _Watched:
     sampler: Sampler
     peaks: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.sampler.stops = self.stops = frozenset[int]()
-
     @property
     def served(self) -> str:
         """Of the sampler under measurement."""
@@ -75,7 +72,7 @@ class _Watched:
         self.sampler.sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        groups = self.sampler.generate(prompts, params)
+        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True))
         self.peaks.append(peak_memory_bytes())
         reset_peak_memory(collect=False)
         return groups

@@ -59,7 +59,6 @@ def main(out: Path, size: str = "7B", weights: str = "nvfp4", rank: int = 16) ->
     check_writable(out)
     size, start = shape_name(size), time.perf_counter()
     sampler = EngineSampler(random_policy(size, weights, rank, choose_device()), NativeSettings(kv_cache_gib=8.0))
-    sampler.stops = frozenset()
     longest = max(POINTS, key=lambda point: point[1])
     sampler.generate([[1000] * longest[1]] * max(count for count, _ in POINTS), SamplingParams(max_tokens=1))
     log.info("ready after %.1f s", time.perf_counter() - start)

@@ -31,16 +31,16 @@ def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
 def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, Any]]:
     policy = _policy(checkpoint, rank, settings)
     sampler = make_sampler(policy, settings, settings.sequences)
-    # Throughput must not depend on where a policy stops.
-    sampler.stops = frozenset()
     held, served = weight_bytes(policy), sampler.served
 
     def once(round_: int) -> dict[str, Any]:
         numbers = np.random.default_rng([settings.seed, round_])
         shape = (settings.sequences, settings.prompt_tokens)
         prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
+        # Throughput must not depend on where a policy stops.
+        params = SamplingParams(max_tokens=settings.completion_tokens, seed=round_, ignore_eos=True)
         with seconds() as elapsed:
-            sampler.generate(prompts, SamplingParams(max_tokens=settings.completion_tokens, seed=round_))
+            sampler.generate(prompts, params)
         rate = settings.sequences * settings.completion_tokens / elapsed.value
         return {"rate": rate, "weight_bytes": held, "sampler": served}
 

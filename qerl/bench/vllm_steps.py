@@ -44,7 +44,6 @@ class _Cut:
     rates: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stops = self.sampler.stops
         self.served = self.sampler.served
 
     def sync(self) -> None:

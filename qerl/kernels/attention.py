@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
-from qerl.kernels.slots import Slots
+from qerl.kernels.slots import DecodeState
 
 #: Programs that a multiprocessor has at least, where each attends to a whole sequence: half of them may have none.
 _LEAST_PROGRAMS = 0.5
@@ -202,7 +202,7 @@ def _combine(
 
 
 def attend(
-    qkv: Tensor, cache: Tensor, slots: Slots, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+    qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
 ) -> Tensor:
     """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
     batch, device = len(rows), qkv.device
@@ -219,8 +219,8 @@ def attend(
         qkv,
         cache,
         rows,
-        slots.position,
-        slots.pages,
+        state.position,
+        state.pages,
         *rope,
         # Not read where there are none.
         qkv if heads.q_norm is None else heads.q_norm,
@@ -229,7 +229,7 @@ def attend(
         partial,
         top,
         mass,
-        slots.pages.stride(0),
+        state.pages.stride(0),
         # Scores are in units of log2.
         heads.scale * 1.4426950408889634,
         heads.eps,
@@ -246,6 +246,6 @@ def attend(
     )
     if splits > 1:
         _combine[(batch, heads.query)](
-            rows, slots.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
+            rows, state.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
         )
     return out

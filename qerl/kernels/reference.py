@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl.kernels.geometry import CHUNK, Heads
 from qerl.kernels.prompts import PromptRow
-from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.models.attention import attend_packed
 
 _WORD = 0xFFFFFFFF
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Ten
 
 
 def attend(
-    qkv: Tensor, cache: Tensor, slots: Slots, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+    qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
 ) -> Tensor:
     """Append a token's keys and values to the cache and attend to all tokens so far; [B, Hq * D], 0 for idle rows.
 
@@ -34,7 +34,7 @@ def attend(
     [positions, D / 2]; `splits` bounds the kernel's grid and means nothing here.
     """
     del splits
-    position = slots.position[rows].long()
+    position = state.position[rows].long()
     live = position != IDLE
     out = qkv.new_zeros(len(rows), heads.query * heads.dim)
     if live.any():
@@ -44,9 +44,9 @@ def attend(
         query = _rotate(_head_norm(parts[0], heads.q_norm, heads.eps), *angles)
         key = _rotate(_head_norm(parts[1], heads.k_norm, heads.eps), *angles)
         page_size = cache.shape[-2]
-        page, place = slots.pages[rows, position // page_size].long(), position % page_size
+        page, place = state.pages[rows, position // page_size].long(), position % page_size
         cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
-        out[live] = _over_pages(query, cache, slots.pages[rows], position, heads)
+        out[live] = _over_pages(query, cache, state.pages[rows], position, heads)
     return out
 
 
@@ -90,42 +90,42 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def draw(logits: Tensor, rows: Tensor, slots: Slots, rule: DrawRule, truncated: bool) -> None:
+def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool) -> None:
     """Draw a token for each slot of `rows` [B] that isn't idle from logits [B, V], and advance the slots.
 
     A draw depends on (seed, sequence, number of the token) and the logits alone. Its log-probability is that of the
-    distribution at the sampling temperature, before `rule` cuts it (`truncated`).
+    distribution at the sampling temperature, before `sampling` cuts it (`truncated`).
     """
-    live = slots.position[rows] != IDLE
-    rows, scaled = rows[live].long(), logits[live].float() * rule.scale[0]
-    noisy = scaled + rule.scale[1] * gumbel(rule.seed, slots.sequence[rows], slots.drawn[rows], logits.shape[1])
+    live = state.position[rows] != IDLE
+    rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
+    noisy = scaled + sampling.scale[1] * gumbel(sampling.seed, state.sequence[rows], state.drawn[rows], logits.shape[1])
     if truncated:
-        kept = logits[live].float() >= threshold(logits[live], rule)[:, None]
+        kept = logits[live].float() >= threshold(logits[live], sampling)[:, None]
         noisy = noisy.masked_fill(~kept, -torch.inf)
     token = noisy.argmax(-1)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
-    _advance(token, logprob, rows, slots, rule)
+    _advance(token, logprob, rows, state, sampling)
 
 
-def _advance(token: Tensor, logprob: Tensor, rows: Tensor, slots: Slots, rule: DrawRule) -> None:
-    drawn = slots.drawn[rows].long()
-    slots.tokens[rows, drawn] = token.int()
-    slots.logprobs[rows, drawn] = logprob
-    slots.token[rows] = token
-    slots.drawn[rows] = (drawn + 1).int()
-    done = (token[:, None] == rule.stops).any(-1) | (drawn + 1 >= slots.limit[rows])
-    slots.position[rows] = torch.where(done, IDLE, slots.position[rows] + 1).int()
+def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState) -> None:
+    drawn = state.drawn[rows].long()
+    state.tokens[rows, drawn] = token.int()
+    state.logprobs[rows, drawn] = logprob
+    state.token[rows] = token
+    state.drawn[rows] = (drawn + 1).int()
+    done = (token[:, None] == sampling.stops).any(-1) | (drawn + 1 >= state.limit[rows])
+    state.position[rows] = torch.where(done, IDLE, state.position[rows] + 1).int()
 
 
-def threshold(logits: Tensor, rule: DrawRule) -> Tensor:
+def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
     """The smallest logit [B] that top-k and top-p keep; equal logits stay or go together.
 
     A token stays while the mass of those before it is under top_p: the smallest set that reaches it.
     """
     ordered = logits.float().sort(dim=-1, descending=True).values
-    probs = torch.softmax(ordered * rule.scale[0], dim=-1)
-    kept = (probs.cumsum(-1) - probs < rule.top_p) | (rule.top_p >= 1)
-    kept &= torch.arange(logits.shape[1], device=logits.device) < rule.top_k
+    probs = torch.softmax(ordered * sampling.scale[0], dim=-1)
+    kept = (probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1)
+    kept &= torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
     return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
 
 

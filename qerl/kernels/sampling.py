@@ -14,7 +14,7 @@ from torch import Tensor
 from qerl.kernels.geometry import CHUNK
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.reference import threshold
-from qerl.kernels.slots import DrawRule, Slots
+from qerl.kernels.slots import DecodeState, SamplingState
 
 #: Below any logit, finite: a difference of two of them is a number.
 _LOWEST = tl.constexpr(-1e30)
@@ -112,21 +112,21 @@ def _choose(
     tl.store(positions + slot, tl.where(done, -1, position + 1))
 
 
-def draw(logits: Tensor, rows: Tensor, slots: Slots, rule: DrawRule, truncated: bool) -> None:
+def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool) -> None:
     """See `reference.draw`."""
     batch, width = logits.shape
     chunks = triton.cdiv(width, CHUNK)
     parts = torch.empty(4, batch, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
     best, logit, top, mass = parts
-    lowest = threshold(logits, rule) if truncated else best
+    lowest = threshold(logits, sampling) if truncated else best
     pdl = dependent(logits.device)
     _chunks[(batch, chunks)](
-        logits, rows, slots.position, slots.drawn, slots.sequence, rule.scale, rule.seed, lowest,
+        logits, rows, state.position, state.drawn, state.sequence, sampling.scale, sampling.seed, lowest,
         best, tokens, logit, top, mass, width, CHUNK=CHUNK, CHUNKS=chunks, TRUNCATED=truncated, num_warps=4, **pdl,
     )  # fmt: skip
     _choose[(batch,)](
-        rows, best, tokens, logit, top, mass, slots.position, slots.drawn, slots.limit, slots.token, slots.tokens,
-        slots.logprobs, rule.stops, slots.tokens.stride(0),
-        CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(rule.stops), num_warps=1, **pdl,
+        rows, best, tokens, logit, top, mass, state.position, state.drawn, state.limit, state.token, state.tokens,
+        state.logprobs, sampling.stops, state.tokens.stride(0),
+        CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), num_warps=1, **pdl,
     )  # fmt: skip

@@ -14,10 +14,10 @@ IDLE = -1
 
 
 @dataclass(frozen=True)
-class Slots:
+class DecodeState:
     """State of `count` sequences. One more slot is idle for good: rows that fill up a batch point to it."""
 
-    state: Tensor  # [2, slots + 1] int32: `position` and `drawn`, which the host reads together
+    progress: Tensor  # [2, slots + 1] int32: `position` and `drawn`, which the host reads together
     token: Tensor  # [slots + 1] int64, the last token of each sequence
     limit: Tensor  # [slots + 1] int32, tokens to draw
     sequence: Tensor  # [slots + 1] int64, key of the sequence's draws
@@ -26,11 +26,11 @@ class Slots:
     pages: Tensor  # [slots + 1, pages] int32, where the cache holds a sequence; page 0 is nobody's
 
     @classmethod
-    def empty(cls, count: int, tokens: int, pages: int, device: torch.device) -> Slots:
+    def empty(cls, count: int, tokens: int, pages: int, device: torch.device) -> DecodeState:
         """`count` idle slots for up to `tokens` drawn tokens and `pages` pages each."""
         rows = count + 1
         return cls(
-            state=torch.tensor([[IDLE], [0]], dtype=torch.int32, device=device).repeat(1, rows),
+            progress=torch.tensor([[IDLE], [0]], dtype=torch.int32, device=device).repeat(1, rows),
             token=torch.zeros(rows, dtype=torch.int64, device=device),
             limit=torch.zeros(rows, dtype=torch.int32, device=device),
             sequence=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -47,16 +47,16 @@ class Slots:
     @property
     def position(self) -> Tensor:
         """[slots + 1] int32: position of the last token, or IDLE."""
-        return self.state[0]
+        return self.progress[0]
 
     @property
     def drawn(self) -> Tensor:
         """[slots + 1] int32: tokens drawn so far, those before an interruption included."""
-        return self.state[1]
+        return self.progress[1]
 
 
 @dataclass(frozen=True)
-class DrawRule:
+class SamplingState:
     """How tokens are drawn, on the device: a captured graph follows changes."""
 
     scale: Tensor  # [2] float32: 1 / temperature, and the weight of the noise (0: greedy)
@@ -66,8 +66,8 @@ class DrawRule:
     stops: Tensor  # [MAX_STOPS] int32, filled up with -1
 
     @classmethod
-    def empty(cls, device: torch.device) -> DrawRule:
-        """A rule to be `set`."""
+    def empty(cls, device: torch.device) -> SamplingState:
+        """A state to be `set`."""
         return cls(
             scale=torch.ones(2, device=device),
             seed=torch.zeros(1, dtype=torch.int64, device=device),

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,19 +30,6 @@ SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 DENSE = torch.bfloat16
 
 _GENERATION = "generation_config.json"
-
-
-class Packer(Protocol):
-    """A library's quantization of linear layers."""
-
-    def partners(self, name: str) -> set[str]:
-        """Names of the weights that share a scale with weight `name`; named by one of them only."""
-
-    def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds in the place of weights [out, in] that share a scale."""
-
-    def describe(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
 
 
 def linear_layers(headers: dict[str, TensorInfo]) -> set[str]:

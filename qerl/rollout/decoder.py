@@ -17,7 +17,7 @@ from qerl.kernels.linear import W4Linear
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
 from qerl.kernels.protocol import FusedLinear, fuse
-from qerl.kernels.slots import DrawRule, Slots
+from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.models.policy import POLICY_ADAPTER, Policy
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
@@ -127,14 +127,16 @@ class Decoder:
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def step(self, rows: Tensor, slots: Slots, cache: Tensor, rule: DrawRule, splits: int, truncated: bool) -> None:
+    def step(
+        self, rows: Tensor, state: DecodeState, cache: Tensor, sampling: SamplingState, splits: int, truncated: bool
+    ) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
         ops = self.operations
-        x = self._embedding[slots.token[rows]]
+        x = self._embedding[state.token[rows]]
         self._through_blocks(
-            x, cache, lambda qkv, held, heads: ops.attend(qkv, held, slots, rows, self._rope, heads, splits)
+            x, cache, lambda qkv, held, heads: ops.attend(qkv, held, state, rows, self._rope, heads, splits)
         )
-        ops.draw(self.logits(x), rows, slots, rule, truncated)
+        ops.draw(self.logits(x), rows, state, sampling, truncated)
 
     def hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
         """Hidden states [n, H] behind the last block of prompts, whose keys and values `cache` then holds."""

@@ -8,16 +8,16 @@ import torch
 
 from qerl.config import ConfigError, NativeSettings
 from qerl.kernels.geometry import PAGE
-from qerl.kernels.slots import DrawRule, Slots
+from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.measure import allocatable_bytes
 from qerl.models.policy import Policy
 from qerl.quant.linear import PackedLinear
 from qerl.rollout.decoder import Decoder
 from qerl.rollout.paging import Pages
 from qerl.rollout.prefill import Prefill
-from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.rollout.schedule import Pool, Schedule, pages_for
-from qerl.rollout.steps import Steps
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.schedule import Pool, Scheduler, pages_for
+from qerl.rollout.steps import DecodeGraphs
 
 #: Tokens of prompts that are computed together.
 PREFILL_TOKENS = 8192
@@ -36,7 +36,6 @@ class EngineSampler:
         self.policy = policy
         self.settings = settings
         self.max_sequences = max_sequences
-        self.stops = frozenset(policy.stop_token_ids)
         self._decoder = Decoder(policy)
         self._pool: Pool | None = None
         self._bounded = False
@@ -94,16 +93,16 @@ class EngineSampler:
         return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        pool = self._ready_pool(prompts, params)
-        pool.rule.set(
+        pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)
+        pool.sampling.set(
             temperature=params.temperature,
             seed=params.seed,
             top_p=params.top_p,
             top_k=params.top_k,
-            stops=self.stops,
+            stops=stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        completions = Schedule(pool, prompts, params, prefill_tokens).run(self.stops)
+        completions = Scheduler(pool, prompts, params, prefill_tokens).run(stops)
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
         return completions
@@ -125,9 +124,9 @@ class EngineSampler:
         return self._pool
 
     def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
-        slots = pool.slots
-        fits = slots.tokens.shape[1] >= max_tokens and slots.pages.shape[1] >= alone - 2
-        return fits and slots.count >= sequences and (self._bounded or pool.pages.count >= wanted)
+        state = pool.state
+        fits = state.tokens.shape[1] >= max_tokens and state.pages.shape[1] >= alone - 2
+        return fits and state.count >= sequences and (self._bounded or pool.pages.count >= wanted)
 
     def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads
@@ -137,13 +136,13 @@ class EngineSampler:
         # Powers of two, so that a rollout a little longer than the last needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
-        slots = Slots.empty(sequences, tokens, pages_each, decoder.device)
-        cache, rule = decoder.new_cache(min(wanted, affordable), PAGE), DrawRule.empty(decoder.device)
+        state = DecodeState.empty(sequences, tokens, pages_each, decoder.device)
+        cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
         self.cache_bytes = cache.nbytes
         # Graphs follow one another, so they can share their memory.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        steps = Steps(decoder, slots, cache, rule, self.settings.batch_invariant, memory)
-        return Pool(decoder, slots, cache, Pages(len(cache[0]), PAGE), rule, steps, Prefill(decoder, cache, memory))
+        steps = DecodeGraphs(decoder, state, cache, sampling, self.settings.batch_invariant, memory)
+        return Pool(decoder, state, cache, Pages(len(cache[0]), PAGE), sampling, steps, Prefill(decoder, cache, memory))
 
     def _cache_bytes(self) -> int:
         """Most bytes that the cache may have."""

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from qerl.models.policy import Policy
 from qerl.quant.linear import PackedLinear, dense_weights
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 
 
 def uniforms(seed: int, sequence: int, count: int) -> np.ndarray:
@@ -75,6 +75,21 @@ class _Record:
     finished: bool = False
 
 
+def _record(
+    records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: frozenset[int]
+) -> torch.Tensor:
+    """Append a token to each unfinished sequence; return which rows go on, [B] bool."""
+    alive = []
+    for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+        record = records[row]
+        if not record.finished:
+            record.token_ids.append(token)
+            record.logprobs.append(logprob)
+            record.finished = token in stops
+        alive.append(not record.finished)
+    return torch.tensor(alive, device=rows.device)
+
+
 class NativeSampler:
     """Samples with a KV cache in plain PyTorch. The prompt of a group is computed once.
 
@@ -87,7 +102,6 @@ class NativeSampler:
     def __init__(self, policy: Policy, max_sequences: int = 512) -> None:
         self.policy = policy
         self.max_sequences = max_sequences
-        self.stops = frozenset(policy.stop_token_ids)
 
     @property
     def served(self) -> str:
@@ -119,29 +133,16 @@ class NativeSampler:
         draws = np.stack([uniforms(params.seed, first + row, params.max_tokens) for row in range(total)])
         uniform = torch.from_numpy(draws).to(self.policy.device)
         records = [_Record() for _ in range(total)]
+        stops = stop_tokens(self.policy, params)
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
-            alive = self._record(records, batch.rows, tokens, logprobs)
+            alive = _record(records, batch.rows, tokens, logprobs, stops)
             if step + 1 == params.max_tokens or not alive.any():
                 break
             logits = self._decode(batch, tokens, alive)
         done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]
         return [done[i : i + params.count] for i in range(0, total, params.count)]
-
-    def _record(
-        self, records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor
-    ) -> torch.Tensor:
-        """Append a token to each unfinished sequence; return which rows go on, [B] bool."""
-        alive = []
-        for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
-            record = records[row]
-            if not record.finished:
-                record.token_ids.append(token)
-                record.logprobs.append(logprob)
-                record.finished = token in self.stops
-            alive.append(not record.finished)
-        return torch.tensor(alive, device=rows.device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:
         """Left-padded prompts through the model once; the cache is then repeated for the group."""

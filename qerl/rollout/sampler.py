@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qerl.models.policy import Policy
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -23,6 +25,8 @@ class SamplingParams:
     seed: int = 0
     #: Index of the first prompt in the whole batch.
     first: int = 0
+    #: Stop tokens end nothing: every completion has `max_tokens` tokens, as benches need it.
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Draws completions from a policy."""
-
-    #: Tokens that end a completion.
-    stops: frozenset[int]
+    """Draws completions from a policy, until one of its stop tokens or `max_tokens`."""
 
     @property
     def served(self) -> str:
@@ -55,3 +56,8 @@ class Sampler(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""
         ...
+
+
+def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:
+    """Tokens that end a completion."""
+    return frozenset() if params.ignore_eos else frozenset(policy.stop_token_ids)

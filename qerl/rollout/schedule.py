@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.geometry import PAGE, splits_of
-from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.rollout.decoder import Decoder
 from qerl.rollout.paging import Pages
 from qerl.rollout.prefill import Prefill
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.rollout.steps import Steps
+from qerl.rollout.steps import DecodeGraphs
 from qerl.rollout.transfer import Download, upload
 
 #: Decode steps between two looks at which sequences have ended; a look is answered while the next steps run.
@@ -28,11 +28,11 @@ class Pool:
     """Device memory of a sampler: cache and slots, with who holds the cache's pages, steps and prompts over both."""
 
     decoder: Decoder
-    slots: Slots
+    state: DecodeState
     cache: Tensor
     pages: Pages
-    rule: DrawRule
-    steps: Steps
+    sampling: SamplingState
+    steps: DecodeGraphs
     prefill: Prefill
 
 
@@ -68,7 +68,7 @@ class _Group:
     logits: Tensor | None = None
 
 
-class Schedule:
+class Scheduler:
     """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
 
     def __init__(
@@ -79,8 +79,8 @@ class Schedule:
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
         self._active: dict[int, _Sequence] = {}
-        self._free = list(range(pool.slots.count - 1, -1, -1))
-        self._table = np.zeros(tuple(pool.slots.pages.shape), dtype=np.int32)
+        self._free = list(range(pool.state.count - 1, -1, -1))
+        self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
         self._done: dict[int, _Sequence] = {}
         #: What the device has been asked for: positions of the slots of sequences, and what they drew.
         self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
@@ -170,18 +170,18 @@ class Schedule:
 
     def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
         """Put sequences into their slots and draw their first token."""
-        slots = self._pool.slots
+        state = self._pool.state
         sequences = [sequence for sequence, _ in starting]
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
         columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key) for s in sequences]
-        rows, position, drawn, key = upload(columns, torch.int64, slots.token.device).T
-        slots.position[rows], slots.drawn[rows] = position.int(), drawn.int()
-        slots.limit[rows], slots.sequence[rows] = self._params.max_tokens, key
+        rows, position, drawn, key = upload(columns, torch.int64, state.token.device).T
+        state.position[rows], state.drawn[rows] = position.int(), drawn.int()
+        state.limit[rows], state.sequence[rows] = self._params.max_tokens, key
         self._upload_pages()
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
-        self._pool.decoder.operations.draw(logits, rows.int(), slots, self._pool.rule, self._truncated)
+        self._pool.decoder.operations.draw(logits, rows.int(), state, self._pool.sampling, self._truncated)
         for sequence in sequences:
             sequence.drawn += 1
 
@@ -189,7 +189,7 @@ class Schedule:
         self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
 
     def _upload_pages(self) -> None:
-        pages = self._pool.slots.pages
+        pages = self._pool.state.pages
         pages.copy_(upload(self._table, torch.int32, pages.device))
 
     # --- sequences go on ---
@@ -226,7 +226,7 @@ class Schedule:
 
         The host has caught up before, so the sequence hasn't ended. In no other case does the device wait.
         """
-        self._pool.slots.position[sequence.slot] = IDLE
+        self._pool.state.position[sequence.slot] = IDLE
         self._fetch([sequence])
         self._leave(sequence)
         self._catch_up()
@@ -237,7 +237,7 @@ class Schedule:
     def _collect(self) -> None:
         """Look which sequences have ended, while the device goes on: the answer is taken after the next steps."""
         if self._active:
-            self._looks.append((dict(self._active), Download.of(self._pool.slots.state[0, :-1])))
+            self._looks.append((dict(self._active), Download.of(self._pool.state.progress[0, :-1])))
         while len(self._looks) > 1:
             self._see(*self._looks.popleft())
         while self._fetched and self._fetched[0][1].arrived:
@@ -265,10 +265,10 @@ class Schedule:
         """Begin to fetch what the sequences drew on the device, before others take their slots."""
         if not sequences:
             return
-        slots, most = self._pool.slots, max(s.drawn for s in sequences)
-        rows = upload([s.slot for s in sequences], torch.int64, slots.token.device)
-        logprobs = slots.logprobs[rows, :most].view(torch.int32)
-        drawn = torch.cat([slots.drawn[rows, None], slots.tokens[rows, :most], logprobs], 1)
+        state, most = self._pool.state, max(s.drawn for s in sequences)
+        rows = upload([s.slot for s in sequences], torch.int64, state.token.device)
+        logprobs = state.logprobs[rows, :most].view(torch.int32)
+        drawn = torch.cat([state.drawn[rows, None], state.tokens[rows, :most], logprobs], 1)
         self._fetched.append((sequences, Download.of(drawn)))
 
     def _store(self, sequences: Sequence[_Sequence], drawn: Download) -> None:

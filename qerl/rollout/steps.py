@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.graphs import captured
-from qerl.kernels.slots import DrawRule, Slots
+from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.rollout.decoder import Decoder
 from qerl.rollout.transfer import upload
 
@@ -22,18 +22,20 @@ def bucket_of(rows: int) -> int:
     return next((size for size in _SMALL if size >= rows), -(-rows // 128) * 128)
 
 
-class Steps:
+class DecodeGraphs:
     """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
 
     `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
     `memory`: the pool of the graphs' memory, None where there are no graphs.
     """
 
-    def __init__(self, decoder: Decoder, slots: Slots, cache: Tensor, rule: DrawRule, whole: bool, memory: Any) -> None:
+    def __init__(
+        self, decoder: Decoder, state: DecodeState, cache: Tensor, sampling: SamplingState, whole: bool, memory: Any
+    ) -> None:
         self._decoder = decoder
         self._whole = whole
-        self._slots, self._cache, self._rule = slots, cache, rule
-        self._rows = torch.full((bucket_of(slots.count),), slots.count, dtype=torch.int32, device=decoder.device)
+        self._state, self._cache, self._sampling = state, cache, sampling
+        self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
         self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
         self._memory = memory
 
@@ -42,9 +44,9 @@ class Steps:
         """`count` steps of the slots `chosen`; no wait for the device."""
         if not count:
             return
-        bucket = bucket_of(self._slots.count if self._whole else len(chosen))
+        bucket = bucket_of(self._state.count if self._whole else len(chosen))
         step = self._step(bucket, splits, truncated)
-        padded = [*chosen, *[self._slots.count] * (bucket - len(chosen))]
+        padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
         self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
         for _ in range(count):
             step()
@@ -54,10 +56,10 @@ class Steps:
         if key not in self._captured:
             rows = self._rows[:bucket]
             eager: Callable[[], None] = partial(
-                self._decoder.step, rows, self._slots, self._cache, self._rule, splits, truncated
+                self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated
             )
             if self._memory is not None:
-                rows.fill_(self._slots.count)  # capturing runs the step on the idle slot alone
+                rows.fill_(self._state.count)  # capturing runs the step on the idle slot alone
                 eager = captured(eager, self._memory)
             self._captured[key] = eager
         return self._captured[key]

@@ -19,7 +19,7 @@ from qerl.models.checkpoint import weights_format_of
 from qerl.models.export import lora_room, write_dense
 from qerl.models.policy import Policy
 from qerl.progress import log
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 from qerl.rollout.seeds import prompt_seed
 from qerl.rollout.state import adapter_config, lora_tensors, norm_weights
 
@@ -69,7 +69,6 @@ class VllmSampler:
     def __init__(self, policy: Policy, settings: VllmSettings) -> None:
         self.policy = policy
         self.settings = settings
-        self.stops = frozenset(policy.stop_token_ids)
         self._vllm = _import_vllm()
         self._cpu = policy.device.type == "cpu"
         self._asleep = False
@@ -159,7 +158,7 @@ class VllmSampler:
             top_p=params.top_p,
             top_k=params.top_k,
             seed=prompt_seed(params.seed, prompt),
-            stop_token_ids=sorted(self.stops),
+            stop_token_ids=sorted(stop_tokens(self.policy, params)),
             ignore_eos=True,
             logprobs=0,
             detokenize=False,

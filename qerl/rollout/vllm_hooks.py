@@ -116,10 +116,6 @@ class WorkerExtension:
             whole, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
             return {name: whole[name] if sums[name] == here[name] else -1 for name in sums}
 
-    def qerl_adapters(self) -> list[int]:
-        """Ids of the adapters that the engine holds."""
-        return sorted(self.model_runner.lora_manager.list_adapters())
-
     def _qerl_model(self) -> nn.Module:
         return self.model_runner.get_model()
 

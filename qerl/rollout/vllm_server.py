@@ -21,7 +21,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from qerl.config import ConfigError, VllmSettings
 from qerl.models.policy import POLICY_ADAPTER, Policy
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 from qerl.rollout.seeds import prompt_seed
 from qerl.rollout.state import noisy_norms
 
@@ -37,7 +37,6 @@ class VllmServerSampler:
             raise ConfigError("engine=vllm-server needs vllm.url and vllm.adapters")
         self.policy = policy
         self.settings = settings
-        self.stops = frozenset(policy.stop_token_ids)
         self._url = settings.url.rstrip("/")
         self._folder = settings.adapters.resolve()
         models = self._send("/v1/models")["data"]
@@ -74,7 +73,7 @@ class VllmServerSampler:
             "top_p": params.top_p,
             "top_k": params.top_k,
             "seed": prompt_seed(params.seed, index),
-            "stop_token_ids": sorted(self.stops),
+            "stop_token_ids": sorted(stop_tokens(self.policy, params)),
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,

@@ -8,7 +8,7 @@ from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from qerl.kernels import reference
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
-from qerl.kernels.slots import IDLE, DrawRule, Slots
+from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
 from qerl.rollout.engine import EngineSampler
@@ -63,15 +63,15 @@ def test_rms_norm(dtype, rows, width):
 def paged(lengths, heads, dtype):
     """Slots whose last token is at `lengths` - 1, and a cache that is NaN where it holds none of their tokens."""
     each = max(-(-length // PAGE) for length in lengths)
-    slots = Slots.empty(len(lengths), 1, each, CUDA)
+    state = DecodeState.empty(len(lengths), 1, each, CUDA)
     order = torch.randperm(len(lengths) * each, device=CUDA).view(len(lengths), each) + 1
-    slots.pages[:-1] = order.int()
-    slots.position[:-1] = torch.tensor(lengths, device=CUDA).int() - 1
+    state.pages[:-1] = order.int()
+    state.position[:-1] = torch.tensor(lengths, device=CUDA).int() - 1
     cache = torch.full((1 + order.numel(), 2, heads.kv, PAGE, heads.dim), torch.nan, dtype=dtype, device=CUDA)
     for slot, length in enumerate(lengths):
         for token in range(length - 1):
             cache[order[slot, token // PAGE], :, :, token % PAGE] = torch.randn(2, heads.kv, heads.dim, device=CUDA)
-    return slots, cache
+    return state, cache
 
 
 def rotated(x, norm, eps, cos, sin):
@@ -82,14 +82,14 @@ def rotated(x, norm, eps, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def expected_attention(qkv, cache, slots, slot, rope, heads):
+def expected_attention(qkv, cache, state, slot, rope, heads):
     """One row in float64, [Hq * D], with its rotated key [Hkv, D]."""
-    position = int(slots.position[slot])
+    position = int(state.position[slot])
     parts = qkv.double().view(-1, heads.dim).split([heads.query, heads.kv, heads.kv])
     angles = rope[0][position].double(), rope[1][position].double()
     query = rotated(parts[0], heads.q_norm, heads.eps, *angles)
     key = rotated(parts[1], heads.k_norm, heads.eps, *angles)
-    pages = slots.pages[slot].long()
+    pages = state.pages[slot].long()
     token = torch.arange(position, device=CUDA)
     held = cache[pages[token // PAGE], :, :, token % PAGE].double()  # [tokens, 2, Hkv, D]
     keys = torch.cat([held[:, 0], key[None]]).repeat_interleave(heads.query // heads.kv, 1)
@@ -119,26 +119,26 @@ def test_attention(dtype, query, kv, dim, normed, least_programs, monkeypatch):
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
     heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
-    slots, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
-    slots.position[3] = IDLE
+    state, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
+    state.position[3] = IDLE
     angle = torch.rand(2200, dim // 2, device=CUDA) * 6
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     rows = torch.tensor([8, 3, 0, 9, 1, 2, 9, 4, 5, 6, 7], dtype=torch.int32, device=CUDA)
     qkv = torch.randn(len(rows), (query + 2 * kv) * dim, device=CUDA).to(dtype)
-    before, splits = cache.clone(), splits_of(slots.pages.shape[1])
-    out = attend(qkv, cache, slots, rows, rope, heads, splits)
+    before, splits = cache.clone(), splits_of(state.pages.shape[1])
+    out = attend(qkv, cache, state, rows, rope, heads, splits)
     for row, slot in enumerate(rows.tolist()):
-        position = int(slots.position[slot])
+        position = int(state.position[slot])
         if position == IDLE:
             assert not out[row].any()
             continue
-        expected, key, value = expected_attention(qkv[row], before, slots, slot, rope, heads)
+        expected, key, value = expected_attention(qkv[row], before, state, slot, rope, heads)
         torch.testing.assert_close(out[row].double(), expected, **tolerance(dtype))
-        page = int(slots.pages[slot, position // PAGE])
+        page = int(state.pages[slot, position // PAGE])
         torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), key, **tolerance(dtype))
         assert torch.equal(cache[page, 1, :, position % PAGE].double(), value)
         before[page, :, :, position % PAGE] = cache[page, :, :, position % PAGE]
-        alone = attend(qkv[row : row + 1], cache.clone(), slots, rows[row : row + 1], rope, heads, splits)
+        alone = attend(qkv[row : row + 1], cache.clone(), state, rows[row : row + 1], rope, heads, splits)
         assert torch.equal(alone[0], out[row])
     assert torch.equal(cache.nan_to_num(7), before.nan_to_num(7))
 
@@ -158,20 +158,20 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
     count, truncated = 33, top_p < 1 or top_k > 0
     logits = (torch.randn(count, width, device=CUDA) * 3).to(dtype)
     rows = torch.randperm(count + 1, device=CUDA)[:count].int()
-    rule = DrawRule.empty(CUDA)
-    rule.set(temperature=temperature, seed=2**63 + 12345, top_p=top_p, top_k=top_k, stops=range(2))
+    sampling = SamplingState.empty(CUDA)
+    sampling.set(temperature=temperature, seed=2**63 + 12345, top_p=top_p, top_k=top_k, stops=range(2))
     outcomes = []
     for function in (draw, reference.draw):
-        slots = Slots.empty(count, 8, 1, CUDA)
-        slots.position[:-1] = torch.arange(count, device=CUDA).int() - 1
-        slots.drawn[:-1] = torch.arange(count, device=CUDA).int() % 4
-        slots.limit[:] = 4
-        slots.sequence[:-1] = torch.arange(count, device=CUDA) * (2**33 + 7)
-        function(logits, rows, slots, rule, truncated)
-        outcomes.append(slots)
+        state = DecodeState.empty(count, 8, 1, CUDA)
+        state.position[:-1] = torch.arange(count, device=CUDA).int() - 1
+        state.drawn[:-1] = torch.arange(count, device=CUDA).int() % 4
+        state.limit[:] = 4
+        state.sequence[:-1] = torch.arange(count, device=CUDA) * (2**33 + 7)
+        function(logits, rows, state, sampling, truncated)
+        outcomes.append(state)
     found, expected = outcomes
     assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.state, expected.state)
+    assert torch.equal(found.progress, expected.progress)
     assert torch.equal(found.token, expected.token)
     wide = torch.log_softmax(logits.double() / (temperature or 1), -1)
     for row, slot in enumerate(rows.tolist()):
@@ -185,15 +185,15 @@ def test_a_draw_does_not_depend_on_the_batch():
     from qerl.kernels.sampling import draw
 
     logits = torch.randn(64, 50_000, device=CUDA).bfloat16()
-    rule = DrawRule.empty(CUDA)
-    rule.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
+    sampling = SamplingState.empty(CUDA)
+    sampling.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
     drawn = []
     for parts in (1, 64):
-        slots = Slots.empty(64, 4, 1, CUDA)
-        slots.position[:-1], slots.limit[:], slots.sequence[:-1] = 5, 4, torch.arange(64, device=CUDA)
+        state = DecodeState.empty(64, 4, 1, CUDA)
+        state.position[:-1], state.limit[:], state.sequence[:-1] = 5, 4, torch.arange(64, device=CUDA)
         for rows in torch.arange(64, device=CUDA).int().chunk(parts):
-            draw(logits[rows.long()], rows, slots, rule, False)
-        drawn.append((slots.tokens, slots.logprobs))
+            draw(logits[rows.long()], rows, state, sampling, False)
+        drawn.append((state.tokens, state.logprobs))
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert torch.equal(drawn[0][1], drawn[1][1])
     assert len(drawn[0][0][:, 0].unique()) > 50
@@ -219,10 +219,13 @@ def policy(request, tmp_path_factory):
     return perturbed(folder)
 
 
+def stop_at(policy, tokens):
+    policy.lm.generation_config.eos_token_id = list(tokens)
+
+
 def endless(policy, max_sequences=64, **settings):
-    sampler = EngineSampler(policy, NativeSettings(**settings), max_sequences)
-    sampler.stops = frozenset()
-    return sampler
+    stop_at(policy, [])
+    return EngineSampler(policy, NativeSettings(**settings), max_sequences)
 
 
 def differences(policy, prompts, groups, temperature=1.0):
@@ -247,8 +250,7 @@ def assert_close(policy, prompts, groups, temperature=1.0):
 def test_logprobs_are_those_of_hugging_face_with_noise_and_after_a_sync(policy, temperature):
     sampler = make_sampler(policy, EngineSettings(), 64)
     assert ("W4Linear" in sampler.served) == ("nvfp4" in sampler.served)
-    sampler.stops = frozenset()
-    params = SamplingParams(max_tokens=100, temperature=temperature, count=8, seed=4)
+    params = SamplingParams(max_tokens=100, temperature=temperature, count=8, seed=4, ignore_eos=True)
     clean = sampler.generate(PROMPTS, params)
     assert_close(policy, PROMPTS, clean, temperature)
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=0).at(1, 10):
@@ -303,13 +305,12 @@ def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
     numbers = np.random.default_rng(0)
     prompts = [numbers.integers(2, 1000, size=length).tolist() for length in numbers.integers(1, 300, size=250)]
     sampler = endless(policy, 96, kv_cache_gib=400 * 4 * 2 * 2 * PAGE * 128 * 2 / 2**30)
-    sampler.stops = frozenset(range(2, 18))
+    stop_at(policy, range(2, 18))
     groups = sampler.generate(prompts, SamplingParams(max_tokens=200, count=4, seed=1))
     pages = sampler._pool.pages
     assert pages.count <= 400
     assert sorted(pages.take(pages.available)) == list(range(1, pages.count))
-    assert all(c.finished == (c.token_ids[-1] in sampler.stops) for group in groups for c in group)
-    sampler.stops = frozenset()
+    assert all(c.finished == (c.token_ids[-1] in range(2, 18)) for group in groups for c in group)
 
 
 def test_memory_that_is_not_there_is_one_sentence(policy):

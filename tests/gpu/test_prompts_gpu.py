@@ -95,9 +95,8 @@ def prompts_of(tokens, count, seed=0):
 
 
 def sampler_of(policy, **settings):
-    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=1.0, **settings), 64)
-    sampler.stops = frozenset()
-    return sampler
+    policy.lm.generation_config.eos_token_id = []
+    return EngineSampler(policy, NativeSettings(kv_cache_gib=1.0, **settings), 64)
 
 
 def assert_hugging_faces(policy, prompts, groups):

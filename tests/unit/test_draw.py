@@ -6,26 +6,26 @@ import torch
 from scipy.stats import chisquare
 
 from qerl.kernels.reference import draw, gumbel, philox
-from qerl.kernels.slots import MAX_STOPS, DrawRule, Slots
+from qerl.kernels.slots import MAX_STOPS, DecodeState, SamplingState
 
 CPU = torch.device("cpu")
 
 
-def rule_of(temperature=1.0, seed=0, top_p=1.0, top_k=0, stops=()):
-    rule = DrawRule.empty(CPU)
-    rule.set(temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, stops=stops)
-    return rule
+def sampling_of(temperature=1.0, seed=0, top_p=1.0, top_k=0, stops=()):
+    sampling = SamplingState.empty(CPU)
+    sampling.set(temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, stops=stops)
+    return sampling
 
 
-def drawn(logits, rule, *, truncated=False, limit=4, sequences=None):
+def drawn(logits, sampling, *, truncated=False, limit=4, sequences=None):
     """Slots after one draw of each row of logits [B, V]."""
-    slots = Slots.empty(len(logits), 4, 1, CPU)
+    state = DecodeState.empty(len(logits), 4, 1, CPU)
     rows = torch.arange(len(logits), dtype=torch.int32)
-    slots.position[:-1] = 7
-    slots.limit[:] = limit
-    slots.sequence[:-1] = torch.arange(len(logits)) if sequences is None else sequences
-    draw(logits, rows, slots, rule, truncated)
-    return slots
+    state.position[:-1] = 7
+    state.limit[:] = limit
+    state.sequence[:-1] = torch.arange(len(logits)) if sequences is None else sequences
+    draw(logits, rows, state, sampling, truncated)
+    return state
 
 
 # Known answers of Random123, the authors' own implementation: counter, key, result.
@@ -79,42 +79,42 @@ def test_draws_follow_the_distribution(temperature, top_p, top_k):
     logits = np.random.default_rng(1).normal(size=12) * 1.5
     probs = expected_probs(logits, temperature, top_p, top_k)
     many = torch.tensor(logits, dtype=torch.float32).expand(20000, -1)
-    slots = drawn(many, rule_of(temperature, 5, top_p, top_k), truncated=top_p < 1 or top_k > 0)
-    counts = torch.bincount(slots.tokens[:-1, 0].long(), minlength=12).numpy()
+    state = drawn(many, sampling_of(temperature, 5, top_p, top_k), truncated=top_p < 1 or top_k > 0)
+    counts = torch.bincount(state.tokens[:-1, 0].long(), minlength=12).numpy()
     assert counts[probs == 0].sum() == 0
     assert chisquare(counts[probs > 0], 20000 * probs[probs > 0]).pvalue > 1e-3
     log_softmax = torch.log_softmax(torch.tensor(logits) / temperature, -1)
     torch.testing.assert_close(
-        slots.logprobs[:-1, 0].double(), log_softmax[slots.tokens[:-1, 0].long()], atol=1e-5, rtol=0
+        state.logprobs[:-1, 0].double(), log_softmax[state.tokens[:-1, 0].long()], atol=1e-5, rtol=0
     )
 
 
 def test_greedy_takes_the_largest_logit_with_its_probability_at_temperature_1():
     logits = torch.randn(6, 50)
-    slots = drawn(logits, rule_of(temperature=0))
-    assert slots.tokens[:-1, 0].tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(slots.logprobs[:-1, 0], torch.log_softmax(logits, -1).amax(-1))
+    state = drawn(logits, sampling_of(temperature=0))
+    assert state.tokens[:-1, 0].tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(state.logprobs[:-1, 0], torch.log_softmax(logits, -1).amax(-1))
 
 
 def test_a_draw_advances_its_slot_until_a_stop_or_the_limit():
     logits = torch.full((3, 9), -20.0)
     logits[0, 4], logits[1, 5], logits[2, 6] = 20, 20, 20
-    slots = drawn(logits, rule_of(stops=[5, 7]))
-    assert slots.tokens[:-1, 0].tolist() == [4, 5, 6]
-    assert slots.token.tolist() == [4, 5, 6, 0]
-    assert slots.position.tolist() == [8, -1, 8, -1]
-    assert slots.drawn.tolist() == [1, 1, 1, 0]
-    assert drawn(logits, rule_of(), limit=1).position.tolist() == [-1] * 4
+    state = drawn(logits, sampling_of(stops=[5, 7]))
+    assert state.tokens[:-1, 0].tolist() == [4, 5, 6]
+    assert state.token.tolist() == [4, 5, 6, 0]
+    assert state.position.tolist() == [8, -1, 8, -1]
+    assert state.drawn.tolist() == [1, 1, 1, 0]
+    assert drawn(logits, sampling_of(), limit=1).position.tolist() == [-1] * 4
 
 
 def test_an_idle_slot_stays_as_it_is():
-    slots = Slots.empty(2, 4, 1, CPU)
-    before = slots.state.clone()
-    draw(torch.randn(3, 9), torch.tensor([2, 0, 2], dtype=torch.int32), slots, rule_of(), False)
-    assert torch.equal(slots.state, before)
-    assert not slots.tokens.any()
+    state = DecodeState.empty(2, 4, 1, CPU)
+    before = state.progress.clone()
+    draw(torch.randn(3, 9), torch.tensor([2, 0, 2], dtype=torch.int32), state, sampling_of(), False)
+    assert torch.equal(state.progress, before)
+    assert not state.tokens.any()
 
 
 def test_more_stop_tokens_than_the_table_holds_are_an_error():
     with pytest.raises(ValueError, match="17 stop tokens"):
-        rule_of(stops=range(MAX_STOPS + 1))
+        sampling_of(stops=range(MAX_STOPS + 1))

@@ -1,5 +1,7 @@
 """The native engine on the CPU, where the same code runs without graphs, against Hugging Face on the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,15 +49,18 @@ def policy(checkpoints):
     return perturbed(with_adapter(checkpoints["qwen2"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
 
 
+def stop_at(policy, tokens):
+    policy.lm.generation_config.eos_token_id = list(tokens)
+
+
 def sampler_of(policy, max_sequences=8, pages=None, **settings):
-    """A sampler without stop tokens, of a cache of `pages` pages."""
+    """A sampler of a cache of `pages` pages; the policy has no stop tokens from then on."""
+    stop_at(policy, [])
     if pages is not None:
         config = policy.lm.config
         width = config.num_key_value_heads * policy.lm.model.layers[0].self_attn.head_dim
         settings["kv_cache_gib"] = (pages + 0.5) * config.num_hidden_layers * 2 * width * 64 * 4 / 2**30
-    sampler = EngineSampler(policy, NativeSettings(**settings), max_sequences)
-    sampler.stops = frozenset()
-    return sampler
+    return EngineSampler(policy, NativeSettings(**settings), max_sequences)
 
 
 def full_logprobs(policy, prompt, completion, temperature=1.0):
@@ -133,12 +138,13 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
     sampler, params = sampler_of(policy, max_sequences=3), SamplingParams(max_tokens=40, count=4, seed=2)
     endless = sampler.generate(PROMPTS, params)
     stop = endless[0][0].token_ids[20]
-    sampler.stops = frozenset([stop, 10_000])
+    stop_at(policy, [stop, 10_000])
     for before, after in zip(endless, sampler.generate(PROMPTS, params), strict=True):
         for long, short in zip(before, after, strict=True):
             end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 40
             assert short.token_ids == long.token_ids[:end]
             assert short.finished == (stop in long.token_ids)
+    assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
 
 
 def test_one_token_needs_no_step(policy):
@@ -151,9 +157,9 @@ def test_one_token_needs_no_step(policy):
 def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
     interrupted = []
-    interrupt = schedule.Schedule._interrupt
+    interrupt = schedule.Scheduler._interrupt
     monkeypatch.setattr(
-        schedule.Schedule, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
+        schedule.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
     )
     params = SamplingParams(max_tokens=100, count=2, seed=3)
     plenty = sampler_of(policy).generate(PROMPTS, params)
@@ -181,10 +187,10 @@ def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
     lengths = numbers.integers(1, 150, size=250)
     prompts = [numbers.integers(2, 100, size=length).tolist() for length in lengths]
     sampler = sampler_of(policy, max_sequences=64, pages=100)
-    sampler.stops = frozenset(range(2, 12))
+    stop_at(policy, range(2, 12))
     groups = sampler.generate(prompts, SamplingParams(max_tokens=40, count=4, seed=1))
     assert {len(c.token_ids) for group in groups for c in group} >= set(range(1, 20))
-    assert all(c.finished == (c.token_ids[-1] in sampler.stops) for group in groups for c in group)
+    assert all(c.finished == (c.token_ids[-1] in range(2, 12)) for group in groups for c in group)
     pages = sampler._pool.pages
     assert sorted(pages.take(pages.available)) == list(range(1, pages.count))
 
@@ -237,7 +243,7 @@ def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(schedule.Schedule, "_collect", fails)
+        patch.setattr(schedule.Scheduler, "_collect", fails)
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(PROMPTS, params)
     assert sampler.generate(PROMPTS, params) == expected

@@ -1,5 +1,7 @@
 """The native sampler against Hugging Face on the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,12 +68,13 @@ def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy):
     assert len({tuple(c.token_ids) for c in whole[0]}) > 1
 
 
-def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, monkeypatch):
     sampler, params = NativeSampler(policy), SamplingParams(max_tokens=12, count=4, seed=2)
-    sampler.stops = frozenset()
-    endless = sampler.generate(PROMPTS, params)
+    endless = sampler.generate(PROMPTS, replace(params, ignore_eos=True))
+    assert {len(completion.token_ids) for group in endless for completion in group} == {12}
     stop = endless[0][0].token_ids[3]
-    sampler.stops = frozenset([stop])
+    monkeypatch.setattr(policy.lm.generation_config, "eos_token_id", stop)
+    assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
     for before, after in zip(endless, sampler.generate(PROMPTS, params), strict=True):
         for long, short in zip(before, after, strict=True):
             end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 12

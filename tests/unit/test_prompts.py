@@ -12,7 +12,7 @@ from qerl.rollout import schedule
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.prefill import BUCKETS, MOST_PROMPTS, bucket_of
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.steps import Steps
+from qerl.rollout.steps import DecodeGraphs
 from qerl.rollout.transfer import Download
 from tests.tiny import tiny_qwen3
 
@@ -96,7 +96,7 @@ def test_padding_changes_nothing(policy):
 @pytest.mark.parametrize("stops", [(), range(2, 18)])
 def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy, monkeypatch, stops):
     launched, waits, caught_up = [], [], []
-    run, catch_up = Steps.run, schedule.Schedule._catch_up
+    run, catch_up = DecodeGraphs.run, schedule.Scheduler._catch_up
 
     class Watched(Download):
         arrived = False  # the device is as slow as can be
@@ -120,10 +120,10 @@ def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy,
         catch_up(self)
 
     monkeypatch.setattr(schedule, "Download", Watched)
-    monkeypatch.setattr(Steps, "run", counted)
-    monkeypatch.setattr(schedule.Schedule, "_catch_up", noted)
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    monkeypatch.setattr(schedule.Scheduler, "_catch_up", noted)
     sampler = EngineSampler(policy, NativeSettings(), 6)
-    sampler.stops = frozenset(stops)
+    monkeypatch.setattr(policy.lm.generation_config, "eos_token_id", list(stops))
     sampler.generate([[5, 6], [7], [8, 9, 10]], SamplingParams(max_tokens=40, count=4, seed=1))
     [before_the_end] = caught_up
     assert all(later >= 1 for later in waits[:before_the_end])
