@@ -35,10 +35,10 @@ from qerl.config import (
     TaskSettings,
     check_seed,
     harness_of,
-    local_dataset,
     parse,
     read_yaml,
 )
+from qerl.data.by_hand import local_dataset, parse_run
 from qerl.data.given import GIVEN, Given, GivenData, given
 from qerl.evals import RESULT, SAMPLES
 from qerl.imports import check_engine, check_installed
@@ -204,7 +204,7 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
         values, where = dict(run), "run"
     else:
         values, where = read_yaml(Path(run)), str(run)
-    return parse(RunFile, {**values, **({} if out is None else {"out": out})}, where)
+    return parse_run({**values, **({} if out is None else {"out": out})}, where)
 
 
 def _check_same(folder: Path, settings: RunFile) -> None:

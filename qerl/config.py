@@ -84,8 +84,8 @@ def _names_a_function(path: str) -> str:
 FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
-def _can_name_a_file(path: Path) -> Path:
-    """Refuse names that no file system accepts: looking for such a file would raise errors of many kinds."""
+def can_name_a_file(path: Path) -> Path:
+    """The path, unless no file system accepts it: looking for such a file would raise errors of many kinds."""
     text = str(path)
     unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
     if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
@@ -93,7 +93,7 @@ def _can_name_a_file(path: Path) -> Path:
     return path
 
 
-FilePath = Annotated[Path, AfterValidator(_can_name_a_file)]
+FilePath = Annotated[Path, AfterValidator(can_name_a_file)]
 
 
 def _is_a_name(name: str) -> str:
@@ -694,12 +694,7 @@ class RunFile(RunSettings):
     @field_validator("model", mode="after")
     @classmethod
     def _folder_is_absolute(cls, model: str) -> str:
-        return str(path.resolve()) if (path := _can_name_a_file(Path(model))).is_dir() else model
-
-    @field_validator("dataset", mode="before")
-    @classmethod
-    def _path_is_local_data(cls, dataset: Any) -> Any:
-        return local_dataset(_can_name_a_file(Path(dataset))) if isinstance(dataset, (str, Path)) else dataset
+        return str(path.resolve()) if (path := can_name_a_file(Path(model))).is_dir() else model
 
     @field_validator("dataset", mode="after")
     @classmethod
@@ -721,13 +716,6 @@ class RunFile(RunSettings):
         """The settings that determine the run, without its folder."""
         values = {name: getattr(self, name) for name in RunSettings.model_fields}
         return RunSettings(**{**values, "dataset": "data"})
-
-
-def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
-    """Values of `DatasetSettings` for a file or folder of records, with the format that its records have."""
-    from qerl.data.sources import check_problem_file
-
-    return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
 
 
 # --- evaluation and profiling ----------------------------------------------------------------------------------------

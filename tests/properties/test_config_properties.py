@@ -24,6 +24,7 @@ from qerl.config import (
     parse_yaml,
     read_yaml,
 )
+from qerl.data.by_hand import parse_run
 from qerl.lock import read_lock
 from qerl.plan import nested, plan, plan_from
 from tests.properties.values import keys, refused_in_one_sentence, texts, values
@@ -144,7 +145,7 @@ def is_folder_above(value):
 @example(model="m", dataset="\ud800", out="o")
 def test_a_run_by_hand_with_odd_paths_is_taken_or_one_sentence(model, dataset, out):
     with refused_in_one_sentence():
-        parse(RunFile, {"model": model, "dataset": dataset, "out": out}, "run.yaml")
+        parse_run({"model": model, "dataset": dataset, "out": out}, "run.yaml")
 
 
 @given(content=st.binary(max_size=60) | texts.map(lambda text: text.encode(errors="replace")))

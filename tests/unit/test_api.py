@@ -11,6 +11,7 @@ import yaml
 
 import qerl
 from qerl.config import ConfigError, RunFile, TaskSettings, parse
+from qerl.data.by_hand import parse_run
 from qerl.data.records import DataError
 from qerl.data.sources import prepare
 from qerl.models.checkpoint import CheckpointError, weights_format_of
@@ -398,7 +399,7 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
 
 
 def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
-    settings = parse(RunFile, {"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
+    settings = parse_run({"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
     prepare(settings, tmp_path / "data")
     outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
     rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]

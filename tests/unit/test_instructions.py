@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 
 import qerl
-from qerl.config import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat, RunFile, parse
+from qerl.config import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat, parse
 from qerl.data.answers import well_formed
+from qerl.data.by_hand import parse_run
 from tests.tiny import tiny_qwen2
 
 #: How a policy that does as it is told states 18, and what the instruction must name for that.
@@ -39,7 +40,7 @@ def test_a_run_and_an_evaluation_by_hand_ask_for_it(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     file = tmp_path / "pears.jsonl"
     file.write_text(json.dumps({"question": "How many?", "answer": "#### 18"}) + "\n")
-    run = parse(RunFile, {"model": "m", "dataset": file, "out": tmp_path / "run"}, "")
+    run = parse_run({"model": "m", "dataset": file, "out": tmp_path / "run"}, "run.yaml")
     assert "####" in run.dataset.instruction
     model = tiny_qwen2(tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")

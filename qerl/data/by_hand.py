@@ -1,0 +1,26 @@
+"""Runs and data sets as a person writes them: a file or folder of records may stand for the settings of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl.config import ConfigError, RunFile, can_name_a_file, parse
+from qerl.data.sources import check_problem_file
+
+
+def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
+    """Values of `DatasetSettings` for a file or folder of records, which tell their format themselves."""
+    return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
+
+
+def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
+    """The settings of a run by hand, whose `dataset` may be a path; a `ConfigError` names `where` and the key."""
+    dataset = values.get("dataset")
+    if isinstance(dataset, (str, Path)):
+        try:
+            values = {**values, "dataset": local_dataset(can_name_a_file(Path(dataset)))}
+        except ValueError as error:
+            raise ConfigError(f"{where}: `dataset`: {error}") from None
+    return parse(RunFile, values, where)
