@@ -61,7 +61,7 @@ from qerl.userfunction import check_unchanged, path_of
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
     from qerl.models.policy import Policy
-    from qerl.report.intervals import Interval
+    from qerl.results.intervals import Interval
 
 PathLike = str | Path
 Packed = Literal["nvfp4", "mxfp4", "nf4"]
@@ -392,7 +392,7 @@ class Evaluation:
     @property
     def accuracy(self) -> Interval:
         """Mean over problems and repeats, with its 95 % interval over problems."""
-        from qerl.report.intervals import accuracy_interval
+        from qerl.results.intervals import accuracy_interval
 
         by_problem = self.samples.groupby("problem", sort=False)["correct"].mean()
         return accuracy_interval(by_problem.to_numpy(dtype=float)[None])

@@ -20,8 +20,8 @@ from qerl.config import HubData, RolloutBench, StepBench, TaskSettings
 from qerl.costs import ASSUMED, Costs, Work, problem_counts, total
 from qerl.plan import Evaluation, Plan, Run
 from qerl.report.paper import fits, identity
-from qerl.report.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
-from qerl.report.results import variant, weights_name
+from qerl.results.names import variant, weights_name
+from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
 from qerl.sheet import disk_total, omitted, run_work
 
 

@@ -11,8 +11,8 @@ import pandas as pd
 
 from qerl.costs import SIZES, UNMEASURED, Costs, Hours, Work
 from qerl.plan import Plan, Run
-from qerl.report.results import weights_name
-from qerl.report.shapes import OK
+from qerl.results.names import weights_name
+from qerl.results.schema.stored import OK
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:

@@ -46,12 +46,12 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
-from qerl.bench.roofline import byte_parts
 from qerl.bench.shapes import write_shape
 from qerl.bench.sizes import SHAPES
 from qerl.config import AdapterSettings, ConfigError
 from qerl.measure import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.progress import configure_logging, log
+from qerl.results.roofline import byte_parts
 
 #: Whose inner names `TimedTrainer` relies on.
 TRL = "1.16."

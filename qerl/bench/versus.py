@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from qerl.bench.grpo_step_work import PARTS
 from qerl.config import ConfigError
-from qerl.report.intervals import ratio_interval
+from qerl.results.intervals import ratio_interval
 
 _GB = 1e9
 

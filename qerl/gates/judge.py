@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from qerl.gates.baselines import Baseline
 from qerl.gates.measured import Measured
 from qerl.gates.rows import Check, Gate
-from qerl.report.intervals import paired_ratio_interval
+from qerl.results.intervals import paired_ratio_interval
 
 Outcome = Literal["pass", "fail", "no baseline"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.config import CalibrationSettings, Config, Recipe, RolloutBench, RunSettings, StepBench
-from qerl.report.printed import figures_fed, tables_fed
+from qerl.results.printed import figures_fed, tables_fed
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def _covered(self) -> set[tuple[str, str]]:
-        """(kind, model) of the results that stand beside the paper's, see `qerl.report.printed`."""
+        """(kind, model) of the results that stand beside the paper's, see `qerl.results.printed`."""
         models = {checkpoint.model for checkpoint in self.checkpoints.values()}
         evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
         trained = {

@@ -1,4 +1,4 @@
-"""The paper's figures, each as stem.svg and stem.png, from tidy results (`qerl.report.results`, `qerl.report.tables`).
+"""The paper's figures, each as stem.svg and stem.png, from tidy results (`qerl.results.readers`, `qerl.report.tables`).
 
 An arm has one colour in all figures; arms of the same weights and training that differ in a setting are shades of it.
 """
@@ -25,9 +25,9 @@ from scipy.optimize import isotonic_regression
 from qerl.config import NoiseSettings
 from qerl.report.formatting import training_label, weights_label
 from qerl.report.paper import fits
-from qerl.report.printed import DECAYS, Panel, Series
-from qerl.report.results import training_name
-from qerl.report.shapes import OK
+from qerl.results.names import training_name
+from qerl.results.printed import DECAYS, Panel, Series
+from qerl.results.schema.stored import OK
 
 #: Width of a column of text and the height of a panel, in inches.
 _WIDTH, HEIGHT = 3.5, 2.2

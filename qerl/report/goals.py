@@ -14,8 +14,8 @@ import pandas as pd
 
 from qerl.report.formatting import times
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
-from qerl.report.shapes import OK
 from qerl.report.tables import caption_text, write_table
+from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
 _WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}

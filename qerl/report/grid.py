@@ -1,7 +1,7 @@
 """The speed grid as tables: decode speed by engine, weights, rank and sequences, and GRPO steps by system.
 
 Tables have a column a number of sequences. What failed shows its status, what wasn't measured a dash; points are
-compared on one machine only. `percent_of_floor` is the floor of `qerl.bench.roofline` over the measured step.
+compared on one machine only. `percent_of_floor` is the floor of `qerl.results.roofline` over the measured step.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import pandas as pd
 from pydantic import AfterValidator
 
-from qerl.bench.roofline import Ceilings, mean_context, step_bytes, step_floor, step_flops
 from qerl.bench.sizes import SHAPES
 from qerl.config import WeightFormat
 from qerl.report.formatting import cell_text, present, three_digits, times, weights_label
 from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
-from qerl.report.results import ResultError, read
-from qerl.report.shapes import OK, Measured, Provenance, Stored
 from qerl.report.tables import caption_text, write_table
+from qerl.results.readers import ResultError, read
+from qerl.results.roofline import Ceilings, mean_context, step_bytes, step_floor, step_flops
+from qerl.results.schema.stored import OK, Measured, Provenance, Stored
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from qerl.report.figures import HEIGHT, figure_axes, format_colour
 from qerl.report.formatting import weights_label
 from qerl.report.grid import ENGINES, count_columns
-from qerl.report.shapes import OK
+from qerl.results.schema.stored import OK
 
 _NAMES = {"native": "native", "vllm": "vLLM", "transformers": "transformers"}
 _LINES = dict(zip(ENGINES, ("-", "--", ":"), strict=True))

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl.report import layout, printed
+from qerl.report import layout
 from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_seconds
-from qerl.report.shapes import OK
 from qerl.report.tables import caption_text, write_table
+from qerl.results import printed
+from qerl.results.schema.stored import OK
 
 PROMPT, TOKENS = 256, 2048
 #: Sequences that a batch size of one stands for.
@@ -102,7 +103,7 @@ def _at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def _as_rollouts(points: pd.DataFrame, sequences: int) -> pd.DataFrame:
-    """Points in the columns of `results.load_benches`; `sequences` of ours are one of the paper's batch."""
+    """Points in the columns of `readers.load_benches`; `sequences` of ours are one of the paper's batch."""
     whole = points[points["sequences"] % sequences == 0]
     return pd.DataFrame([_rollout(point, sequences) for point in whole.to_dict("records")])
 

@@ -10,11 +10,12 @@ from typing import Any
 import pandas as pd
 
 from qerl.config import RunSettings
-from qerl.report import layout, paper, printed, results, tables
+from qerl.report import layout, paper, tables
 from qerl.report.formatting import present
-from qerl.report.intervals import METHOD
 from qerl.report.pages import by_dataset
-from qerl.report.printed import Cell
+from qerl.results import printed, readers
+from qerl.results.intervals import METHOD
+from qerl.results.printed import Cell
 
 CAPTIONS = {
     "accuracy": "Accuracy by weight format and training (the paper's Tables 1 and 2)",
@@ -41,16 +42,16 @@ class Stored:
         return [path for path in self._paths if path.name == name]
 
     def runs(self) -> pd.DataFrame:
-        """See `results.load_runs`."""
-        return results.load_runs(self._named("run.json"))
+        """See `readers.load_runs`."""
+        return readers.load_runs(self._named("run.json"))
 
     def metrics(self) -> pd.DataFrame:
-        """See `results.load_metrics`."""
-        return results.load_metrics(self._named("run.json"))
+        """See `readers.load_metrics`."""
+        return readers.load_metrics(self._named("run.json"))
 
     def settings(self) -> dict[str, RunSettings]:
         """All settings of each run."""
-        return {name: run.settings for name, run in results.read_runs(self._named("run.json")).items()}
+        return {name: run.settings for name, run in readers.read_runs(self._named("run.json")).items()}
 
     def printed(self, name: str) -> Path:
         """A file of config/paper."""
@@ -75,9 +76,9 @@ class Stored:
             yield from paper.hyperparameters(self.settings(), cells)
         scored = [cell for cell in cells if cell.kind not in ("rollout", "step", "size", "run")]
         if scored:
-            samples = results.load_samples(self._named("result.json"))
+            samples = readers.load_samples(self._named("result.json"))
             yield from paper.accuracies(self.evaluations(), samples, self.settings())
-            yield from paper.failures(results.read_runs(self._named("run.json")).values(), scored)
+            yield from paper.failures(readers.read_runs(self._named("run.json")).values(), scored)
 
     def curves(self, figure: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]], pd.DataFrame]:
         """Metrics, what each run is, and the points measured on the paper's figure."""
@@ -91,22 +92,22 @@ class Stored:
         return pd.concat([frame[["machine", "commit"]] for frame in frames if "machine" in frame])
 
     def evaluations(self) -> pd.DataFrame:
-        """See `results.load_evaluations`."""
-        return results.load_evaluations(self._named("result.json"), self.runs())
+        """See `readers.load_evaluations`."""
+        return readers.load_evaluations(self._named("result.json"), self.runs())
 
     def accuracy_cells(self) -> pd.DataFrame:
         """See `tables.accuracy_cells`."""
-        return tables.accuracy_cells(self.evaluations(), results.load_samples(self._named("result.json")))
+        return tables.accuracy_cells(self.evaluations(), readers.load_samples(self._named("result.json")))
 
     def quantization(self) -> pd.DataFrame:
-        """See `results.load_quantization`."""
-        return results.load_quantization(self._named("report.json"))
+        """See `readers.load_quantization`."""
+        return readers.load_quantization(self._named("report.json"))
 
     def points(self, kind: str) -> pd.DataFrame:
         """The points of all measurements of one kind."""
         files = [path for path in self._paths if path.parent.name == "profile"]
         chosen = [path for path in files if json.loads(path.read_text())["kind"] == kind]
-        return results.load_benches(chosen, kind)  # type: ignore[arg-type]
+        return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
 
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from qerl.report.formatting import three_digits, training_label, weights_label
-from qerl.report.results import training_name
-from qerl.report.shapes import OK
 from qerl.report.tables import NOT_RUN
+from qerl.results.names import training_name
+from qerl.results.schema.stored import OK
 
 #: What the columns of a table tell apart besides the metric; all else is a row.
 _IN_COLUMNS = {

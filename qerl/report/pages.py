@@ -7,7 +7,7 @@ from html import escape
 
 import pandas as pd
 
-from qerl.report.results import KEY
+from qerl.results.names import KEY
 
 _STYLE = (
     "body{font:14px/1.4 system-ui,sans-serif;margin:1.5em}h2{font-size:1.1em}table{border-collapse:collapse}"

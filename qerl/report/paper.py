@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from qerl.config import RunSettings
-from qerl.report.intervals import (
+from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
+from qerl.results.intervals import (
     Interval,
     Scores,
     accuracy_interval,
@@ -22,10 +23,10 @@ from qerl.report.intervals import (
     difference_interval,
     ratio_interval,
 )
-from qerl.report.printed import MODELS, TABLES, Asked, Cell
-from qerl.report.results import KEY, ResultError, variant, weights_name
-from qerl.report.shapes import OK, Run
-from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
+from qerl.results.names import KEY, variant, weights_name
+from qerl.results.printed import MODELS, TABLES, Asked, Cell
+from qerl.results.readers import ResultError
+from qerl.results.schema.stored import OK, Run
 
 #: The data sets of the paper's average (Table 2).
 AVERAGED = ("math500", "aime24", "aime25", "amc23")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from qerl.report.formatting import weights_label
-from qerl.report.intervals import ratio_interval
-from qerl.report.shapes import OK
+from qerl.results.intervals import ratio_interval
+from qerl.results.schema.stored import OK
 
 Row = dict[Any, Any]
 

@@ -1,4 +1,4 @@
-"""The paper's tables: pure functions from tidy results (`qerl.report.results`) to one row an arm, a point or a model.
+"""The paper's tables: pure functions from tidy results (`qerl.results.readers`) to one row an arm, a point or a model.
 
 Accuracies and differences are fractions, times seconds, sizes bytes; `qerl.report.formatting` turns them into text.
 What wasn't measured is empty, with the reason in `note` or `status`.
@@ -16,10 +16,11 @@ import pandas as pd
 
 from qerl.config import Recipe, WeightFormat
 from qerl.report.formatting import latex, present
-from qerl.report.intervals import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.report.pages import page
-from qerl.report.results import KEY, ResultError, weights_name
-from qerl.report.shapes import OK
+from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.results.names import KEY, weights_name
+from qerl.results.readers import ResultError
+from qerl.results.schema.stored import OK
 
 NOT_RUN = "not run"
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl.report.printed import FOLDER
+from qerl.results.printed import FOLDER
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {

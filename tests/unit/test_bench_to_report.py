@@ -12,7 +12,8 @@ from qerl.bench.step import bench_step
 from qerl.config import DatasetSettings, RolloutBench, StepBench, parse
 from qerl.data.sources import prepare
 from qerl.quant.quantize import quantize_checkpoint
-from qerl.report import paper, results, tables
+from qerl.report import paper, tables
+from qerl.results import readers
 from tests.tiny import tiny_qwen2
 from tests.unit.synthetic_results import rollout_point, step_point
 
@@ -72,7 +73,7 @@ def rollouts(bases):
 
 def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
     raw = json.loads(steps.read_text())["points"]
-    table = tables.memory_speed(results.load_benches([steps], "step"), results.load_quantization([]))
+    table = tables.memory_speed(readers.load_benches([steps], "step"), readers.load_quantization([]))
     medians = [np.median(point["samples"]) for point in raw]
     expected = [1, 1, 1, *(medians[i] / medians[i + 3] for i in range(3))]
     assert table["speedup"].tolist() == pytest.approx(expected)
@@ -81,7 +82,7 @@ def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
 
 
 def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
-    found = list(paper.steps(results.load_benches([steps], "step")))
+    found = list(paper.steps(readers.load_benches([steps], "step")))
     speedups = [result for result in found if result.metric == "step_speedup" and result.weights == "nvfp4"]
     assert {result.model for result in found} == {MODEL}
     assert [result.setting for result in speedups] == [{"bs": "4", "gc": gc} for gc in ("off", "off", "on")]
@@ -90,7 +91,7 @@ def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
 
 def test_rollouts_join_the_paper_s_cells_by_sequences(rollouts):
     raw = json.loads(rollouts.read_text())["points"]
-    found = list(paper.rollouts(results.load_benches([rollouts], "rollout")))
+    found = list(paper.rollouts(readers.load_benches([rollouts], "rollout")))
     rates = [result for result in found if result.metric == "rollout_rate"]
     assert [(r.model, r.weights, r.rank, r.setting) for r in rates] == [
         (MODEL, weights, rank, {"bs": "2"}) for rank in (0, 4) for weights in ("bf16", "nvfp4")
@@ -107,10 +108,10 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
     monkeypatch.setattr("qerl.bench.rollout.make_sampler", fails)
     out = bases / "failed.json"
     bench_step("s", StepBench(kind="step", experiment="e"), [step_row(bases, "bf16", *GRID[0])], out)
-    assert results.load_benches([out], "step")["status"].tolist() == ["out of memory"]
+    assert readers.load_benches([out], "step")["status"].tolist() == ["out of memory"]
     settings = RolloutBench(kind="rollout", model=MODEL, weights=["bf16"], ranks=[4], dtype="float32")
     bench_rollout("r", settings, {"bf16": bases / "bf16"}, out)
-    assert results.load_benches([out], "rollout")["status"].tolist() == ["out of memory"]
+    assert readers.load_benches([out], "rollout")["status"].tolist() == ["out of memory"]
 
 
 def test_synthetic_points_have_the_keys_of_measured_ones(steps, rollouts):

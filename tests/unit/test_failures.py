@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from qerl.config import DatasetSettings, EvaluationSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
 from qerl.evals.job import evaluate_policy
-from qerl.report import job, results
+from qerl.report import job
+from qerl.results import readers
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.train import train_run
 from tests.tiny import tiny_qwen2
@@ -90,7 +91,7 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     job.make_table("accuracy", paths, folder)
     row = next(line for line in (folder / "accuracy.md").read_text().splitlines() if "LoRA" in line)
     assert "seed 0: out of memory after 2 of 4 steps" in row
-    assert results.load_metrics(paths[:1]).empty
+    assert readers.load_metrics(paths[:1]).empty
 
     Path("small").unlink()
     sys.modules.pop("own_reward", None)

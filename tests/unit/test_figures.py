@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from qerl.report import figures, results, tables
+from qerl.report import figures, tables
+from qerl.results import readers
 from tests.unit.synthetic_results import answers, write_evaluation, write_run, write_tree
 
 
@@ -13,7 +14,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def metrics(tree):
-    return results.load_metrics(tree["runs"])
+    return readers.load_metrics(tree["runs"])
 
 
 def texts(svg) -> list[str]:
@@ -54,7 +55,7 @@ def test_awq_has_a_name_and_a_colour_of_its_own(tmp_path):
     bases = ({}, {"recipe": "awq"})
     arms = ("nvfp4-lora", "nvfp4-lora-aqn")
     paths = [write_run(tmp_path / str(n), arm, 0, base=base) for n, base in enumerate(bases) for arm in arms]
-    frame = results.load_runs(paths).assign(arm=lambda rows: rows["weights"] + rows["training"])
+    frame = readers.load_runs(paths).assign(arm=lambda rows: rows["weights"] + rows["training"])
     names = ["NVFP4 LoRA", "NVFP4 LoRA + AQN", "NVFP4-AWQ LoRA", "NVFP4-AWQ LoRA + AQN"]
     assert list(figures._names(frame).values()) == names
     assert len(set(figures._colours(frame).values())) == 4
@@ -62,7 +63,7 @@ def test_awq_has_a_name_and_a_colour_of_its_own(tmp_path):
 
 def test_labels_of_equal_curves_do_not_overlap(tmp_path):
     runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in range(1, 9)]
-    svg = drawn(tmp_path, figures.reward, results.load_metrics(runs))
+    svg = drawn(tmp_path, figures.reward, readers.load_metrics(runs))
     heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>NVFP4 LoRA, steps=\d<', svg.read_text())]
     assert len(heights) == 8
     gaps = [later - earlier for earlier, later in zip(sorted(heights), sorted(heights)[1:], strict=False)]
@@ -80,7 +81,7 @@ def test_length_and_truncation(tmp_path, metrics):
 
 
 def test_throughput_shows_failures(tmp_path, tree):
-    table = tables.throughput(results.load_benches(tree["rollout"], "rollout"))
+    table = tables.throughput(readers.load_benches(tree["rollout"], "rollout"))
     shown = texts(drawn(tmp_path, figures.throughput, table))
     assert "out of memory" in shown
     assert {"BF16", "NF4", "MXFP4", "NVFP4", "rank 16", "rank 32", "rank 64"} <= set(shown)
@@ -94,8 +95,8 @@ def test_accuracy_has_a_row_an_arm_and_shows_what_was_not_run(tmp_path):
         write_evaluation(tmp_path, "a", {"easy": answers(0.7, 2), "hard": answers(0.4, 3)}, "bf16", runs[0]),
         write_evaluation(tmp_path, "b", {"easy": answers(0.7, 4)}, "nvfp4", runs[1]),
     ]
-    frame = results.load_evaluations(evaluations, results.load_runs(runs))
-    shown = texts(drawn(tmp_path, figures.accuracy, tables.accuracy_cells(frame, results.load_samples(evaluations))))
+    frame = readers.load_evaluations(evaluations, readers.load_runs(runs))
+    shown = texts(drawn(tmp_path, figures.accuracy, tables.accuracy_cells(frame, readers.load_samples(evaluations))))
     assert shown.count("BF16 LoRA") == shown.count("NVFP4 LoRA") == 2
     assert shown.count("not run") == 1
     assert {"mini, easy", "mini, hard"} <= set(shown)

@@ -21,7 +21,7 @@ from qerl.gates.measured import Measured, collect, workload_key
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
-from qerl.report.intervals import paired_ratio_interval
+from qerl.results.intervals import paired_ratio_interval
 from tests.mutations import MUTATIONS, mutated
 from tests.vectors import vectors
 

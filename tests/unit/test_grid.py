@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl.report import grid, grid_figures
-from qerl.report.results import ResultError
+from qerl.results.readers import ResultError
 from tests.unit.synthetic_results import MACHINE, PROVENANCE, write_json
 
 OUT_OF_MEMORY = "out of memory"

@@ -13,7 +13,7 @@ from qerl.config import Config, ConfigError, parse
 from qerl.costs import SPEEDS, Costs, Hours, Work
 from qerl.needs import Needs, by_table
 from qerl.plan import plan
-from qerl.report.printed import CURVE_FIGURES, NAMES, TABLES
+from qerl.results.printed import CURVE_FIGURES, NAMES, TABLES
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(3)

@@ -10,9 +10,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from qerl.config import NoiseSettings
-from qerl.report import figures, job, layout, paper, printed, results
-from qerl.report.intervals import average_interval, ratio_interval
-from qerl.report.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
+from qerl.report import figures, job, layout, paper
+from qerl.results import printed, readers
+from qerl.results.intervals import average_interval, ratio_interval
+from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
 from qerl.rl.noise_schedule import sigma
 from tests.unit.synthetic_results import (
     rollout_point,
@@ -165,7 +166,7 @@ def test_a_number_without_some_of_its_runs_says_so(tmp_path):
 
 def test_different_problems_cannot_be_paired(small, tmp_path):
     write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16", model=MODEL)
-    with pytest.raises(results.ResultError, match="different problems of gsm8k"):
+    with pytest.raises(readers.ResultError, match="different problems of gsm8k"):
         beside("table1", small)
 
 
@@ -346,7 +347,7 @@ def test_measured_points_are_drawn_over_our_curves(tree):
 
 def test_our_curve_is_the_mean_of_the_seeds(tree):
     axis = drawn(tree, "figure12", 0)
-    metrics = results.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
+    metrics = readers.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
     by_step = metrics.groupby("step")["reward/correct"].mean()
     colour = figures._COLOURS["bf16", "lora"]
     (line,) = [line for line in axis.lines if to_rgba(line.get_color()) == to_rgba(colour)]

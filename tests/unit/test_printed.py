@@ -8,7 +8,7 @@ import pytest
 
 from qerl.config import Config
 from qerl.plan import plan, plan_from
-from qerl.report.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES, read_cells
+from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES, read_cells
 
 KEY = ["table", "model", "weights", "method", "noise", "rank", "setting", "metric"]
 SPEED = {"qwen2.5-3b": "table5", "qwen2.5-7b": "table6", "qwen2.5-14b": "table7", "qwen2.5-32b": "table8"}

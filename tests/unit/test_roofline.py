@@ -6,13 +6,13 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.bench import roofline
-from qerl.bench.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 from qerl.bench.shapes import model_config
 from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.config import AdapterSettings
 from qerl.models.policy import lora_config
 from qerl.quant.formats import bits_per_weight, quantize
+from qerl.results import roofline
+from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 
 RANK, SEQUENCES, CONTEXT = 4, 3, 40
 

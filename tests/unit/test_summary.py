@@ -3,8 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
-from qerl.report import results, tables
+from qerl.report import tables
 from qerl.report.summary import print_summary
+from qerl.results import readers
 from tests.unit.synthetic_results import answers, write_evaluation, write_run
 
 
@@ -21,9 +22,9 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
         write_evaluation(root, "base", {"arithmetic": answers(0.5, 0)}, "nvfp4"),
         write_evaluation(root, "trained", {"arithmetic": answers(0.7, 1)}, "nvfp4", run),
     ]
-    runs = results.load_runs([run])
-    frame = results.load_evaluations(evaluations, runs)
-    table = tables.accuracy(tables.accuracy_cells(frame, results.load_samples(evaluations)), runs)
+    runs = readers.load_runs([run])
+    frame = readers.load_evaluations(evaluations, runs)
+    table = tables.accuracy(tables.accuracy_cells(frame, readers.load_samples(evaluations)), runs)
     tables.write_table(table, root / "tables" / "accuracy", "caption")
     text = printed(root)
     assert "mini: accuracy on arithmetic" in text
@@ -37,5 +38,5 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
 
 
 def test_summary_of_an_unfinished_workflow_says_what_to_do(tmp_path):
-    with pytest.raises(results.ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
+    with pytest.raises(readers.ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
         print_summary(tmp_path)

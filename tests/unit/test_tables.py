@@ -4,9 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.report import results, tables
+from qerl.report import tables
 from qerl.report.formatting import present
-from qerl.report.results import ResultError
+from qerl.results import readers
+from qerl.results.readers import ResultError
 from tests.unit.synthetic_results import (
     rollout_point,
     step_point,
@@ -24,12 +25,12 @@ def column(values: list[int]) -> np.ndarray:
 
 
 def cells_of(evaluations: list, runs: list) -> pd.DataFrame:
-    frame = results.load_evaluations(evaluations, results.load_runs(runs))
-    return tables.accuracy_cells(frame, results.load_samples(evaluations))
+    frame = readers.load_evaluations(evaluations, readers.load_runs(runs))
+    return tables.accuracy_cells(frame, readers.load_samples(evaluations))
 
 
 def table_of(evaluations: list, runs: list) -> pd.DataFrame:
-    return tables.accuracy(cells_of(evaluations, runs), results.load_runs(runs))
+    return tables.accuracy(cells_of(evaluations, runs), readers.load_runs(runs))
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_throughput_by_hand(tmp_path):
     ]
     points[2]["status"] = "out of memory"
     bench = write_bench(tmp_path, "rollout", "rollout", points)
-    table = tables.throughput(results.load_benches([bench], "rollout")).set_index(["weights", "rank"])
+    table = tables.throughput(readers.load_benches([bench], "rollout")).set_index(["weights", "rank"])
     nvfp4 = table.loc[("nvfp4", 16)]
     assert nvfp4["tokens_per_second"] == 145
     assert (nvfp4["tokens_per_second_p25"], nvfp4["tokens_per_second_p75"]) == (137.5, 152.5)
@@ -160,7 +161,7 @@ def test_memory_and_speed_by_hand(tmp_path):
     ]
     bench = write_bench(tmp_path, "step", "step", steps)
     report = write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.08, "up_proj": 0.10})
-    points, reports = results.load_benches([bench], "step"), results.load_quantization([report])
+    points, reports = readers.load_benches([bench], "step"), readers.load_quantization([report])
     table = tables.memory_speed(points, reports)
     assert table["speedup"].tolist()[:5] == pytest.approx([2.5 / 4, 1, 1, 2.5 / 1.5, 2.0])
     nvfp4 = table.iloc[3]
@@ -184,8 +185,8 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
     ]
     alone = write_bench(tmp_path, "alone", "step", steps)
     both = write_bench(tmp_path, "both", "step", [*steps, step_point("bf16-lora", [3.0], **other)])
-    points = results.load_benches([alone, both], "step")
-    table = tables.memory_speed(points, results.load_quantization([])).set_index("bench")
+    points = readers.load_benches([alone, both], "step")
+    table = tables.memory_speed(points, readers.load_quantization([])).set_index("bench")
     assert table.loc["alone", "speedup"].tolist() == pytest.approx([1, np.nan, 2], nan_ok=True)
     assert table.loc["alone", "speedup_base"].tolist() == ["bf16-lora", "no BF16 LoRA", "bf16-lora"]
     assert table.loc["both", "speedup"].tolist() == [1, 3, 2, 1]
@@ -194,23 +195,23 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
 def test_a_speed_up_over_bf16_lora_that_failed_says_so(tmp_path):
     steps = [step_point("bf16-lora", [], "out of memory"), step_point("nvfp4-lora", [1.0])]
     bench = write_bench(tmp_path, "step", "step", steps)
-    row = tables.memory_speed(results.load_benches([bench], "step"), results.load_quantization([])).iloc[1]
+    row = tables.memory_speed(readers.load_benches([bench], "step"), readers.load_quantization([])).iloc[1]
     assert np.isnan(row["speedup"])
     assert row["speedup_base"] == "bf16-lora (out of memory)"
 
 
 def test_speed_up_needs_bf16_lora_in_the_same_bench(tmp_path):
     bench = write_bench(tmp_path, "step", "step", [step_point("nvfp4-lora", [1.0])])
-    table = tables.memory_speed(results.load_benches([bench], "step"), results.load_quantization([]))
+    table = tables.memory_speed(readers.load_benches([bench], "step"), readers.load_quantization([]))
     assert np.isnan(table["speedup"].iloc[0])
     assert table["speedup_base"].iloc[0] == "no BF16 LoRA"
 
 
 def test_files_of_a_table(tmp_path):
     tree = write_tree(tmp_path)
-    evaluations = results.load_evaluations(tree["evaluations"], results.load_runs(tree["runs"]))
-    cells = tables.accuracy_cells(evaluations, results.load_samples(tree["evaluations"]))
-    table = tables.accuracy(cells, results.load_runs(tree["runs"]))
+    evaluations = readers.load_evaluations(tree["evaluations"], readers.load_runs(tree["runs"]))
+    cells = tables.accuracy_cells(evaluations, readers.load_samples(tree["evaluations"]))
+    table = tables.accuracy(cells, readers.load_runs(tree["runs"]))
     tables.write_table(table, tmp_path / "tables" / "accuracy.v1", tables.caption_text("100 % of it", evaluations))
     back = pd.read_csv(tmp_path / "tables" / "accuracy.v1.csv")
     assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()
@@ -231,7 +232,7 @@ def test_caption_tells_of_modified_code_and_of_several_machines(tmp_path):
     path = write_quantization(tmp_path, "nf4", 4.1, {})
     stamp = json.loads(path.read_text())["provenance"]
     modified = damaged(path, provenance=stamp | {"dirty": True, "machine": {"label": "H200"}})
-    reports = results.load_quantization([modified, write_quantization(tmp_path, "nvfp4", 4.5, {})])
+    reports = readers.load_quantization([modified, write_quantization(tmp_path, "nvfp4", 4.5, {})])
     text = tables.caption_text("Sizes", reports)
     assert text == "Sizes. Machine: H200; Test CPU, 2 cores. Commit: 0123456789ab (modified), 0123456789ab."
 
@@ -240,14 +241,14 @@ def test_caption_tells_of_code_without_a_commit(tmp_path):
     path = write_quantization(tmp_path, "nf4", 4.1, {})
     stamp = json.loads(path.read_text())["provenance"]
     installed = damaged(path, provenance=stamp | {"commit": None, "version": "0.1.0", "files": "abc123"})
-    text = tables.caption_text("Sizes", results.load_quantization([installed]))
+    text = tables.caption_text("Sizes", readers.load_quantization([installed]))
     assert text == "Sizes. Machine: Test CPU, 2 cores. Commit: version 0.1.0 (files abc123)."
 
 
 def test_bf16_report_has_no_error(tmp_path):
-    reports = results.load_quantization([write_quantization(tmp_path, "bf16", 16, {})])
+    reports = readers.load_quantization([write_quantization(tmp_path, "bf16", 16, {})])
     bench = write_bench(tmp_path, "step", "step", [step_point("bf16-lora", [1.0])])
-    row = tables.memory_speed(results.load_benches([bench], "step"), reports).iloc[0]
+    row = tables.memory_speed(readers.load_benches([bench], "step"), reports).iloc[0]
     assert row["bits_per_weight"] == 16
     assert np.isnan(row["relative_error"])
 
@@ -258,7 +259,7 @@ def test_quantization_by_type_of_layer(tmp_path):
         write_quantization(tmp_path, "nf4", 4.13, {"q_proj": 0.09, "o_proj": 0.07}),
         write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, method="awq"),
     ]
-    table = tables.quantization(results.load_quantization(paths))
+    table = tables.quantization(readers.load_quantization(paths))
     assert table["weights"].tolist() == ["nf4", "nvfp4", "nvfp4-awq"]
     assert table["method"].tolist() == ["rtn", "rtn", "awq"]
     assert table["q_proj/relative_error"].tolist() == [0.09, 0.08, 0.1]
@@ -273,26 +274,26 @@ def damaged(path, **changes):
 def test_a_file_of_another_shape_names_itself(tmp_path):
     run = damaged(write_run(tmp_path, "bf16-lora", 0), summary={})
     with pytest.raises(ResultError, match=rf"{run} is not a Run result: `summary.steps`"):
-        results.load_runs([run])
+        readers.load_runs([run])
     with pytest.raises(ResultError, match=r"missing.json doesn't exist"):
-        results.load_runs([tmp_path / "missing.json"])
+        readers.load_runs([tmp_path / "missing.json"])
     bench = write_bench(tmp_path, "b", "rollout", [rollout_point("bf16", 16, [])])
     with pytest.raises(ResultError, match="status ok needs samples"):
-        results.load_benches([bench], "rollout")
+        readers.load_benches([bench], "rollout")
     with pytest.raises(ResultError, match=r"`kind`"):
-        results.load_benches([bench], "step")
+        readers.load_benches([bench], "step")
 
 
 def test_metrics_without_a_column_name_file_and_line(tmp_path):
     run = write_run(tmp_path, "bf16-lora", 0, metrics=[{"step": 0, "reward": 1.0}])
     with pytest.raises(ResultError, match=r"metrics.jsonl, line 1 lacks the key `entropy`"):
-        results.load_metrics([run])
+        readers.load_metrics([run])
 
 
 def test_an_evaluation_of_an_unknown_run_is_an_error(small):
     evaluations, runs = small
     with pytest.raises(ResultError, match=r"arm-1/result.json evaluates run 'main-nvfp4-lora-seed1'"):
-        results.load_evaluations(evaluations, results.load_runs(runs[:1]))
+        readers.load_evaluations(evaluations, readers.load_runs(runs[:1]))
 
 
 def test_samples_must_agree_with_the_result(small):
@@ -301,8 +302,8 @@ def test_samples_must_agree_with_the_result(small):
     tasks["gsm8k"]["accuracy"] = 0.75
     damaged(evaluations[0], tasks=tasks)
     with pytest.raises(ResultError, match=r"an accuracy of 0\.5000, but its result\.json 0\.7500"):
-        results.load_samples(evaluations)
+        readers.load_samples(evaluations)
     lines = (evaluations[1].parent / "samples.jsonl").read_text().splitlines(keepends=True)
     (evaluations[1].parent / "samples.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ResultError, match="3 samples of gsm8k"):
-        results.load_samples(evaluations[1:])
+        readers.load_samples(evaluations[1:])

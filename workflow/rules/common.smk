@@ -30,7 +30,7 @@ from qerl.lease import devices
 from qerl.lock import check_pinned
 from qerl.plan import Plan, check_engines, fitting, plan_from
 from qerl.provenance import check_clock, code_version
-from qerl.report import printed
+from qerl.results import printed
 from qerl.userfunction import source_version
 
 

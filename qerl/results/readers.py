@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 import pandas as pd
 from pydantic import ValidationError
 
-from qerl.config import Recipe
 from qerl.config_errors import sentence
-from qerl.report.shapes import (
+from qerl.results.names import KEY, training_name, variant, weights_name
+from qerl.results.schema.stored import (
     OK,
     Evaluation,
     Point,
@@ -29,9 +29,6 @@ from qerl.report.shapes import (
     Stored,
     Task,
 )
-
-#: What identifies an arm, apart from its seeds.
-KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
 
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished")
@@ -140,21 +137,6 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
 def _point_columns(point: Point) -> dict[str, Any]:
     columns = point.model_dump(exclude={"recipe"})
     return columns | {"weights": weights_name(point.weights, point.recipe)}
-
-
-def weights_name(weights: str, recipe: Recipe) -> str:
-    """A weight format, with the recipe where it isn't rounding to nearest: nvfp4 or nvfp4-awq."""
-    return weights if recipe == "rtn" else f"{weights}-{recipe}"
-
-
-def variant(varied: dict[str, Any]) -> str:
-    """What the grid varies besides the seed: "adapter.rank=16"."""
-    return ", ".join(f"{key}={value}" for key, value in varied.items() if key != "seed")
-
-
-def training_name(method: str, schedule: str) -> str:
-    """How a run was trained, in the words of the paper's Table 1: full, lora or lora+aqn (full+aqn likewise)."""
-    return method + ("" if schedule == "off" else "+aqn")
 
 
 def _run_row(run: Run) -> dict[str, Any]:
