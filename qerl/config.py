@@ -682,7 +682,7 @@ class RunFile(RunSettings):
     dataset: DatasetSettings  # type: ignore[assignment]
     """A file or folder of records, or a mapping with the keys of DatasetSettings."""
     out: FilePath
-    """A new folder for everything that the run makes. A killed run continues from its content."""
+    """A new folder for all that the run makes. A killed run continues from its content."""
 
     @field_validator("calibration", mode="after")
     @classmethod

@@ -73,7 +73,7 @@ def sentence_of(call) -> str:
         (RunSettings, "reward: {function: mine.py}", "`reward.function`: 'mine.py' is no import path"),
         (RunSettings, "rollout: {vllm: {kv_cache_gib: 0}}", "`rollout.vllm.kv_cache_gib` must be a number above 0"),
         (RunSettings, "[]", "it must be a mapping of the keys model, dataset"),
-        (RunFile, "model: m", "`out` is missing; give a path (A new folder for everything that the run makes)"),
+        (RunFile, "model: m", "`out` is missing; give a path (A new folder for all that the run makes)"),
         (DatasetSettings, "origin: {}", "`origin.source` is missing; give generated, local, hub or python"),
         (DatasetSettings, "origin: {source: locl}", "must be generated, local, hub or python, not 'locl'; did you"),
         (DatasetSettings, "origin: {source: local}", "`origin.path` is missing"),

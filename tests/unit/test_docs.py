@@ -1,0 +1,83 @@
+"""What the pages state, against what it is stated of: README's figures, profiles and conda."""
+
+import re
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+import pytest
+import yaml
+
+from qerl.report import grid
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ROOT / "results/reference/h200/shapes"
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def readme_row(work: str) -> list[list[str]]:
+    """The figures in the row of README's table of speed for some work: ours, the peer's, the ratio."""
+    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {work}")]
+    return [re.findall(r"[\d,]*\.?\d+", cell.rpartition(":")[2]) for cell in line.strip("|").split("|")[1:]]
+
+
+@pytest.fixture(scope="module")
+def points() -> pd.DataFrame:
+    points = grid.load_points(sorted(SHAPES.glob("decode-*.json")))
+    return points[(points["rank"] == 16) & (points["prompt"] == 128)]
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"), [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8"))]
+)
+def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, counts):
+    speeds = grid.decode_table(points, size).set_index(["engine", "weights"])
+    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
+    vllm = speeds.loc["vllm"].loc[["bf16", "nvfp4"]]
+    asked = f"{size} decode at {' / '.join(counts)} sequences"
+    assert readme_row(asked) == [
+        [f"{speeds.loc[('native', 'nvfp4'), count]:,.0f}" for count in counts],
+        [f"{max(vllm[count]):,.0f}" for count in counts],
+        [f"{ratios.loc[('nvfp4', 'faster of BF16, NVFP4'), count]:.2f}" for count in counts],
+    ]
+
+
+def test_the_step_of_the_readme_is_that_of_the_workflow():
+    steps = grid.load_steps(sorted(SHAPES.glob("step-*-14B-*-16x8-128x1024-*.json")))
+    [ours] = steps[(steps["recompute"] == "auto") & (steps["cap"] == "")]["samples"]
+    [trl] = steps[steps["system"].str.startswith("TRL") & (steps["weights"] == "bf16")]["samples"]
+    ours, trl = median(ours), median(trl)
+    assert readme_row("GRPO step of 14B") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
+
+
+def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
+    steps = grid.load_steps(sorted(SHAPES.glob("step-qerl-*gb.json")))
+    passed = steps[steps["status"] == "ok"]
+    least = [
+        min(passed[passed["size"] == size]["cap"], key=lambda cap: float(cap.split()[0])) for size in ("14B", "32B")
+    ]
+    assert readme_row("memory cap under which 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
+
+
+# --- profiles and conda ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_profiles_names_all_of_them():
+    named = re.findall(r"^\| `(\w+)` \|", (ROOT / "profiles/README.md").read_text(), re.MULTILINE)
+    assert named == sorted(folder.name for folder in (ROOT / "profiles").iterdir() if folder.is_dir())
+
+
+def test_the_catalog_says_whether_every_rule_names_its_conda_environment():
+    rules = [
+        rule
+        for file in (ROOT / "workflow/rules").glob("*.smk")
+        for rule in re.split(r"^rule ", file.read_text(), flags=re.MULTILINE)[1:]
+        if "python -m qerl" in rule
+    ]
+    assert rules
+    environments = [re.findall(r'conda:\s+"(.*)"', rule) for rule in rules]
+    catalog = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())
+    stated = catalog["usage"]["software-stack-deployment"]["conda"]
+    assert stated is all(found == ["../../environment.yml"] for found in environments)
