@@ -21,55 +21,66 @@ class BatchSize:
     micro_batches: int
 
 
-def policy_loss(
-    logprobs_NT: torch.Tensor,
-    old_logprobs_NT: torch.Tensor,
-    advantages_NT: torch.Tensor,
-    mask_NT: torch.Tensor,
-    settings: LossSettings,
-    whole: BatchSize,
-    reference_logprobs_NT: torch.Tensor | None = None,
-    importance_NT: torch.Tensor | None = None,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class LossInputs:
+    """The tokens of a micro-batch as a policy loss takes them; all but `logprobs_NT` are constants."""
+
+    logprobs_NT: torch.Tensor
+    #: Of the policy before the first update on this rollout.
+    old_logprobs_NT: torch.Tensor
+    #: Of sequences [N, 1] or of tokens [N, T] (ppo).
+    advantages_NT: torch.Tensor
+    #: 1.0 where a token counts.
+    mask_NT: torch.Tensor
+    #: Of the reference policy, for the KL; None where the loss has none.
+    reference_logprobs_NT: torch.Tensor | None = None
+    #: Weights [N, T] or [N, 1] (see `importance_weights`); None for weights of 1.
+    importance_NT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """The loss of a micro-batch, its share of that of the batch, and counts of clipped ratios without a gradient."""
+
+    loss: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    #: How many ratios there are: of tokens, or of sequences for gspo.
+    ratios: torch.Tensor
+
+
+def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) -> LossOutputs:
     """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
-    `old_logprobs` are those of the policy before the first update on this rollout; `mask` is 1.0 where a token counts;
-    `advantages` are of sequences [N, 1] or of tokens [N, T] (ppo); `importance` [N, T] or [N, 1] are constant weights
-    (see `importance_weights`). The losses differ in two things: gspo has one ratio a sequence, the others one a token;
-    and `_reduce` has the normalizations.
+    The losses differ in two things: gspo has one ratio a sequence, the others one a token; and `_reduce` has the
+    normalizations.
     """
-    ratio = _ratio(logprobs_NT, old_logprobs_NT, mask_NT, settings)
+    ratio, advantages_NT, mask_NT = _ratio(inputs, settings), inputs.advantages_NT, inputs.mask_NT
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss_NT = -torch.minimum(ratio * advantages_NT, clipped * advantages_NT)
-    if importance_NT is not None:
-        loss_NT = loss_NT * importance_NT
-    if reference_logprobs_NT is not None:
-        loss_NT = loss_NT + settings.kl * k3(reference_logprobs_NT - logprobs_NT)
-    return _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
+    if inputs.importance_NT is not None:
+        loss_NT = loss_NT * inputs.importance_NT
+    if inputs.reference_logprobs_NT is not None:
+        loss_NT = loss_NT + settings.kl * k3(inputs.reference_logprobs_NT - inputs.logprobs_NT)
+    loss = _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
+    return LossOutputs(loss, *_count_clipped(ratio.detach(), inputs, settings))
 
 
-def _ratio(
-    logprobs_NT: torch.Tensor, old_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
-) -> torch.Tensor:
+def _ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """pi / pi_old of each token [N, T]; for gspo the geometric mean over the sequence [N, 1]."""
-    log_ratio = logprobs_NT - old_logprobs_NT
+    log_ratio = inputs.logprobs_NT - inputs.old_logprobs_NT
     if settings.name == "gspo":
-        log_ratio = ((log_ratio * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1))[:, None]
+        log_ratio = ((log_ratio * inputs.mask_NT).sum(1) / inputs.mask_NT.sum(1).clamp(min=1))[:, None]
     return torch.exp(log_ratio)
 
 
-def clipped(
-    logprobs_NT: torch.Tensor,
-    old_logprobs_NT: torch.Tensor,
-    advantages_NT: torch.Tensor,
-    mask_NT: torch.Tensor,
-    settings: LossSettings,
+def _count_clipped(
+    ratio: torch.Tensor, inputs: LossInputs, settings: LossSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many ratios the clip holds back, below and above, of how many: tokens, or sequences for gspo."""
-    ratio = _ratio(logprobs_NT.detach(), old_logprobs_NT, mask_NT, settings)
-    counted = torch.ones_like(ratio) if settings.name == "gspo" else mask_NT
-    low = (ratio < 1 - settings.clip_low) & (advantages_NT < 0)
-    high = (ratio > 1 + settings.clip_high) & (advantages_NT > 0)
+    """The number of ratios that the clip holds back, below and above, and of all ratios."""
+    counted = torch.ones_like(ratio) if settings.name == "gspo" else inputs.mask_NT
+    low = (ratio < 1 - settings.clip_low) & (inputs.advantages_NT < 0)
+    high = (ratio > 1 + settings.clip_high) & (inputs.advantages_NT > 0)
     return (low * counted).sum(), (high * counted).sum(), counted.sum()
 
 

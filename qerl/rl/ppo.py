@@ -97,5 +97,5 @@ def value_loss(
     near = old_values_NT + (values_NT - old_values_NT).clamp(-clip, clip)
     errors, near_errors = (values_NT - returns_NT).square(), (near - returns_NT).square()
     loss = 0.5 * (torch.maximum(errors, near_errors) * mask_NT).sum() / max(whole_tokens, 1)
-    held = ((near_errors > errors) * mask_NT).sum() / max(whole_tokens, 1)
-    return loss, held.detach()
+    clipped = ((near_errors > errors) * mask_NT).sum() / max(whole_tokens, 1)
+    return loss, clipped.detach()

@@ -1,11 +1,14 @@
-"""The updates of a rollout: losses and gradients over micro-batches, which the processes of a run share out."""
+"""The updates of a rollout: losses and gradients over micro-batches, which the processes of a run share out.
+
+Shapes: N sequences, T completion tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -14,10 +17,11 @@ from qerl.models.dropout import set_keys
 from qerl.models.policy import Policy
 from qerl.models.value import is_value, value_adapter, values
 from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rl.losses import BatchSize, clipped, importance_weights, k3, mismatch, policy_loss
+from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss
 from qerl.rl.memory import Recomputation
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.processes import Processes
+from qerl.rl.update_stats import UpdateStats
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
@@ -46,34 +50,32 @@ def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-@dataclass
+@dataclass(frozen=True)
+class _ValueTargets:
+    """What the value function is fitted to in all updates of a rollout; both [N, T]."""
+
+    old_values_NT: torch.Tensor
+    returns_NT: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Part:
-    """A micro-batch with what stays the same over all updates of a rollout; filled in by the first."""
+    """A micro-batch with what is known before the first update of its rollout."""
 
     batch: MicroBatch
     step: int
-    mask_NT: torch.Tensor  # [N, T] 1.0 on the tokens that carry a loss
+    mask_NT: torch.Tensor  # 1.0 on the tokens that carry a loss
     advantages_NT: torch.Tensor  # [N, 1], or for ppo [N, T]
-    old_NT: torch.Tensor | None = None
-    reference_NT: torch.Tensor | None = None
-    importance: torch.Tensor | None = None
-    old_values_NT: torch.Tensor | None = None
-    returns_NT: torch.Tensor | None = None
+    targets: _ValueTargets | None = None  # ppo
 
 
-#: What is added up over micro-batches and processes.
-_SUMS = (
-    "loss",
-    "tokens",
-    "entropy",
-    "mismatch/kl",
-    "reference/kl",
-    "ratios",
-    "clip_ratio/low",
-    "clip_ratio/high",
-    "value/loss",
-    "value/clipped",
-)
+@dataclass(frozen=True)
+class _Anchor:
+    """What the first update leaves to the further ones: the policy that sampled, as constants."""
+
+    old_NT: torch.Tensor
+    reference_NT: torch.Tensor | None
+    importance_NT: torch.Tensor | None
 
 
 class DivergedError(ValueError):
@@ -103,24 +105,22 @@ class Updater:
         rows = split(samples, self.settings.micro_batch_tokens, self.processes.count)
         whole = self._batch_size(samples, len(rows))
         parts = list(self._parts(step, samples, rows))
-        sums = dict.fromkeys(_SUMS, 0.0)
+        stats = UpdateStats()
         updates = self.settings.loss.updates_per_rollout
+        ppo = self.settings.loss.name == "ppo"
         self.policy.lm.train()
         with self._weights(parts):
-            estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else {}
-            worst, norm = self._first_update(parts, whole, sums)
+            parts, estimated = self._estimate_advantages(parts) if ppo else (parts, {})
+            anchors, norm = self._first_update(parts, whole, stats)
             for _ in range(updates - 1):
-                self._further_update(parts, whole, sums)
+                self._further_update(parts, anchors, whole, stats)
         self.policy.lm.eval()
-        totals = dict(zip(_SUMS, self.processes.sum(list(sums.values())), strict=True))
-        of_values = {name: totals[name] / updates for name in ("value/loss", "value/clipped") if estimated}
+        stats = stats.over(self.processes)
         return {
-            "loss": totals["loss"],
-            **{name: totals[name] / totals["tokens"] for name in ("entropy", "mismatch/kl", "reference/kl")},
-            **{name: totals[name] / max(totals["ratios"], 1) for name in ("clip_ratio/low", "clip_ratio/high")},
+            **stats.metrics(),
             **estimated,
-            **of_values,
-            "mismatch/max_ratio": self.processes.max(worst),
+            **(stats.value_metrics(updates) if ppo else {}),
+            "mismatch/max_ratio": stats.max_ratio,
             "grad_norm": norm,
             "learning_rate": self.settings.optimizer.learning_rate * schedule,
         }
@@ -150,7 +150,7 @@ class Updater:
         return logprobs_and_entropy(self.policy, batch, self.settings.rollout.sampling.temperature, keep)
 
     def _choose_recomputed(self, part: _Part) -> bool:
-        """Of the blocks; returns whether the logits are kept."""
+        """Choose the blocks that the backward pass computes again; returns whether the logits are kept."""
         if self.recomputation is None or not torch.is_grad_enabled():
             return False
         tokens = part.batch.ids.numel()
@@ -167,47 +167,48 @@ class Updater:
         with torch.no_grad(), self.policy.reference():
             return self._forward(part)[0]
 
-    def _first_update(self, parts: list[_Part], whole: BatchSize, sums: dict[str, float]) -> tuple[float, float]:
+    def _first_update(self, parts: list[_Part], whole: BatchSize, stats: UpdateStats) -> tuple[list[_Anchor], float]:
         """The update by the policy that sampled, whose log-probabilities are the old ones.
 
-        Returns the largest token ratio to the sampler and the norm of the gradient.
+        Returns those, and the norm of the gradient.
         """
-        worst = 1.0
+        anchors = []
         self.optimizer.zero_grad(set_to_none=True)
         for part in parts:
-            part.reference_NT = self._reference(part)
-            logprobs, entropy = self._forward(part)
-            part.old_NT = logprobs.detach()
-            sampled, mask = part.batch.sampler_logprobs_NT, part.batch.mask_NT
-            part.importance = importance_weights(part.old_NT, sampled, part.mask_NT, self.settings.loss)
-            sums["loss"] += self._backward(logprobs, part, whole, sums)
-            kl, ratio = mismatch(part.old_NT, sampled, mask)
-            worst = max(worst, ratio.item())
-            sums["mismatch/kl"] += kl.item()
-            sums["entropy"] += entropy.sum().item()
-            sums["tokens"] += mask.sum().item()
-            if part.reference_NT is not None:
-                sums["reference/kl"] += (k3(part.reference_NT - part.old_NT) * mask).sum().item()
-        return worst, self._optimize()
+            reference_NT = self._reference(part)
+            logprobs_NT, entropy_NT = self._forward(part)
+            anchor = self._anchor(part, logprobs_NT.detach(), reference_NT)
+            stats += self._backward(logprobs_NT, part, anchor, whole)
+            stats += _compare(part, anchor, entropy_NT)
+            anchors.append(anchor)
+        return anchors, self._optimize()
 
-    def _further_update(self, parts: list[_Part], whole: BatchSize, sums: dict[str, float]) -> None:
+    def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:
+        importance_NT = importance_weights(old_NT, part.batch.sampler_logprobs_NT, part.mask_NT, self.settings.loss)
+        return _Anchor(old_NT, reference_NT, importance_NT)
+
+    def _further_update(self, parts: list[_Part], anchors: list[_Anchor], whole: BatchSize, stats: UpdateStats) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for part in parts:
-            self._backward(self._forward(part)[0], part, whole, sums)
+        for part, anchor in zip(parts, anchors, strict=True):
+            stats += replace(self._backward(self._forward(part)[0], part, anchor, whole), loss=0.0)
         self._optimize()
 
-    def _backward(self, logprobs: torch.Tensor, part: _Part, whole: BatchSize, sums: dict[str, float]) -> float:
-        """Add the gradient of a micro-batch and count what is clipped; returns its share of the loss."""
-        assert part.old_NT is not None
-        ratios = (logprobs, part.old_NT, part.advantages_NT, part.mask_NT, self.settings.loss)
-        loss = policy_loss(*ratios, whole, part.reference_NT, part.importance)
-        loss.backward()
-        counted = zip(("clip_ratio/low", "clip_ratio/high", "ratios"), clipped(*ratios), strict=True)
-        for name, number in counted:
-            sums[name] += number.item()
-        if part.returns_NT is not None:
-            self._fit_values(part, whole, sums)
-        return loss.item()
+    def _backward(self, logprobs_NT: torch.Tensor, part: _Part, anchor: _Anchor, whole: BatchSize) -> UpdateStats:
+        """Add the gradient of a micro-batch; returns its share of the loss and counts what is clipped."""
+        inputs = LossInputs(
+            logprobs_NT, anchor.old_NT, part.advantages_NT, part.mask_NT, anchor.reference_NT, anchor.importance_NT
+        )
+        outputs = policy_loss(inputs, self.settings.loss, whole)
+        outputs.loss.backward()
+        stats = UpdateStats(
+            loss=outputs.loss.item(),
+            clipped_low=outputs.clipped_low.item(),
+            clipped_high=outputs.clipped_high.item(),
+            ratios=outputs.ratios.item(),
+        )
+        if part.targets is not None:
+            stats += self._fit_values(part, part.targets, whole)
+        return stats
 
     def _optimize(self) -> float:
         """Add up the processes' gradients, clip, step; the norm of the policy's before clipping.
@@ -230,37 +231,55 @@ class Updater:
 
     # --- ppo ---
 
-    def _estimate_advantages(self, parts: list[_Part]) -> dict[str, float]:
-        """Advantages and returns from the values before the first update; how well the values foresaw the returns."""
+    def _estimate_advantages(self, parts: list[_Part]) -> tuple[list[_Part], dict[str, float]]:
+        """The parts with advantages and returns from the values before the first update, and metrics of these values.
+
+        The explained variance says how well the values foresaw the returns.
+        """
         ppo = self.settings.loss.ppo
+        estimated = []
         moments, of_returns, of_errors = Moments(), Moments(), Moments()
         for part in parts:
-            mask = part.batch.mask_NT
+            mask_NT = part.batch.mask_NT
             with torch.no_grad():
-                part.old_values_NT = values(self.policy, part.batch)
-            rewards = terminal_rewards(part.batch.rewards_N, mask)
-            part.advantages_NT, part.returns_NT = gae(rewards, part.old_values_NT, mask, ppo.gamma, ppo.lam)
-            moments += Moments.of(part.advantages_NT, part.mask_NT)
-            of_returns += Moments.of(part.returns_NT, mask)
-            of_errors += Moments.of(part.returns_NT - part.old_values_NT, mask)
+                old_NT = values(self.policy, part.batch)
+            rewards_NT = terminal_rewards(part.batch.rewards_N, mask_NT)
+            advantages_NT, returns_NT = gae(rewards_NT, old_NT, mask_NT, ppo.gamma, ppo.lam)
+            moments += Moments.of(advantages_NT, part.mask_NT)
+            of_returns += Moments.of(returns_NT, mask_NT)
+            of_errors += Moments.of(returns_NT - old_NT, mask_NT)
+            estimated.append(replace(part, advantages_NT=advantages_NT, targets=_ValueTargets(old_NT, returns_NT)))
         moments, of_returns, of_errors = (
             Moments(*self.processes.sum(astuple(one))) for one in (moments, of_returns, of_errors)
         )
         if ppo.whiten:
-            for part in parts:
-                part.advantages_NT = whiten(part.advantages_NT, part.mask_NT, moments)
+            estimated = [replace(p, advantages_NT=whiten(p.advantages_NT, p.mask_NT, moments)) for p in estimated]
         explained = 1 - of_errors.variance / of_returns.variance if of_returns.variance else 0.0
-        return {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
+        return estimated, {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
 
-    def _fit_values(self, part: _Part, whole: BatchSize, sums: dict[str, float]) -> None:
-        """Add the gradient of the value's loss."""
-        assert part.old_values_NT is not None
-        assert part.returns_NT is not None
-        ppo, old = self.settings.loss.ppo, part.old_values_NT
+    def _fit_values(self, part: _Part, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
+        """Add the gradient of the value's loss; returns that loss and the share of clipped values."""
+        ppo = self.settings.loss.ppo
         self._choose_recomputed(part)
         with value_adapter(self.policy):  # in the backward pass too, where blocks may be computed again
-            now = values(self.policy, part.batch)
-            loss, held = value_loss(now, old, part.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens)
+            now_NT = values(self.policy, part.batch)
+            loss, clipped = value_loss(
+                now_NT, targets.old_values_NT, targets.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens
+            )
             (ppo.value_coefficient * loss).backward()
-        sums["value/loss"] += loss.item()
-        sums["value/clipped"] += held.item()
+        return UpdateStats(value_loss=loss.item(), value_clipped=clipped.item())
+
+
+def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateStats:
+    """Entropy of the policy that sampled, and how it differs from the sampler and from the reference."""
+    mask_NT = part.batch.mask_NT
+    kl, ratio = mismatch(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
+    stats = UpdateStats(
+        tokens=mask_NT.sum().item(),
+        entropy=entropy_NT.sum().item(),
+        mismatch_kl=kl.item(),
+        max_ratio=ratio.item(),
+    )
+    if anchor.reference_NT is not None:
+        stats.reference_kl = (k3(anchor.reference_NT - anchor.old_NT) * mask_NT).sum().item()
+    return stats

@@ -10,7 +10,7 @@ from qerl.config import LossSettings
 from qerl.models.policy import Policy
 from qerl.rl.advantages import group_advantages
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rl.losses import BatchSize, clipped, importance_weights, policy_loss
+from qerl.rl.losses import BatchSize, LossInputs, importance_weights, policy_loss
 from qerl.rollout.sampler import Completion
 from tests.tiny import tiny_qwen2
 
@@ -175,19 +175,12 @@ def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
         rows = lambda name, part=part: inputs[name][part.index, : part.mask_NT.shape[1]]  # noqa: E731
         old, reference = rows("old_per_token_logps"), rows("ref_per_token_logps")
         weights = importance_weights(old, sampled[part.index, : mask.shape[1]], mask, settings)
-        piece = policy_loss(
-            logprobs,
-            old,
-            part.advantages_N[:, None],
-            mask,
-            settings,
-            whole,
-            reference if settings.kl else None,
-            weights,
-        )
-        piece.backward()
-        loss += piece.detach()
-        counts += torch.stack(clipped(logprobs, old, part.advantages_N[:, None], mask, settings))
+        reference = reference if settings.kl else None
+        tokens = LossInputs(logprobs, old, part.advantages_N[:, None], mask, reference, weights)
+        outputs = policy_loss(tokens, settings, whole)
+        outputs.loss.backward()
+        loss += outputs.loss.detach()
+        counts += torch.stack([outputs.clipped_low, outputs.clipped_high, outputs.ratios])
     return loss, counts
 
 

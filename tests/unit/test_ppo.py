@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qerl.config import LossSettings, PPOSettings
-from qerl.rl.losses import BatchSize, policy_loss
+from qerl.rl.losses import BatchSize, LossInputs, policy_loss
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 
 CORNERS = [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 1.0), (0.9, 0.0), (0.0, 0.95), (0.0, 0.0)]
@@ -137,7 +137,7 @@ def batch64(seed):
 def test_value_loss_and_its_gradient(seed):
     old, moved, returns, mask = batch64(seed)
     values = (old + 0.5 * moved).requires_grad_()
-    loss, held = value_loss(values, old, returns, mask, 0.2, mask.sum().item())
+    loss, clipped = value_loss(values, old, returns, mask, 0.2, mask.sum().item())
     loss.backward()
     fixed = [x.numpy() for x in (old, returns, mask)]
     function = lambda x: numpy_value_loss(x, *fixed, 0.2)  # noqa: E731
@@ -145,8 +145,8 @@ def test_value_loss_and_its_gradient(seed):
     np.testing.assert_allclose(values.grad.numpy(), numeric_gradient(function, values.detach().numpy()), atol=1e-8)
     # Held back: the value has moved towards the return by more than the clip, so the gradient there is zero.
     still = (values.grad == 0) & mask.bool()
-    assert 0 < held.item() == pytest.approx(still.sum().item() / mask.sum().item())
-    assert not held.requires_grad
+    assert 0 < clipped.item() == pytest.approx(still.sum().item() / mask.sum().item())
+    assert not clipped.requires_grad
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -155,13 +155,20 @@ def test_policy_loss_with_advantages_of_tokens_and_its_gradient(seed):
     logprobs = (old + 0.4 * moved).requires_grad_()
     settings = LossSettings(name="ppo", clip_low=0.2, clip_high=0.3)
     whole = BatchSize(len(mask), mask.sum().item(), mask.shape[1], 1)
-    loss = policy_loss(logprobs, old, advantages, mask, settings, whole)
+    outputs = policy_loss(LossInputs(logprobs, old, advantages, mask), settings, whole)
+    loss = outputs.loss
     loss.backward()
     fixed = [x.numpy() for x in (old, advantages, mask)]
     function = lambda x: numpy_policy_loss(x, *fixed, 0.2, 0.3)  # noqa: E731
     assert loss.item() == pytest.approx(function(logprobs.detach().numpy()), rel=1e-12)
     np.testing.assert_allclose(logprobs.grad.numpy(), numeric_gradient(function, logprobs.detach().numpy()), atol=1e-8)
-    assert ((logprobs.grad == 0) & mask.bool()).any()
+    # Held back: the ratio has left the clip on the side that the advantage favours, so the gradient there is zero.
+    still = (logprobs.grad == 0) & mask.bool()
+    rising = advantages > 0
+    counts = (outputs.clipped_low, outputs.clipped_high, outputs.ratios)
+    assert [x.item() for x in counts] == [(still & ~rising).sum(), (still & rising).sum(), mask.sum()]
+    assert min(outputs.clipped_low, outputs.clipped_high) > 0
+    assert not any(count.requires_grad for count in counts)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "bnpo"])
@@ -169,9 +176,11 @@ def test_equal_advantages_of_all_tokens_are_that_of_the_sequence(name):
     old, moved, advantages, mask = batch64(2)
     whole = BatchSize(len(mask), mask.sum().item(), mask.shape[1], 1)
     of_rows, settings = advantages[:, 0], LossSettings(name=name)
-    arguments = (mask, settings, whole)
-    by_row = policy_loss(old + moved, old, of_rows[:, None], *arguments)
-    torch.testing.assert_close(policy_loss(old + moved, old, of_rows[:, None].expand_as(mask), *arguments), by_row)
+    by_row, by_token = (
+        policy_loss(LossInputs(old + moved, old, advantages, mask), settings, whole).loss
+        for advantages in (of_rows[:, None], of_rows[:, None].expand_as(mask))
+    )
+    torch.testing.assert_close(by_token, by_row)
 
 
 def test_losses_of_micro_batches_add_up():
@@ -180,10 +189,11 @@ def test_losses_of_micro_batches_add_up():
     whole = BatchSize(len(mask), tokens, mask.shape[1], 2)
     rows = [slice(0, 2), slice(2, None)]
     values = [value_loss(new[i], old[i], other[i], mask[i], 0.2, tokens) for i in rows]
-    policies = [policy_loss(new[i], old[i], other[i], mask[i], settings, whole) for i in rows]
+    inputs = [LossInputs(*(x[i] for x in (new, old, other, mask))) for i in (*rows, slice(None))]
+    *policies, total = (policy_loss(one, settings, whole).loss for one in inputs)
     for index, expected in enumerate(value_loss(new, old, other, mask, 0.2, tokens)):
         torch.testing.assert_close(sum(part[index] for part in values), expected)
-    torch.testing.assert_close(sum(policies), policy_loss(new, old, other, mask, settings, whole))
+    torch.testing.assert_close(sum(policies), total)
 
 
 def test_the_first_update_is_not_clipped():
@@ -191,9 +201,10 @@ def test_the_first_update_is_not_clipped():
     old, _, other, mask = batch64(4)
     tokens = mask.sum()
     values, logprobs = old.clone().requires_grad_(), old.clone().requires_grad_()
-    loss, held = value_loss(values, old, other, mask, PPOSettings().value_clip, tokens.item())
+    loss, clipped = value_loss(values, old, other, mask, PPOSettings().value_clip, tokens.item())
     whole = BatchSize(len(mask), tokens.item(), mask.shape[1], 1)
-    (loss + policy_loss(logprobs, old, other, mask, LossSettings(name="ppo"), whole)).backward()
-    assert held == 0
+    policy = policy_loss(LossInputs(logprobs, old, other, mask), LossSettings(name="ppo"), whole)
+    (loss + policy.loss).backward()
+    assert clipped == policy.clipped_low == policy.clipped_high == 0
     torch.testing.assert_close(values.grad, (old - other) * mask / tokens)
     torch.testing.assert_close(logprobs.grad, -other * mask / tokens)

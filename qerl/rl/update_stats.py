@@ -1,0 +1,58 @@
+"""Figures of the updates of a rollout: sums over micro-batches, updates and processes, and the metrics made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from qerl.rl.processes import Processes
+
+
+@dataclass
+class UpdateStats:
+    """Sums that `+=` adds up; the largest ratio is a maximum. Those of a micro-batch have what that one knows."""
+
+    #: Of the first update, as are all figures up to `reference_kl`.
+    loss: float = 0.0
+    tokens: float = 0.0
+    entropy: float = 0.0
+    mismatch_kl: float = 0.0
+    reference_kl: float = 0.0
+    #: Of all updates: ratios, and how many of them were clipped below and above.
+    ratios: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    #: Of all updates with ppo: loss and clipped share of the value function.
+    value_loss: float = 0.0
+    value_clipped: float = 0.0
+    #: The largest ratio of a token's probability between trainer and sampler, either way.
+    max_ratio: float = 1.0
+
+    def __iadd__(self, other: UpdateStats) -> UpdateStats:
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_ratio = max(self.max_ratio, other.max_ratio)
+        return self
+
+    def over(self, processes: Processes) -> UpdateStats:
+        """The same of all processes together."""
+        sums = processes.sum([getattr(self, name) for name in _SUMS])
+        return UpdateStats(**dict(zip(_SUMS, sums, strict=True)), max_ratio=processes.max(self.max_ratio))
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens and ratios."""
+        ratios = max(self.ratios, 1)
+        return {
+            "loss": self.loss,
+            "entropy": self.entropy / self.tokens,
+            "mismatch/kl": self.mismatch_kl / self.tokens,
+            "reference/kl": self.reference_kl / self.tokens,
+            "clip_ratio/low": self.clipped_low / ratios,
+            "clip_ratio/high": self.clipped_high / ratios,
+        }
+
+    def value_metrics(self, updates: int) -> dict[str, float]:
+        """Means over `updates` of the value function's figures."""
+        return {"value/loss": self.value_loss / updates, "value/clipped": self.value_clipped / updates}
+
+
+_SUMS = tuple(field.name for field in fields(UpdateStats) if field.name != "max_ratio")
