@@ -1,76 +1,29 @@
-"""The paper's figures, each as stem.svg and stem.png, from tidy results (`qerl.results.readers`, `qerl.report.tables`).
+"""The figures of a configuration, each as stem.svg and stem.png, from tidy results (`qerl.results.readers`,
+`qerl.report.tables`).
 
-An arm has one colour in all figures; arms of the same weights and training that differ in a setting are shades of it.
+Arms of the same weights and training that differ in a setting are shades of one colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from scipy.optimize import isotonic_regression
 
-from qerl.config import NoiseSettings
+from qerl.report.drawing import COLOURS, HEIGHT, draw_seeds, figure_axes, format_colour, smoothing_window
 from qerl.report.formatting import training_label, weights_label
-from qerl.report.paper import fits
-from qerl.results.names import training_name
-from qerl.results.printed import DECAYS, Panel, Series
 from qerl.results.schema.stored import OK
 
-#: Width of a column of text and the height of a panel, in inches.
-_WIDTH, HEIGHT = 3.5, 2.2
 #: Least distance of two labels, as a share of a panel's height.
 _GAP = 0.085
-_PALETTE = sns.color_palette("colorblind").as_hex()
-_COLOURS: dict[Any, str] = {
-    ("bf16", "full"): "#333333",
-    ("bf16", "lora"): _PALETTE[0],
-    ("nf4", "lora"): _PALETTE[4],
-    ("mxfp4", "lora"): _PALETTE[9],
-    ("nvfp4", "lora"): _PALETTE[2],
-    ("nvfp4", "lora+aqn"): _PALETTE[3],
-    ("bf16", "lora+aqn"): _PALETTE[1],
-    ("nf4", "lora+aqn"): _PALETTE[6],
-    ("mxfp4", "lora+aqn"): _PALETTE[5],
-    ("bf16", "full+aqn"): _PALETTE[7],
-    ("nvfp4-awq", "lora"): "#00452f",
-    ("nvfp4-awq", "lora+aqn"): "#7a3600",
-    ("mxfp4-awq", "lora"): "#1f5f82",
-    ("mxfp4-awq", "lora+aqn"): "#6e4a28",
-}
-_LABELS = {
-    "reward/correct": "right answers (share)",
-    "entropy": "entropy (nats/token)",
-    "rollout_speedup": "rollout, ratio to BF16",
-    "rollout_speedup_nf4": "rollout, ratio to NF4",
-    "step_speedup": "step, ratio to BF16 LoRA",
-    "gsm8k": "GSM8K (%)",
-    "math500": "MATH500 (%)",
-}
-_STYLE: dict[Any, Any] = {
-    "font.size": 7,
-    "axes.titlesize": 7.5,
-    "axes.labelsize": 7,
-    "xtick.labelsize": 6.5,
-    "ytick.labelsize": 6.5,
-    "axes.linewidth": 0.6,
-    "grid.linewidth": 0.4,
-    "lines.linewidth": 1.2,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "qerl",
-}
 
 
 def reward(metrics: pd.DataFrame, stem: Path) -> None:
@@ -118,137 +71,6 @@ def accuracy(cells: pd.DataFrame, stem: Path) -> None:
         axes[0].figure.supxlabel("◇ untrained, same weights   ┆ untrained BF16", fontsize=6.5)
 
 
-# --- beside the paper's ----------------------------------------------------------------------------------------------
-
-
-def curves_beside(
-    panels: Sequence[Panel],
-    metrics: pd.DataFrame,
-    identities: Mapping[str, Mapping[str, Any]],
-    reference: pd.DataFrame,
-    stem: Path,
-) -> None:
-    """The paper's curves by step: ours, mean and range over the seeds, and the points measured on its plot, dashed.
-
-    identities: what each run of `metrics` is (`qerl.report.paper.identity`); reference: rows of curves.csv. A series
-    that was not run is named in its panel.
-    """
-    window = _window(metrics) if len(metrics) else 1
-    with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
-        for axis, panel in zip(axes, panels, strict=True):
-            _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
-
-
-def _groups(
-    panel: Panel, metrics: pd.DataFrame, identities: Mapping[str, Mapping[str, Any]]
-) -> dict[str, pd.DataFrame]:
-    """The steps of the first arm that fits each series, by its label."""
-    arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
-    found = {}
-    for series in panel.series:
-        group = next((group for run, group in arms if fits(series.asked, identities[run])), None)
-        if group is not None:
-            found[series.label] = group
-    return found
-
-
-def _panel_beside(
-    axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
-) -> None:
-    handles = []
-    for series, colour in zip(panel.series, _series_colours(panel.series), strict=True):
-        points = reference[[fits(series.asked, _point_identity(row)) for row in reference.to_dict("records")]]
-        if len(points):
-            axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
-                      label=f"paper: {series.label}")  # fmt: skip
-        run = series.label in groups
-        if run:
-            _seeds(axis, groups[series.label], panel.metric, colour, window)
-        name = series.label if run else f"{series.label}, not run"
-        style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
-        handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
-    axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
-    axis.set_xlabel("step")
-    axis.set_ylabel(_LABELS[panel.metric] + (f", mean of {window} steps" if groups and window > 1 else ""))
-    axis.margins(x=0)
-    if not axis.lines:
-        axis.set(xticks=[], yticks=[])
-    axis.legend(handles=handles, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=6)
-
-
-def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
-    counts = sorted({group["seed"].nunique() for group in groups.values()})
-    seeds = f"seeds: {' or '.join(map(str, counts))}"
-    return [seeds] * bool(counts) + ["dashed: the paper"] * dashed
-
-
-def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
-    told = {name: row[name] for name in ("model", "weights", "method", "noise")}
-    return {**told, "rank": None, "setting": {"data": row["data"]}}
-
-
-def _series_colours(series: Sequence[Series]) -> list[str]:
-    """The arms' colours; one of the palette each where a figure varies something else."""
-    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
-    return [_COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(_PALETTE[: len(arms)])
-
-
-def schedules(stem: Path) -> None:
-    """Sigma by stage of each schedule in `qerl.rl.noise_schedule` (paper Fig. 15), from both starts in the paper."""
-    from qerl.rl.noise_schedule import sigma
-
-    starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
-    stages = range(NoiseSettings().stages)
-    with figure_axes(len(starts), stem) as axes:
-        for axis, (start, where) in zip(axes, starts.items(), strict=True):
-            for name, colour in zip(DECAYS, _PALETTE, strict=False):
-                settings = NoiseSettings(schedule=name, sigma_start=start)  # type: ignore[arg-type]
-                values = [sigma(settings, stage + 1, len(stages)) for stage in stages]
-                axis.step(stages, values, where="mid", color=colour, label=name)
-            axis.set_title(f"σ from {start:g} to {NoiseSettings().sigma_end:g} ({where})", loc="left")
-            axis.set_xlabel("stage k of Eq. 8")
-            axis.set_ylabel("σ")
-        axes[0].legend(frameon=False)
-
-
-def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
-    """The paper's bars (pale) beside ours with 95 % intervals, of `qerl.report.paper.beside`; of speeds the ratios."""
-    shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
-    groups = list(shown.groupby(["model", "metric"], sort=False))
-    with figure_axes(len(groups), stem) as axes:
-        for axis, ((model, metric), group) in zip(axes, groups, strict=True):
-            _bar_pairs(axis, group)
-            axis.set_title(f"{model}, {_LABELS[str(metric)]}", loc="left")
-
-
-def _bar_pairs(axis: Axes, cells: pd.DataFrame) -> None:
-    names = []
-    by_rank = cells["rank"].nunique() > 1
-    for place, cell in enumerate(cells.to_dict("records")):
-        training = training_name(cell["method"], cell["noise"] or "off")
-        colour = _COLOURS[cell["weights"], training]
-        below = f"rank {cell['rank']:.0f}" if by_rank else training_label(training)
-        names.append(f"{weights_label(cell['weights'])}\n{below}")
-        axis.bar(place - 0.2, float(cell["printed"]), 0.38, color=colour, alpha=0.4, linewidth=0, label="paper")
-        axis.annotate(cell["printed"], (place - 0.2, float(cell["printed"])), (0, 1), textcoords="offset points",
-                      ha="center", fontsize=5)  # fmt: skip
-        if cell["status"] != OK:
-            axis.annotate(shorten(cell["status"], 32), (place + 0.2, 0), (0, 2), textcoords="offset points",
-                          rotation=90, ha="center", va="bottom", fontsize=5.5)  # fmt: skip
-            continue
-        axis.bar(place + 0.2, cell["ours"], 0.38, color=colour, linewidth=0, label="ours")
-        if np.isfinite(cell["ours_low"]):
-            ends = [[cell["ours"] - cell["ours_low"]], [cell["ours_high"] - cell["ours"]]]
-            axis.errorbar(place + 0.2, cell["ours"], ends, color="black", linewidth=0.7, capsize=1.5)
-    axis.set_xticks(range(len(names)), names)
-    axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.set_ylabel("pale: paper   full: ours")
-    axis.grid(visible=False, axis="x")
-
-
-# --- names and colours -----------------------------------------------------------------------------------------------
-
-
 def _identities(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[["experiment", "arm", "variant", "weights", "training"]].drop_duplicates()
 
@@ -278,36 +100,23 @@ def _colours(frame: pd.DataFrame) -> dict[Any, str]:
     """Colour of (experiment, arm, variant)."""
     colours = {}
     for (_, weights, training), group in _identities(frame).groupby(["experiment", "weights", "training"], sort=False):
-        colour = _COLOURS[weights, training]
+        colour = COLOURS[weights, training]
         shades = sns.blend_palette(["#222222", colour, "#c8c8c8"], len(group) + 2)[1:-1] if len(group) > 1 else [colour]
         for row, shade in zip(group.to_dict("records"), shades, strict=True):
             colours[row["experiment"], row["arm"], row["variant"]] = to_hex(shade)
     return colours
 
 
-def format_colour(weights: str) -> str:
-    """Colour of a weight format where training doesn't matter: that of its LoRA arm."""
-    return _COLOURS[weights, "lora"]
-
-
-# --- curves ----------------------------------------------------------------------------------------------------------
-
-
 def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: int | None = None) -> None:
     """A panel an (experiment, column): mean over the seeds, band from the lowest to the highest seed."""
     panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
-    width = window or _window(metrics)
+    width = window or smoothing_window(metrics)
     arms = max(len(_identities(group)) for _, group, _ in panels)
     with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
             _curve_panel(axis, group, column, width)
             axis.set_ylabel(columns[column] + (f", mean of {width} steps" if width > 1 else ""))
             axis.set_title(_panel_title(str(experiment), group), loc="left")
-
-
-def _window(metrics: pd.DataFrame) -> int:
-    """Steps that a point of a smoothed curve is the mean of."""
-    return max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
 
 
 def _panel_title(experiment: str, group: pd.DataFrame) -> str:
@@ -319,27 +128,12 @@ def _panel_title(experiment: str, group: pd.DataFrame) -> str:
 def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) -> None:
     names, colours = _names(metrics), _colours(metrics)
     ends = [
-        (_seeds(axis, arm, column, colours[key], window), names[key], colours[key])
+        (draw_seeds(axis, arm, column, colours[key], window), names[key], colours[key])
         for key, arm in metrics.groupby(["experiment", "arm", "variant"], sort=False)
     ]
     axis.set_xlabel("step")
     axis.set_xlim(metrics["step"].min(), metrics["step"].max())
     _label_ends(axis, ends)
-
-
-def _seeds(axis: Axes, arm: pd.DataFrame, column: str, colour: str, window: int) -> float:
-    """Draw the mean of an arm's seeds and their range; returns the mean at the last step."""
-    seeds = arm.pivot_table(index="step", columns="run", values=column, dropna=False).astype(float)
-    seeds = seeds.rolling(window, center=True, min_periods=1).mean()
-    mean, low, high = seeds.mean(axis=1), seeds.min(axis=1), seeds.max(axis=1)
-    if window == 1:
-        axis.step(mean.index, mean, color=colour, where="post")
-    else:
-        axis.plot(mean.index, mean, color=colour)
-    axis.fill_between(
-        mean.index, low, high, color=colour, alpha=0.18, linewidth=0, step="post" if window == 1 else None
-    )
-    return float(mean.iloc[-1])
 
 
 def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
@@ -353,9 +147,6 @@ def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
         axis.annotate(name, (1, start), (1.06, place), xycoords="axes fraction", color=colour, va="center",
                       fontsize=6.5, arrowprops=line, annotation_clip=False)  # fmt: skip
-
-
-# --- bars and dots ---------------------------------------------------------------------------------------------------
 
 
 def _bars(axis: Axes, table: pd.DataFrame) -> None:
@@ -408,24 +199,3 @@ def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[
     axis.set_yticks(range(len(names)), list(names.values()))
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xlabel("accuracy (%), 95 % interval")
-
-
-@contextmanager
-def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[list[Axes]]:
-    """Axes for a number of panels, up to two side by side; writes stem.svg and stem.png at the end."""
-    columns = min(panels, 2)
-    rows = -(-panels // columns)
-    with mpl.rc_context(), sns.axes_style("whitegrid", {"axes.edgecolor": "#888888"}):
-        mpl.rcParams.update(_STYLE)
-        figure = Figure(figsize=(_WIDTH * columns, height * rows), layout="constrained")
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(rows, columns, squeeze=False)
-        axes = list(grid.flat)
-        for unused in axes[panels:]:
-            unused.set_visible(False)
-        yield axes[:panels]
-        for axis in axes[:panels]:
-            sns.despine(ax=axis)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(f"{stem}.svg", metadata={"Date": None})
-        figure.savefig(f"{stem}.png", dpi=300)

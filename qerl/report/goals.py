@@ -44,7 +44,7 @@ _TITLE = (
 def goals(points: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """A row a goal: the limit, what is `reached` with its interval, or why nothing is, and whether it is `met`.
 
-    points, steps: those of `qerl.report.grid.load_points` and `load_steps`; either may be empty. A goal is met by the
+    points, steps: those of `speed_readers.load_points` and `load_steps`; either may be empty. A goal is met by the
     median, in `unit`. `commit` and `machine` are of the files it is from.
     """
     rows = [*_decode_rows(points), *_step_rows(steps), *_memory_rows(steps)]

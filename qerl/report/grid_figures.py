@@ -12,9 +12,10 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from qerl.report.figures import HEIGHT, figure_axes, format_colour
+from qerl.report.drawing import HEIGHT, figure_axes, format_colour
 from qerl.report.formatting import weights_label
-from qerl.report.grid import ENGINES, count_columns
+from qerl.report.grid_tables import count_columns
+from qerl.results.schema.speed import ENGINES
 from qerl.results.schema.stored import OK
 
 _NAMES = {"native": "native", "vllm": "vLLM", "transformers": "transformers"}
@@ -25,7 +26,7 @@ _GREY = "#a8a8a8"
 
 
 def decode_speed(points: pd.DataFrame, stem: Path) -> None:
-    """Median tokens a second by sequences, of `grid.load_points` at one rank, with quartiles and the floors.
+    """Median tokens a second by sequences, of `speed_readers.load_points` at one rank, with quartiles and the floors.
 
     Points that failed are left out: their tables say why.
     """
@@ -37,7 +38,7 @@ def decode_speed(points: pd.DataFrame, stem: Path) -> None:
 
 
 def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
-    """Speed of NVFP4 over BF16 by sequences, of `grid.crossover` at one rank, with 95 % intervals."""
+    """Speed of NVFP4 over BF16 by sequences, of `grid_tables.crossover` at one rank, with 95 % intervals."""
     groups = list(table.groupby("size", sort=False))
     with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
         for axis, (size, group) in zip(axes, groups, strict=True):
@@ -47,7 +48,7 @@ def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
 
 def crossover_by_context(table: pd.DataFrame, stem: Path) -> None:
     """Speed of NVFP4 over BF16 by sequences, a panel a (size, engine) and a line a length of prompts, of
-    `grid.crossover` at one rank, with 95 % intervals."""
+    `grid_tables.crossover` at one rank, with 95 % intervals."""
     lengths = sorted(set(table["prompt"]))
     colours = dict(zip(lengths, sns.color_palette("flare", len(lengths)).as_hex(), strict=True))
     groups = list(table.groupby(["size", "engine"], sort=False))

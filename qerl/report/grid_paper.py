@@ -18,6 +18,7 @@ import pandas as pd
 
 from qerl.report import layout
 from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_seconds
+from qerl.report.paper_figures import bars_beside
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
 from qerl.results.schema.stored import OK
@@ -36,10 +37,8 @@ _COUNTED = {"sequences": "sequences at once", "prompts": f"prompts of {READINGS[
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     """Write <table>-<engine>-<reading> (.csv, .md, .tex) and figures likewise, for all that the points feed.
 
-    points: as `grid.load_points` returns them; those of other lengths are left aside.
+    points: as `speed_readers.load_points` returns them; those of other lengths are left aside.
     """
-    from qerl.report.figures import bars_beside
-
     for engine, measured in _at_the_papers_lengths(points).groupby("engine", sort=False):
         for reading, sequences in READINGS.items():
             bench = _as_rollouts(measured, sequences)
@@ -57,7 +56,7 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off, since the paper doesn't
     say which its Table 3 is; likewise.
 
-    measured: as `grid.load_steps` returns them; those of other lengths or under a cap of memory are left aside.
+    measured: as `speed_readers.load_steps` returns them; those of other lengths or under a memory cap are left aside.
     """
     plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
     at_lengths = _at_the_papers_lengths(measured[plain])

@@ -177,14 +177,14 @@ def figure_stamp(name: str, stored: Stored) -> str:
 
 
 def _draw(name: str, stored: Stored, stem: Path) -> None:
-    from qerl.report import figures
+    from qerl.report import figures, paper_figures
 
     if name in printed.BARS:
-        return figures.bars_beside(stored.beside(*printed.BARS[name]), stem)
+        return paper_figures.bars_beside(stored.beside(*printed.BARS[name]), stem)
     if name in printed.CURVE_FIGURES:
-        return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
+        return paper_figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
     makers: dict[str, Callable[[], None]] = {
-        printed.SCHEDULES: lambda: figures.schedules(stem),
+        printed.SCHEDULES: lambda: paper_figures.schedules(stem),
         "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), stem),
         "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), stem),
         "reward": lambda: figures.reward(stored.metrics(), stem),

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from qerl.report import grid, grid_figures
+from qerl.report import grid, grid_figures, grid_tables
+from qerl.results import speed_readers
 from qerl.results.readers import ResultError
 from tests.unit.synthetic_results import MACHINE, PROVENANCE, write_json
 
@@ -86,7 +87,7 @@ def rows_of(table: pd.DataFrame, *keys: str) -> dict:
 
 def test_a_point_by_hand(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0, 500.0, 600.0]}, rank=0)
-    (point,) = grid.load_points([file]).to_dict("records")
+    (point,) = speed_readers.load_points([file]).to_dict("records")
     assert point == {
         "engine": "native",
         "size": "7B",
@@ -111,14 +112,14 @@ def test_a_point_by_hand(tmp_path):
 
 
 def test_a_failed_point_has_a_floor_but_no_speed(files):
-    points = grid.load_points(files)
+    points = speed_readers.load_points(files)
     (failed,) = points[points["status"] == OUT_OF_MEMORY].to_dict("records")
     assert failed["floor_ms"] > 1
     assert pd.isna([failed["tokens_per_second"], failed["percent_of_floor"], failed["peak_memory_gb"]]).all()
 
 
 def test_decode_table_tells_failed_from_not_measured(files):
-    table = grid.decode_table(grid.load_points(files), "7B")
+    table = grid_tables.decode_table(speed_readers.load_points(files), "7B")
     assert table.to_dict("list") == {
         "engine": ["native", "native", "vllm", "vllm"],
         "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
@@ -135,13 +136,13 @@ def test_floor_table_is_the_share_of_each_point(tmp_path):
         decode_file(tmp_path, "vllm", "nvfp4", {1: [250.0], 8: OUT_OF_MEMORY}, rank=0),
         decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
     ]
-    table = grid.floor_table(grid.load_points(files), "7B")
+    table = grid_tables.floor_table(speed_readers.load_points(files), "7B")
     assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no ceilings"]
     assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
 
 
 def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
-    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "weights", "against vLLM")
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
     faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
     assert (faster["1"], same["1"]) == (2.5, 2.5)
     assert (faster["64"], same["64"]) == (1.5, 2.0)
@@ -152,7 +153,7 @@ def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
 
 
 def test_a_ratio_says_why_there_is_none(files):
-    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "weights", "against vLLM")
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
     assert rows["nvfp4", "NVFP4"]["256"] == "–"
     # vLLM's NVFP4 might be the faster: it wasn't measured.
     assert rows["bf16", "faster of BF16, NVFP4"]["256"] == rows["nvfp4", "faster of BF16, NVFP4"]["256"] == "–"
@@ -164,7 +165,7 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
         decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
     ]
-    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "against vLLM")
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
     faster = rows["faster of BF16, NVFP4"]
     assert faster["1"] == 3.0
     assert pd.isna(faster["1_low"])  # one repeat has no interval
@@ -175,13 +176,13 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
 
 def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_path):
     files = [*files, decode_file(tmp_path, "native", "mxfp4", {1: [400.0], 64: [400.0]})]
-    table = grid.ratio_table(grid.load_points(files), "7B")
+    table = grid_tables.ratio_table(speed_readers.load_points(files), "7B")
     assert list(table[table["weights"] == "mxfp4"]["against vLLM"]) == ["faster of BF16, NVFP4"]
 
 
 def test_crossover_by_engine_and_rank(files, tmp_path):
     files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
-    rows = rows_of(grid.crossover(grid.load_points(files)), "size", "engine", "rank")
+    rows = rows_of(grid_tables.crossover(speed_readers.load_points(files)), "size", "engine", "rank")
     assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
     native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
     assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
@@ -207,7 +208,7 @@ def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
         decode_file(tmp_path, "native", "nvfp4", told),
         decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
     ]
-    (row,) = grid.crossover(grid.load_points(files)).to_dict("records")
+    (row,) = grid_tables.crossover(speed_readers.load_points(files)).to_dict("records")
     assert row["crosses"] == crosses
 
 
@@ -219,7 +220,7 @@ def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
         decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
         decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
     ]
-    rows = rows_of(grid.adapters(grid.load_points(files)), "engine", "weights", "rank")
+    rows = rows_of(grid_tables.adapters(speed_readers.load_points(files)), "engine", "weights", "rank")
     assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
     small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
     assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
@@ -261,7 +262,7 @@ def test_machines_are_told_but_not_compared(tmp_path):
     ]
     grid.write_all(files, tmp_path / "out")
     assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
-    rows = rows_of(grid.ratio_table(grid.load_points(files), "7B"), "against vLLM")
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
     assert rows["NVFP4"]["1"] == "different machines"
 
 
@@ -271,13 +272,13 @@ def test_steps_by_hand(tmp_path):
         step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [30.0, 10.0, 20.0], "auto", **parts, gradients=5e8),
         step_file(tmp_path, "TRL BF16 LoRA", "1.5B", [50.0], True, **parts, sampler_weights=3e9),
     ]
-    steps = grid.load_steps(files)
+    steps = speed_readers.load_steps(files)
     assert list(steps["size"]) == ["1.5B", "7B"]
     assert list(steps["recompute"]) == ["true", "auto"]
     assert list(steps["step_seconds"]) == [50.0, 20.0]
     assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
     assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
-    memory = rows_of(grid.memory_table(steps), "size", "system")["7B", "qerl NVFP4 LoRA"]
+    memory = rows_of(grid_tables.memory_table(steps), "size", "system")["7B", "qerl NVFP4 LoRA"]
     assert (memory["weights/gb"], memory["gradients/gb"], memory["rest/gb"]) == (5.0, 0.5, 6.0)
     assert (memory["without KV cache/gb"], memory["KV cache/gb"]) == (12.0, 8.0)
     assert pd.isna(memory["sampler weights/gb"])
@@ -289,7 +290,7 @@ def test_peaks_of_rollout_and_update_are_the_highest_of_all_steps(tmp_path):
     for step, rollout, update in zip(result["steps"], (19e9, 20e9), (17e9, 16e9), strict=True):
         step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
     file.write_text(json.dumps(result))
-    memory = grid.memory_table(grid.load_steps([file])).iloc[0]
+    memory = grid_tables.memory_table(speed_readers.load_steps([file])).iloc[0]
     assert (memory["rollout peak/gb"], memory["update peak/gb"]) == (20.0, 17.0)
 
 
@@ -319,7 +320,7 @@ def texts(svg: Path) -> set[str]:
 
 
 def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
-    grid_figures.decode_speed(grid.load_points(files), tmp_path / "speed")
+    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
     shown = texts(tmp_path / "speed.svg")
     assert {"native NVFP4", "native BF16", "vLLM NVFP4", "vLLM BF16", "floor", "7B, LoRA rank 16"} <= shown
     assert {"1", "64", "256"} <= shown
@@ -327,7 +328,7 @@ def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
 
 def test_the_speed_figure_has_a_floor_for_each_format(files):
     axis = Figure().subplots()
-    points = grid.load_points(files)
+    points = speed_readers.load_points(files)
     grid_figures._speed_panel(axis, points)
     grey = [line for line in axis.lines if line.get_color() == grid_figures._GREY]
     nvfp4 = points[(points["engine"] == "native") & (points["weights"] == "nvfp4")]
@@ -338,13 +339,15 @@ def test_the_speed_figure_has_a_floor_for_each_format(files):
 
 def test_without_ceilings_there_is_no_floor_to_draw(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
-    grid_figures.decode_speed(grid.load_points([file]), tmp_path / "speed")
+    grid_figures.decode_speed(speed_readers.load_points([file]), tmp_path / "speed")
     assert "floor" not in texts(tmp_path / "speed.svg")
 
 
 def test_the_crossover_figure_draws_the_ratios_and_one(files):
     axis = Figure().subplots()
-    grid_figures._crossover_panel(axis, grid.crossover(grid.load_points(files)), [{"label": "a"}, {"label": "b"}])
+    grid_figures._crossover_panel(
+        axis, grid_tables.crossover(speed_readers.load_points(files)), [{"label": "a"}, {"label": "b"}]
+    )
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
     assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
     assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]
@@ -352,7 +355,7 @@ def test_the_crossover_figure_draws_the_ratios_and_one(files):
 
 def test_sizes_are_panels(tmp_path, files):
     files = [*files, decode_file(tmp_path, "native", "nvfp4", {1: [2000.0]}, size="1.5B")]
-    grid_figures.decode_speed(grid.load_points(files), tmp_path / "speed")
+    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
     assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
 
 
@@ -362,13 +365,13 @@ def test_no_points_is_one_sentence(tmp_path):
         with pytest.raises(ResultError, match="no points of decode speed yet; `qerl grid`"):
             grid.write_all(files, tmp_path / "out")
     with pytest.raises(ResultError, match="no GRPO steps yet"):
-        grid.load_steps([])
+        speed_readers.load_steps([])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_job_that_has_only_started_is_left_out(tmp_path):
     files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}), decode_file(tmp_path, "vllm", "nvfp4", {})]
-    assert list(grid.load_points(files)["engine"]) == ["native"]
+    assert list(speed_readers.load_points(files)["engine"]) == ["native"]
 
 
 def test_a_step_that_failed_is_a_row(tmp_path):
@@ -378,7 +381,7 @@ def test_a_step_that_failed_is_a_row(tmp_path):
     write_json(file, {key: value for key, value in told.items() if key not in ("steps", "memory", "sampler")})
     files = [step_file(tmp_path, "ours", "7B", [2.0], True, rest=1.0), file]
     grid.write_all(files, tmp_path / "out")
-    rows = rows_of(grid.step_table(grid.load_steps(files)), "size")
+    rows = rows_of(grid_tables.step_table(speed_readers.load_steps(files)), "size")
     assert (rows["32B"]["status"], rows["32B"]["cap"], rows["7B"]["step_seconds"]) == ("out of memory", "24 GB", 2.0)
     assert np.isnan(rows["32B"]["step_seconds"])
     assert "out of memory" in (tmp_path / "out/memory.md").read_text()
@@ -395,25 +398,25 @@ def test_a_step_that_failed_is_a_row(tmp_path):
 def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
     with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
-        grid.load_points([file])
+        speed_readers.load_points([file])
 
 
 def test_a_point_that_is_ok_needs_samples(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: []})
     with pytest.raises(ResultError, match="a point with status ok needs samples"):
-        grid.load_points([file])
+        speed_readers.load_points([file])
 
 
 def test_a_step_file_is_no_decode_file(tmp_path):
     file = step_file(tmp_path, "ours", "7B", [1.0], "auto", rest=1.0)
     with pytest.raises(ResultError, match=r"ours-7B\.json is not a Decode result: `bench`"):
-        grid.load_points([file])
+        speed_readers.load_points([file])
 
 
 def test_a_point_measured_twice_is_refused(tmp_path):
     files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}, machine=machine) for machine in "AB"]
     with pytest.raises(ResultError, match="native 7B nvfp4 rank 16, 8 sequences is in two decode files"):
-        grid.load_points(files)
+        speed_readers.load_points(files)
 
 
 def test_other_lengths_are_other_tables(tmp_path):

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from qerl.bench.grpo_step_work import Work, memory_of, write_failure, write_result
-from qerl.report import grid, grid_paper
+from qerl.report import grid_paper
+from qerl.results import speed_readers
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -45,7 +46,7 @@ def step(
 
 def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
     """The tables by name, by model, weights, setting and metric."""
-    grid_paper.write_step_tables(grid.load_steps(files), out)
+    grid_paper.write_step_tables(speed_readers.load_steps(files), out)
     read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
     keys = ["model", "weights", "setting", "metric"]
     return {name: table.fillna({"setting": ""}).set_index(keys).sort_index() for name, table in read.items()}

@@ -10,7 +10,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from qerl.config import NoiseSettings
-from qerl.report import figures, job, layout, paper
+from qerl.report import job, layout, paper, paper_figures
+from qerl.report.drawing import COLOURS
 from qerl.results import printed, readers
 from qerl.results.intervals import average_interval, ratio_interval
 from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
@@ -328,7 +329,7 @@ def drawn(paths: list, figure: str, panel: int):
     metrics, identities, reference = job.Stored(paths).curves(figure)
     asked = CURVE_FIGURES[figure][panel]
     axis = Figure().subplots()
-    figures._panel_beside(axis, asked, figures._groups(asked, metrics, identities), reference, window=1)
+    paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
     return axis
 
 
@@ -349,7 +350,7 @@ def test_our_curve_is_the_mean_of_the_seeds(tree):
     axis = drawn(tree, "figure12", 0)
     metrics = readers.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
     by_step = metrics.groupby("step")["reward/correct"].mean()
-    colour = figures._COLOURS["bf16", "lora"]
+    colour = COLOURS["bf16", "lora"]
     (line,) = [line for line in axis.lines if to_rgba(line.get_color()) == to_rgba(colour)]
     np.testing.assert_allclose(line.get_ydata(), by_step)
 
@@ -384,7 +385,7 @@ def test_bars_show_both_numbers_and_what_is_missing(tree):
     frame = job.Stored(tree).beside("figure1")
     axis = Figure().subplots()
     cells = frame[frame["metric"] == "math500"]
-    figures._bar_pairs(axis, cells)
+    paper_figures._bar_pairs(axis, cells)
     heights = [bar.get_height() for bar in axis.patches]
     for row in cells.to_dict("records"):
         assert float(row["printed"]) in heights
@@ -399,7 +400,7 @@ def test_schedules_are_those_that_train(tmp_path, monkeypatch):
         "matplotlib.axes.Axes.step", lambda self, x, y, **named: seen.append((named.get("label"), y)) or []
     )
     monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
-    figures.schedules(tmp_path / "figure15")
+    paper_figures.schedules(tmp_path / "figure15")
     assert len(seen) == 8
     name, values = seen[1]
     settings = NoiseSettings(schedule=name, sigma_start=5e-2)

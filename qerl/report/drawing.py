@@ -1,0 +1,96 @@
+"""What all figures share: style, colours of arms, axes that become stem.svg and stem.png, and curves over seeds.
+
+An arm has one colour in all figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+#: Width of a column of text and the height of a panel, in inches.
+_WIDTH, HEIGHT = 3.5, 2.2
+PALETTE = sns.color_palette("colorblind").as_hex()
+COLOURS: dict[Any, str] = {
+    ("bf16", "full"): "#333333",
+    ("bf16", "lora"): PALETTE[0],
+    ("nf4", "lora"): PALETTE[4],
+    ("mxfp4", "lora"): PALETTE[9],
+    ("nvfp4", "lora"): PALETTE[2],
+    ("nvfp4", "lora+aqn"): PALETTE[3],
+    ("bf16", "lora+aqn"): PALETTE[1],
+    ("nf4", "lora+aqn"): PALETTE[6],
+    ("mxfp4", "lora+aqn"): PALETTE[5],
+    ("bf16", "full+aqn"): PALETTE[7],
+    ("nvfp4-awq", "lora"): "#00452f",
+    ("nvfp4-awq", "lora+aqn"): "#7a3600",
+    ("mxfp4-awq", "lora"): "#1f5f82",
+    ("mxfp4-awq", "lora+aqn"): "#6e4a28",
+}
+_STYLE: dict[Any, Any] = {
+    "font.size": 7,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4,
+    "lines.linewidth": 1.2,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qerl",
+}
+
+
+@contextmanager
+def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[list[Axes]]:
+    """Axes for a number of panels, up to two side by side; writes stem.svg and stem.png at the end."""
+    columns = min(panels, 2)
+    rows = -(-panels // columns)
+    with mpl.rc_context(), sns.axes_style("whitegrid", {"axes.edgecolor": "#888888"}):
+        mpl.rcParams.update(_STYLE)
+        figure = Figure(figsize=(_WIDTH * columns, height * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        axes = list(grid.flat)
+        for unused in axes[panels:]:
+            unused.set_visible(False)
+        yield axes[:panels]
+        for axis in axes[:panels]:
+            sns.despine(ax=axis)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(f"{stem}.png", dpi=300)
+
+
+def format_colour(weights: str) -> str:
+    """Colour of a weight format where training doesn't matter: that of its LoRA arm."""
+    return COLOURS[weights, "lora"]
+
+
+def smoothing_window(metrics: pd.DataFrame) -> int:
+    """Steps that a point of a smoothed curve is the mean of."""
+    return max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
+
+
+def draw_seeds(axis: Axes, arm: pd.DataFrame, column: str, colour: str, window: int) -> float:
+    """Draw the mean of an arm's seeds and their range; returns the mean at the last step."""
+    seeds = arm.pivot_table(index="step", columns="run", values=column, dropna=False).astype(float)
+    seeds = seeds.rolling(window, center=True, min_periods=1).mean()
+    mean, low, high = seeds.mean(axis=1), seeds.min(axis=1), seeds.max(axis=1)
+    if window == 1:
+        axis.step(mean.index, mean, color=colour, where="post")
+    else:
+        axis.plot(mean.index, mean, color=colour)
+    axis.fill_between(
+        mean.index, low, high, color=colour, alpha=0.18, linewidth=0, step="post" if window == 1 else None
+    )
+    return float(mean.iloc[-1])

@@ -1,0 +1,159 @@
+"""Tables of the speed grid: pure functions from `qerl.results.speed_readers`, with a column a number of sequences.
+
+What failed shows its status, what wasn't measured a dash; points are compared on one machine only. `percent_of_floor`
+is the floor of `qerl.results.roofline` over the measured step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from qerl.report.formatting import weights_label
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
+from qerl.results.schema.speed import StepSeconds
+from qerl.results.schema.stored import OK
+from qerl.results.speed_readers import LENGTHS, POLICY
+
+#: What the ratio of two weights is told by.
+_CROSSED = ["size", "engine", "rank", *LENGTHS]
+
+
+def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Median tokens a second of a size: a row an (engine, weights, rank)."""
+    return _value_table(_of_size(points, size), "tokens_per_second")
+
+
+def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Percent of the floor of a size: a row an (engine, weights, rank)."""
+    return _value_table(_of_size(points, size), "percent_of_floor")
+
+
+def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Native over vLLM of a size and the same rank, with 95 % intervals; two rows each native (weights, rank).
+
+    One row is against the faster of vLLM's BF16 and NVFP4 for each number of sequences, one against vLLM on the same
+    weights. Without any base a row is left out.
+    """
+    chosen = _of_size(points, size)
+    found = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
+    counts = _counts(chosen)
+    rows = []
+    for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in found if engine == "native"):
+        own = [found.get(("native", weights, rank, count)) for count in counts]
+        fastest = [faster([found.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
+        same = [found.get(("vllm", weights, rank, count)) for count in counts]
+        for against, bases in (("faster of BF16, NVFP4", fastest), (weights_label(weights), same)):
+            key = {"weights": weights, "rank": rank, "against vLLM": against}
+            rows.append(key | _ratio_columns(counts, own, bases))
+    return _measured_rows(rows, counts)
+
+
+def crossover(points: pd.DataFrame) -> pd.DataFrame:
+    """NVFP4 over BF16 of each (size, engine, rank, prompt, tokens), with 95 % intervals, and where it `crosses` 1.
+
+    Rows that have neither are left out.
+    """
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(_CROSSED, sort=False):
+        found = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
+        above, below = ([found.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
+        ratios = _ratio_columns(counts, above, below)
+        rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
+    return _measured_rows(rows, counts)
+
+
+def adapters(points: pd.DataFrame) -> pd.DataFrame:
+    """Speed with an adapter over that without one of each (size, engine, weights, rank), with 95 % intervals.
+
+    Points of one length; rows that have neither are left out.
+    """
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(["size", "engine", "weights"], sort=False):
+        found = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
+        without = [found.get((0, count)) for count in counts]
+        for rank in sorted({rank for rank, _ in found} - {0}):
+            own = [found.get((rank, count)) for count in counts]
+            named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
+            rows.append(named | _ratio_columns(counts, own, without))
+    return _measured_rows(rows, counts)
+
+
+def contexts(points: pd.DataFrame) -> pd.DataFrame:
+    """Those points that were measured with prompts of several lengths, all else alike."""
+    alike = [name for name in _CROSSED if name != "prompt"]
+    return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
+
+
+def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Memory of a GRPO step by part in GB: a row a (size, system); a part that a system doesn't tell is in `rest`."""
+    parts = [name for name in map(str, steps) if name.endswith("/gb")]
+    parts.sort(key=lambda name: name == "rest/gb")
+    return steps[["size", "system", "work", "recompute", "cap", "status", *parts]]
+
+
+def step_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of a GRPO step and its parts: a row a (size, system)."""
+    seconds = [f"{part}_seconds" for part in StepSeconds.model_fields]
+    return steps[["size", "system", "sampler", "rank", "work", "recompute", "cap", "status", *seconds, "repeats"]]
+
+
+def count_columns(table: pd.DataFrame) -> list[str]:
+    """The columns that are numbers of sequences."""
+    return [str(column) for column in table if str(column).isdigit()]
+
+
+def _of_size(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    return points[points["size"] == size]
+
+
+def _counts(points: pd.DataFrame) -> list[int]:
+    return sorted(set(points["sequences"]))
+
+
+def _value_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(POLICY, sort=False):
+        found = {point["sequences"]: point for point in group.to_dict("records")}
+        values = {str(count): _value(found.get(count), column) for count in counts}
+        rows.append(dict(zip(POLICY, key, strict=True)) | values)
+    return pd.DataFrame(rows)
+
+
+def _value(point: Row | None, column: str) -> float | str:
+    if point is None:
+        return NOT_MEASURED
+    if point["status"] != OK:
+        return str(point["status"])
+    return "no ceilings" if np.isnan(point[column]) else float(point[column])
+
+
+def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: Iterable[Row | None]) -> Row:
+    columns: Row = {}
+    for count, *pair in zip(counts, above, below, strict=True):
+        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
+    return columns
+
+
+def _crosses(counts: Iterable[int], ratios: Row) -> str:
+    """The numbers of sequences where a ratio passes 1; where it never does, on which side of those measured."""
+    measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
+    if not measured:
+        return NOT_MEASURED
+    found = []
+    for (left, before), (right, after) in pairwise(measured):
+        if (before > 1) != (after > 1):
+            found.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
+    (first, at_first), (last, _) = measured[0], measured[-1]
+    return ", ".join(dict.fromkeys(found)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
+
+
+def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
+    """The rows that have more than dashes."""
+    return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])

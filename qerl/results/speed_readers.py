@@ -1,0 +1,136 @@
+"""Files of the speed grid as tidy data frames: one row a point of decode speed, one row a file of GRPO steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+
+from qerl.bench.sizes import SHAPES
+from qerl.config import WeightFormat
+from qerl.results.readers import ResultError, read
+from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
+from qerl.results.schema.speed import ENGINES, Decode, GrpoStep, StepSeconds
+
+_GB = 1e9
+#: What a file of decode points is told by, beside its size and lengths.
+POLICY = ["engine", "weights", "rank"]
+#: Tokens of a prompt and decoded ones: points of other lengths are other tables.
+LENGTHS = ["prompt", "tokens"]
+_MEASURE = "`qerl grid` lists the commands that measure"
+
+
+def load_points(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
+
+    Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
+    the floor's where there are no ceilings. A ResultError where there are no points, and where two files have the same.
+    """
+    rows = [row for path in paths for row in _point_rows(read(Decode, path))]
+    if not rows:
+        raise ResultError(f"there are no points of decode speed yet; {_MEASURE}")
+    rows.sort(key=_place)
+    points = pd.DataFrame(rows)
+    _check_once(points)
+    return points
+
+
+def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
+
+    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions.
+
+    Where a system came to no result there are no numbers, and `status` says why.
+    """
+    if not paths:
+        raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
+    jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*SHAPES].index(job.work.size))
+    return pd.DataFrame([_step_row(job) for job in jobs])
+
+
+def _point_rows(job: Decode) -> Iterator[dict[str, Any]]:
+    identity = job.model_dump(include={"engine", "size", "weights", "rank", "prompt", "tokens"})
+    for point in job.points:
+        samples = point.samples or [np.nan]
+        middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
+        step, floor = point.sequences / middle, _floor_seconds(job, point.sequences)
+        yield {
+            **identity,
+            "sequences": point.sequences,
+            "status": point.status,
+            "samples": point.samples,
+            "prompt_seconds": point.prompt_seconds,
+            "tokens_per_second": middle,
+            "tokens_per_second_p25": low,
+            "tokens_per_second_p75": high,
+            "step_ms": 1e3 * step,
+            "floor_ms": 1e3 * floor,
+            "percent_of_floor": 100 * floor / step,
+            "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
+            **job.provenance.columns,
+        }
+
+
+def _floor_seconds(job: Decode, sequences: int) -> float:
+    if job.ceilings is None:
+        return np.nan
+    context = mean_context(job.prompt, job.tokens)
+    moved = step_bytes(job.size, job.weights, job.rank, sequences, context)
+    return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
+
+
+def _step_row(job: GrpoStep) -> dict[str, Any]:
+    work, cap = job.work, job.settings.memory_gb
+    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in StepSeconds.model_fields}
+    return {
+        "system": job.system,
+        "sampler": job.sampler,
+        "size": work.size,
+        "weights": work.weights,
+        "rank": work.rank,
+        "prompts": work.prompts,
+        "group_size": work.group,
+        "prompt": work.prompt_tokens,
+        "tokens": work.completion_tokens,
+        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens",
+        "recompute": str(job.settings.recompute).lower(),
+        "cap": "" if cap is None else f"{cap:g} GB",
+        "status": job.status,
+        "repeats": len(job.steps),
+        "samples": [step.step for step in job.steps],
+        **{f"{part}_seconds": median(values) for part, values in seconds.items()},
+        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
+        **job.provenance.columns,
+    }
+
+
+def _memory_parts(job: GrpoStep) -> dict[str, float]:
+    memory = job.memory
+    if memory is None:
+        return {}
+    peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in job.steps] for part in ("rollout", "update")}
+    told = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
+    return {
+        **told,
+        "without KV cache": memory.without_kv_cache_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        **memory.parts,
+    }
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    orders = {"size": [*SHAPES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
+    return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
+
+
+def _check_once(points: pd.DataFrame) -> None:
+    twice = points[points.duplicated(["size", *POLICY, *LENGTHS, "sequences"])]
+    if len(twice):
+        row = twice.iloc[0]
+        name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+        raise ResultError(f"{name} is in two decode files; give one of them")
