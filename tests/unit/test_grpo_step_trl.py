@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from qerl.bench.grpo_step_work import PARTS, Work
+from qerl.bench.grpo_step_work import Work
 from qerl.config import ConfigError
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
@@ -33,14 +33,24 @@ main(Path(sys.argv[1]), "tiny", "bf16", **json.loads(sys.argv[2]), micro_batch=4
 
 def assert_timed(result):
     [step] = result["steps"]
-    assert step["step"] == pytest.approx(sum(step[part] for part in PARTS))
-    # TRL's own clock doesn't count the optimizer's step.
-    assert step["trl_step_time"] == pytest.approx(step["step"], rel=0.1)
+    assert step["sync"] >= 0
     assert step["rollout"] > 0
+    assert step["update"] > 0
+    # TRL's own clock runs within this one, and sampling within its own.
+    assert step["sync"] + step["rollout"] < step["trl_step_time"] < step["step"]
     assert step["grad_norm"] > 0
-    memory = result["memory"]
-    assert sum(memory["parts"].values()) == memory["without_kv_cache_bytes"]
-    assert memory["without_kv_cache_bytes"] + memory["kv_cache_bytes"] == memory["peak_bytes"]
+    assert result["memory"]["parts"]["rest"] >= 0
+
+
+def weight_bytes(bytes_of_a_projection):
+    """Those of the shape `tiny`: in both blocks seven projections; in bfloat16 biases, norms and the tied embedding."""
+    projections = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    return projections * bytes_of_a_projection + 2 * (2 * (64 + 32 + 32) + 5 * 64 + 151936 * 64)
+
+
+def optimizer_bytes(adapter):
+    """Two moments of each value, and the number of the step of each of the 28 matrices."""
+    return 2 * adapter + 28 * 4
 
 
 @pytest.mark.slow
@@ -51,7 +61,10 @@ def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
     result = json.loads(out.read_text())
     assert_timed(result)
     assert result["steps"][0]["sync"] == 0
-    assert result["memory"]["parts"]["adapter"] == 2 * ADAPTER
+    parts = result["memory"]["parts"]
+    assert parts["adapter"] == 2 * ADAPTER
+    assert parts["weights"] == weight_bytes(1 / 2)
+    assert parts["optimizer"] == optimizer_bytes(parts["adapter"])
     assert result["memory"]["kv_cache_bytes"] == 0
 
 
@@ -66,10 +79,13 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     assert_timed(result)
     assert result["steps"][0]["sync"] > 0
     assert result["sampler"].startswith("vLLM")
-    assert result["memory"]["parts"]["adapter"] == 4 * ADAPTER
+    parts = result["memory"]["parts"]
+    assert parts["adapter"] == 4 * ADAPTER
+    assert parts["weights"] == weight_bytes(2)
+    assert parts["optimizer"] == optimizer_bytes(parts["adapter"])
     assert result["memory"]["kv_cache_bytes"] == 2**30
     # BF16 copies of the same weights, the trainer's and vLLM's.
-    assert result["memory"]["parts"]["sampler_weights"] == result["memory"]["parts"]["weights"]
+    assert parts["sampler_weights"] == parts["weights"]
 
 
 def test_vllm_gets_memory_for_all_completions_at_once():

@@ -114,11 +114,10 @@ def test_only_adapters_and_norms_change_and_the_packed_base_does_not(checkpoints
     made = trainer(checkpoints, tmp_path, weights="nvfp4")
     before, trainable = {k: v.clone() for k, v in made.policy.lm.state_dict().items()}, weights(made)
     made.run()
-    assert {name.split(".")[-3] for name in trainable if "lora" in name} <= {
-        *made.settings.adapter.targets,
-        "lora_A",
-        "lora_B",
-    }
+    # ...q_proj.lora_A.default.weight
+    adapted = {tuple(name.split(".")[-4:-2]) for name in trainable if "lora" in name}
+    assert adapted == {(target, matrix) for target in made.settings.adapter.targets for matrix in ("lora_A", "lora_B")}
+    assert all("lora_" in name or "norm" in name for name in trainable)
     changed = {name for name, tensor in weights(made).items() if not torch.equal(tensor, trainable[name])}
     assert any("lora_A" in name for name in changed)
     assert any("layernorm" in name for name in changed)
