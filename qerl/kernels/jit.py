@@ -13,8 +13,6 @@ import torch
 
 from qerl.provenance import cache_folder
 
-_SOURCES = Path(__file__).parent
-
 
 class KernelError(RuntimeError):
     """A kernel can't be compiled, loaded or launched."""
@@ -22,9 +20,9 @@ class KernelError(RuntimeError):
 
 @cache
 def load(
-    sources: tuple[str, ...], entry: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
+    sources: tuple[Path, ...], entry: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
 ) -> Any:
-    """The function `entry` of source files of this folder, one behind the other, on a GPU, compiled with -D options.
+    """The function `entry` of source files, joined in their order and compiled with -D options, on a GPU.
 
     `shared_bytes`: dynamic shared memory of a thread block. Machine code is kept in the user's cache folder.
     """
@@ -32,7 +30,7 @@ def load(
 
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes PyTorch's context the current one
-        library = _check(driver.cuLibraryLoadData(_machine_code(sources, defines, device), [], [], 0, [], [], 0))
+        library = _check(driver.cuLibraryLoadData(_machine_code(sources, entry, defines, device), [], [], 0, [], [], 0))
         function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, entry.encode()))))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
@@ -59,19 +57,19 @@ def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ct
     _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
 
 
-def _machine_code(sources: tuple[str, ...], defines: tuple[tuple[str, int], ...], device: int) -> bytes:
+def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[str, int], ...], device: int) -> bytes:
     major, minor = torch.cuda.get_device_capability(device)
     # The "a" of sm_90a: with the instructions that only this generation has.
     architecture = f"sm_{major}{minor}" + ("a" if major == 9 else "")
     options = [f"-arch={architecture}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     # The compiler's messages name the file and its line.
-    text = "".join(f'#line 1 "{source}"\n{(_SOURCES / source).read_text()}' for source in sources).encode()
+    text = "".join(f'#line 1 "{source.name}"\n{source.read_text()}' for source in sources).encode()
     key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
-    kept = cache_folder("kernels") / f"{Path(sources[-1]).stem}-{key}.cubin"
+    kept = cache_folder("kernels") / f"{entry}-{key}.cubin"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=kept.parent, delete=False) as partial:
-            partial.write(_compile(text, sources[-1], options))
+            partial.write(_compile(text, sources[-1].name, options))
         Path(partial.name).replace(kept)
     return kept.read_bytes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from qerl.kernels import tiles as layout
 from qerl.kernels.jit import address, launch, load, params_struct
 from qerl.kernels.tiles import Tiles
 
+_SOURCE = Path(__file__).with_name("unpack.cu")
 _Params = params_struct(
     weights=ctypes.c_void_p,
     out=ctypes.c_void_p,
@@ -46,5 +48,5 @@ def dense(tiles: Tiles, part: int) -> Tensor:
         scale_multiplier=multiplier,
         scale_offset=offset & 0xFFFF,
     )
-    launch(load(("unpack.cu",), "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params)
+    launch(load((_SOURCE,), "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params)
     return out

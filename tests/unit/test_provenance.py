@@ -58,7 +58,7 @@ def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
 
 def test_a_kernel_counts_for_what_runs_it(copy):
     before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quant.quantize")
-    edit(copy, "kernels/w4a16_division.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
+    edit(copy, "kernels/w4a16/tile_scheduler.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
     assert version_in(copy, "qerl.rl.train") != before[0]
     edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
     assert version_in(copy, "qerl.quant.quantize") != before[1]

@@ -1,11 +1,11 @@
-// A x and B (A x): the decode product's fourth part of six.
+// The adapter: A x (shrink) and B (A x) (expand).
 
 // --- A x ---
 
 // Where a thread block's sums of a tile of 16 rows of A go.
 __device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
     const int tiles = p.parts * RANK_TILES;
-    return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * NT * 32;
+    return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * X_TILES * 32;
 }
 
 // 16 rows and 128 columns of A. Lane t of a quad has eight columns of each 32, in place of those that the operand's
@@ -22,16 +22,16 @@ struct ShrinkOperand {
                 rows[r][k] = *(const uint4*)(p.lora_a + (size_t)(tile * 16 + g + 8 * r) * p.columns + column + k * 32 + t * 8);
     }
 
-    // On its way to L2: 16 rows of two times 128 bytes.
+    // Prefetches 16 rows of two times 128 bytes into L2.
     static __device__ __forceinline__ void prefetch(const Params& p, int tile, int column, int lane) {
         const u16* line = p.lora_a + (size_t)(tile * 16 + lane / 2) * p.columns + column + lane % 2 * 64;
         asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
     }
 
-    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[NT]) const {
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[X_TILES]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < X_TILES; n++) {
             const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
             uint4 b[4];
 #pragma unroll
@@ -47,8 +47,8 @@ struct ShrinkOperand {
     }
 };
 
-// Few rows of x: a warp takes 16 rows of A and a span of columns at a time.
-__device__ void shrink_few(const Params& p, const Share& share, int number, int lane) {
+// Up to 32 rows of x: a warp takes 16 rows of A and a span of columns at a time.
+__device__ void shrink_by_warps(const Params& p, const Share& share, int number, int lane) {
     const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * RANK_TILES * p.senders;
     const int first = number * share.workers + share.worker;
     ShrinkOperand a;
@@ -59,23 +59,23 @@ __device__ void shrink_few(const Params& p, const Share& share, int number, int 
             ShrinkOperand::prefetch(p, tile, block * BLOCK_COLUMNS, lane);
     }
     wait_for_earlier_kernels();
-    for (int item = first; item < items; item += SHRINKERS * share.workers) {
+    for (int item = first; item < items; item += SHRINK_WARPS * share.workers) {
         const int tile = item / p.senders, sender = item % p.senders;
         const int begin = sender * p.span, end = min(begin + p.span, blocks);
-        float4 c[NT] = {};
+        float4 c[X_TILES] = {};
         for (int block = begin; block < end; block++) {
             if (item != first || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
             a.multiply(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
         }
         uint4* sums = shrink_sums(p, share, tile, sender);
 #pragma unroll
-        for (int n = 0; n < NT; n++) send(sums + n * 32 + lane, c[n]);
+        for (int n = 0; n < X_TILES; n++) send(sums + n * 32 + lane, c[n]);
     }
 }
 
-// A stage of A x for many rows of x: each group of four warps takes half of the columns. Of the 64 rows of A that it reads
-// those behind SHRINK_ROWS are something else, and so are their sums.
-__device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
+// Beyond 32 rows of x: a stage of A x. Each group of four warps takes half of the columns. It reads 64 rows of A, of which those
+// behind SHRINK_ROWS are other data; their sums are dropped.
+__device__ __forceinline__ void shrink_stage(u32 stage, int warp, float4 c[X_TILES]) {
     constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
     const u64 a = matrix_descriptor(stage + warp / 4 * PARTS * SHRINK_PART_BYTES);
     const u64 x = matrix_descriptor(stage + WEIGHT_BYTES + warp / 4 * PARTS * X_PART_BYTES);
@@ -90,13 +90,13 @@ __device__ __forceinline__ void shrink_many(u32 stage, int warp, float4 c[NT]) {
 
 // Sends the sums of a thread block's stages of 32 rows of A; `row` counts those.
 __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane,
-                                                  const float4 c[NT]) {
+                                                  const float4 c[X_TILES]) {
     const ShrinkUnits units(p, share.workers);
     const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * share.column_blocks);
     if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * RANK_TILES) return;
     uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
 #pragma unroll
-    for (int n = 0; n < NT; n++) send(sums + n * 32, c[n]);
+    for (int n = 0; n < X_TILES; n++) send(sums + n * 32, c[n]);
 }
 
 // Where A x of a row of this row block and of row `a` of a tile of A goes: tiles behind each other, rows of 32 bytes. With many
@@ -104,28 +104,28 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
 __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
     const int half = a / 2 % 2 ^ row / 4 % 2;
     u16* block = p.shrunk + (size_t)share.row_block * ROWS * p.parts * RANK + tile * ROWS * 16 + row * 16;
-    return block + (FEW ? a : half * 8 + a / 4 * 2 + a % 2);
+    return block + (SMALL_BATCH ? a : half * 8 + a / 4 * 2 + a % 2);
 }
 
-// Senders whose sums the lanes of a warp read at the same time, so many of them as fit into registers at a time.
-constexpr int SENDER_GROUPS = FEW || RANK_TILES <= 2 ? 4 : 2, SENDERS_AT_A_TIME = SENDER_GROUPS == 4 ? 10 : 8;
+// Senders whose sums the lanes of a warp read at the same time: as many as fit into registers.
+constexpr int SENDER_GROUPS = SMALL_BATCH || RANK_TILES <= 2 ? 4 : 2, SENDERS_AT_A_TIME = SENDER_GROUPS == 4 ? 10 : 8;
 constexpr int SUM_LANES = 32 / SENDER_GROUPS;
 
-// Adds up A x, in the senders' order; the sums are shared out among all warps that do.
+// Adds up A x in the senders' order. All warps that add up share out the sums.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
     const ShrinkUnits units(p, share.workers);
     const int group = lane / SUM_LANES, g = lane % SUM_LANES;
-    for (int item = number * share.workers + share.worker; item < p.parts * RANK_TILES * NT * SENDER_GROUPS;
-         item += SHRINKERS * share.workers) {
-        const int tile = item / SENDER_GROUPS / NT, n = item / SENDER_GROUPS % NT;
+    for (int item = number * share.workers + share.worker; item < p.parts * RANK_TILES * X_TILES * SENDER_GROUPS;
+         item += SHRINK_WARPS * share.workers) {
+        const int tile = item / SENDER_GROUPS / X_TILES, n = item / SENDER_GROUPS % X_TILES;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
         int senders = p.senders;
-        if constexpr (!FEW) {
+        if constexpr (!SMALL_BATCH) {
             const int unit = tile / (SHRINK_ROWS / 16) * share.column_blocks;
             senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
         }
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
-        const size_t step = (size_t)NT * 32 * SENDER_GROUPS;
+        const size_t step = (size_t)X_TILES * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
         for (int s = group; s < senders; s += SENDERS_AT_A_TIME * SENDER_GROUPS, from += SENDERS_AT_A_TIME * step)
             receive<1, SENDERS_AT_A_TIME>(&c, &c, -1, [&](int i, int) { return from + i * step; },
@@ -151,11 +151,11 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
     }
 }
 
-// Until all of A x has been counted; with few rows it is then copied into shared memory. One thread of a thread block.
+// Waits until all of A x has been counted; up to 32 rows it then copies it into shared memory. Run by one thread of a block.
 __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, u64* shrunk) {
     int* counters = p.counters + 2 * share.row_block;
-    while (load_acquire(counters) != p.parts * RANK_TILES * NT * SENDER_GROUPS) {}
-    if constexpr (FEW) {
+    while (load_acquire(counters) != p.parts * RANK_TILES * X_TILES * SENDER_GROUPS) {}
+    if constexpr (SMALL_BATCH) {
         const u32 bytes = ROWS * p.parts * RANK * 2;
         asm volatile("fence.proxy.async;" ::: "memory");
         barrier_expect(shrunk, bytes);
@@ -163,16 +163,16 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
     } else {
         barrier_arrive(shrunk);
     }
-    // Who is the last to have seen it prepares it for the next launch.
+    // The last worker to have seen it resets the counters for the next launch.
     if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
-    // Not before the copy has ended may a thread block that needs none of it end: its memory is then another's.
+    // A thread block that needs none of it may not end before the copy has: its memory would then be another's.
     barrier_wait(shrunk, 0);
 }
 
-// What the warps for A x do; they tell the others by `shrunk` that it is there.
+// The warps for A x; the barrier `shrunk` says that A x is there.
 __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
-    if constexpr (FEW)
-        shrink_few(p, share, number, lane);
+    if constexpr (SMALL_BATCH)
+        shrink_by_warps(p, share, number, lane);
     else
         wait_for_earlier_kernels();
     share_sums(p, share, number, lane);
@@ -183,7 +183,7 @@ __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shru
 
 // Tiles of 16 columns of B whose operands are in registers.
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : FEW ? least(RANK_TILES, 4) : least(3 * RANK_TILES, EXPAND_TILES);
+constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : SMALL_BATCH ? least(RANK_TILES, 4) : least(3 * RANK_TILES, EXPAND_TILES);
 
 // Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
 // definition gives it.
@@ -212,7 +212,8 @@ struct LoraOperand {
     }
 };
 
-// B (A x) for few rows of x, COUNT tiles of them from `x_row` on; A x is in shared memory. The first of B are there, unless
+// B (A x) up to 32 rows of x, for COUNT tiles of them from `x_row` on; A x is in shared memory. The first columns of B are
+// in registers, unless
 // `again`.
 template <int COUNT>
 __device__ __forceinline__ void add_lora(const Params& p, u32 shrunk, int x_row, const Tile& tile, LoraOperand& b, bool again,
@@ -247,7 +248,7 @@ __device__ __forceinline__ u64 shrunk_descriptor(u32 address) {
 
 // COUNT tiles from shared memory, of which `tiles` exist; B is zero for the others.
 template <int COUNT>
-__device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int tiles, float4 c[NT]) {
+__device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int tiles, float4 c[X_TILES]) {
     begin_products();
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
@@ -258,9 +259,9 @@ __device__ __forceinline__ void multiply_shrunk(const LoraOperand& b, u32 x, int
     wait_for_products<0>();
 }
 
-// The same for many rows of x: tiles of A x come as stages.
-__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, Place& at, int lane, LoraOperand& b,
-                                                float4 c[NT]) {
+// B (A x) beyond 32 rows of x: tiles of A x come as stages.
+__device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& tile, int row, PipelineState& at, int lane,
+                                                LoraOperand& b, float4 c[X_TILES]) {
     const Expansion expansion(p, row);
     for (int first = 0; first < expansion.tiles; first += EXPAND_TILES) {
         const int tiles = min(expansion.tiles - first, EXPAND_TILES);

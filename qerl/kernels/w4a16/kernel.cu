@@ -1,28 +1,27 @@
-// The decode product: out = W x + b + B (A x) for few rows x, with W in 4 bits as `qerl.kernels.tiles` lays it out.
+// The decode product: out = W x + b + B (A x) for few rows x, with W in 4 bits in the layout of `tiles.py`.
 //
-// W is cut into blocks of 128 rows and 256 or 128 columns. The sequence of all, row by row, is divided evenly among the
-// thread blocks (stream-K). Where a row of blocks is divided, those who have parts of it share out the rows of x, and each adds
-// up what all computed for its own, in the order of the blocks; with the fewest rows who has the first block adds up all. That
-// order depends on the shape of W and the number of multiprocessors alone: the result is deterministic, and for one NT a row
-// of x gives the same whatever other rows there are.
+// Work division (stream-K): W is cut into blocks of 128 rows and 256 or 128 columns. The sequence of all blocks, row by row, is
+// divided evenly among the thread blocks, the workers. Where several workers have parts of one row of blocks, they share out
+// the rows of x: each adds up, for its own rows of x, the sums of all of them in the order of the blocks. Up to 16 rows of x, the
+// worker that has the first block adds up all. The order of additions depends only on the shape of W and the number of
+// multiprocessors. So the result is deterministic, and for one X_TILES a row of x gives the same bits whatever the other rows are.
 //
-// One warp copies (bulk copies into a ring of stages; weights are prefetched before the kernel that computes x ends), eight
-// unpack W in registers and multiply on the tensor cores. Up to 16 rows of x by mma.sync: a warp takes 32 rows of W, so that
-// x is read from shared memory four times, not eight, and half of a stage's columns. More rows by wgmma, which reads x once
-// for 64 rows of W and takes two thirds of the time: mma.sync needs 6 cycles of a scheduler for every product of 8 rows, in
-// which it issues next to nothing else.
+// Warps: one warp copies by bulk copies into a pipeline of stages; it prefetches weights before the kernel that computes x has
+// ended. Eight warps unpack W in registers and multiply on the tensor cores. Up to 16 rows of x they use mma.sync: a warp takes 32
+// rows of W and half of a stage's columns, so that x is read from shared memory four times, not eight. For more rows they use
+// wgmma, which reads x once for 64 rows of W and takes two thirds of the time: mma.sync occupies a scheduler for 6 cycles for
+// every product of 8 rows and lets it issue almost nothing else.
 //
-// A x is computed once, by all thread blocks together. With few rows of x a warp of its own computes a share of it, with 17 to
-// 32 three do; with many, shares are stages ahead of W's. The same warp, or three, adds up what all sent. A x then comes back
-// into shared memory, whole or, with many rows, as a stage behind the last of a row of blocks.
+// Adapter: all workers together compute A x once. Up to 16 rows of x one warp computes a worker's share of it, up to 32 three do.
+// For more rows, A's blocks are stages of the pipeline ahead of W's. The same one or three warps add up the sums that all sent.
+// A x then comes back into shared memory: whole up to 32 rows, otherwise as a stage behind the last one of a row of blocks.
 //
-// Thread blocks hand sums to each other through memory that holds EMPTY, which no sum is, until they are there; the reader
-// puts EMPTY back. So data and "it is there" arrive together.
+// Exchange: thread blocks hand sums to each other through memory that holds EMPTY, a value that no sum has, until a sum is
+// there. The reader writes EMPTY back. So the data itself says that it has arrived.
 //
-// The parts are compiled as one: w4a16_instructions, w4a16_division, w4a16_ring, w4a16_lora, w4a16_end and this one, W x and
-// the kernel.
-// Defined by the compiler's options: NT, tiles of 8 rows of x; STAGES of the ring; RANK of the adapters or 0, a multiple of
-// 16; up to 32 rows REGISTERS of a thread.
+// One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue and this file, which has W x and the kernel.
+// The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a multiple of
+// 16; and up to 32 rows REGISTERS, the limit of a thread.
 
 // --- W x ---
 
@@ -40,8 +39,8 @@ __device__ __forceinline__ u32 twice(u32 pair, int half) {
     return d;
 }
 
-// Eight codes to the four registers of an MMA operand: each code's bits where bfloat16 has sign, exponent and mantissa,
-// which makes them the weight times 2^-126; the scale brings that to a normal number, exactly.
+// Converts eight codes to the four registers of an MMA operand. Each code's bits go where bfloat16 has sign, exponent and
+// mantissa, which makes the weight times 2^-126; the scale brings that to a normal number, exactly.
 __device__ __forceinline__ void unpack(u32 word, u32 scale_low, u32 scale_high, u32 a[4]) {
     const u32 MASK = 0x81C081C0u;
     a[0] = multiply_bf16x2(word & MASK, scale_low);
@@ -58,7 +57,7 @@ __device__ __forceinline__ void unpack_group(const Params& p, const uint4& words
     unpack(component(words, j), twice(low, j / 2), twice(high, j / 2), a);
 }
 
-// Where in a stage a lane of a warp reads, with few rows of x: its words of codes, scales, and columns of x.
+// Where in a stage a lane reads, up to 16 rows of x: its words of codes, its scales, and its columns of x.
 struct Offsets {
     u32 words, scales, x;
 
@@ -67,15 +66,15 @@ struct Offsets {
         const u32 tiles = block * BLOCK_BYTES + warp % 4 * TILES * TILE_BYTES;
         // ldmatrix: lanes 8i to 8i + 7 give the rows of matrix i; the four are 8 columns each of one tile of rows, or two each
         // of two tiles. The copy has swizzled the 16-byte chunks of a row by its number.
-        const u32 row = (NT == 1 ? 0 : lane / 16 * 8) + lane % 8, chunk = (NT == 1 ? lane / 8 : lane / 8 % 2) ^ lane % 8;
+        const u32 row = (X_TILES == 1 ? 0 : lane / 16 * 8) + lane % 8, chunk = (X_TILES == 1 ? lane / 8 : lane / 8 % 2) ^ lane % 8;
         words = kept(tiles + lane * 16);
         scales = kept(tiles + 1024 + lane / 4 * 16);
         x = kept(WEIGHT_BYTES + block * 2 * X_PART_BYTES + row * 128 + chunk * 16);
     }
 };
 
-// Few rows of x: each warp reads them into registers.
-__device__ __forceinline__ void multiply_few(const Params& p, u32 stage, const Offsets& at, float4 c[TILES][NT]) {
+// Up to 16 rows of x: each warp reads them into registers.
+__device__ __forceinline__ void multiply_by_mma_sync(const Params& p, u32 stage, const Offsets& at, float4 c[TILES][X_TILES]) {
     uint4 scales[TILES];
 #pragma unroll
     for (int r = 0; r < TILES; r++) scales[r] = load_shared(stage + at.scales + r * TILE_BYTES);
@@ -89,14 +88,14 @@ __device__ __forceinline__ void multiply_few(const Params& p, u32 stage, const O
         for (int j = 0; j < 4; j++) {
             // 16 columns of x, or 32 with one tile of rows.
             const u32 x = ((stage + at.x) ^ j * 32) + half * X_PART_BYTES;
-            if (NT > 1 || j % 2 == 0) load_matrices(b, x);
+            if (X_TILES > 1 || j % 2 == 0) load_matrices(b, x);
 #pragma unroll
             for (int r = 0; r < TILES; r++) {
                 u32 a[4];
                 unpack_group(p, words[r], scales[r], half, j, a);
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const int k = NT == 1 ? j % 2 : n;
+                for (int n = 0; n < X_TILES; n++) {
+                    const int k = X_TILES == 1 ? j % 2 : n;
                     multiply_add(c[r][n], a, b[2 * k], b[2 * k + 1]);
                 }
             }
@@ -104,12 +103,12 @@ __device__ __forceinline__ void multiply_few(const Params& p, u32 stage, const O
     }
 }
 
-// More rows of x, blocks up to `end` of one row: while some columns are multiplied, the next are unpacked.
-__device__ __forceinline__ void multiply_many(const Params& p, Place& at, int& next, int end, int warp, int lane,
-                                              float4 c[NT]) {
+// More rows of x: multiplies the blocks up to `end` of one row. While some columns are multiplied, the next are unpacked.
+__device__ __forceinline__ void multiply_by_wgmma(const Params& p, PipelineState& at, int& next, int end, int warp, int lane,
+                                              float4 c[X_TILES]) {
     // Of 16 columns: few products at a time take fewer registers, many fewer instructions. Likewise for words read ahead.
-    constexpr int GROUPS_AT_A_TIME = NT == 4 ? 4 : 2, HALVES = 2 * STAGE_BLOCKS;
-    constexpr bool AHEAD = NT > 4;
+    constexpr int GROUPS_AT_A_TIME = X_TILES == 4 ? 4 : 2, HALVES = 2 * STAGE_BLOCKS;
+    constexpr bool AHEAD = X_TILES > 4;
     const u32 offset = kept(warp * TILE_BYTES + lane * 16), scales_offset = kept(warp * TILE_BYTES + 1024 + lane / 4 * 16);
     u32 a[2][GROUPS_AT_A_TIME][4], empty = 0;
     do {
@@ -145,31 +144,31 @@ __device__ __forceinline__ void multiply_many(const Params& p, Place& at, int& n
     barrier_arrive_if(empty, lane == 0);
 }
 
-// Two warps that have the same two tiles of rows, of different columns, give each other their sums of one.
-__device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][NT]) {
+// Two warps have the same two tiles of rows, of different columns: each gives the other its sums of one tile.
+__device__ __forceinline__ void exchange_tiles(float4* memory, int warp, int lane, float4 c[TILES][X_TILES]) {
     const int own = warp / 4;
-    const auto place = [&](int tile, int n) { return memory + ((warp % 4 * 2 + tile) * NT + n) * 32 + lane; };
+    const auto place = [&](int tile, int n) { return memory + ((warp % 4 * 2 + tile) * X_TILES + n) * 32 + lane; };
 #pragma unroll
-    for (int n = 0; n < NT; n++) *place(1 - own, n) = own ? c[0][n] : c[1][n];
+    for (int n = 0; n < X_TILES; n++) *place(1 - own, n) = own ? c[0][n] : c[1][n];
     asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
+    for (int n = 0; n < X_TILES; n++) {
         const float4 sum = own ? c[1][n] : c[0][n], more = *place(own, n);
         c[0][n] = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
     }
     asm volatile("bar.sync %0, 64;" ::"r"(1 + warp % 4) : "memory");
 }
 
-// The units of A that a thread block has ahead of those of W, with many rows of x.
-__device__ void multiply_a(const Params& p, const Share& share, Place& at, int warp, int lane) {
+// Beyond 32 rows of x: multiplies the units of A that a thread block has ahead of those of W.
+__device__ void multiply_a(const Params& p, const Share& share, PipelineState& at, int warp, int lane) {
     for (int done = 0; done < share.shrinks;) {
         const int row = share.unit(done) / share.column_blocks;
         const int last = min(done + (row + 1) * share.column_blocks - share.unit(done), share.shrinks);
-        float4 c[NT] = {};
+        float4 c[X_TILES] = {};
 #pragma unroll 1  // unrolled, the products would wait for each other
         for (; done < last; done++) {
             at.wait();
-            shrink_many(at.address, warp, c);
+            shrink_stage(at.address, warp, c);
             at.release(lane == 0);
         }
         leave_shrink_sums(p, share, row, warp, lane, c);
@@ -178,60 +177,60 @@ __device__ void multiply_a(const Params& p, const Share& share, Place& at, int w
 
 __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
     float4* exchanged = (float4*)(stages + EXCHANGED);
-    const Division of_last(p, share);
+    const RowSplit of_last(p, share);
     const Offsets offsets(warp, lane);
-    Place at(stages, barriers);
+    PipelineState at(stages, barriers);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    if constexpr (!FEW) multiply_a(p, share, at, warp, lane);
+    if constexpr (!SMALL_BATCH) multiply_a(p, share, at, warp, lane);
     int row = share.first / share.column_blocks;
     for (int next = share.first; next < share.last; row++) {  // unit of W
         const int first = row * share.column_blocks, begin = next, end = min(first + share.column_blocks, share.last);
-        const int tile_number = SYNC ? warp % 4 * 2 + warp / 4 : warp;
+        const int tile_number = MMA_SYNC ? warp % 4 * 2 + warp / 4 : warp;
         const int place = tile_number * 32 + lane, tile_row = row * BLOCK_ROWS + tile_number * 16;
         const bool starts = begin == first, whole = starts && end == first + share.column_blocks, last = end == share.last;
-        // B takes as long as a stage: with few rows of x it waits in registers, or in L2 as far as they don't suffice.
+        // Loading B takes as long as a stage. Up to 32 rows of x it is loaded into registers ahead, what doesn't fit into L2.
         LoraOperand b;
-        if (RANK && (FEW && CHUNKS > 1 ? whole || last : starts)) {
+        if (RANK && (SMALL_BATCH && CHUNKS > 1 ? whole || last : starts)) {
             const Tile tile(p, tile_row, lane);
-            if (FEW) b.load(p, tile, 0, lane);
-            if (!FEW || RANK > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
+            if (SMALL_BATCH) b.load(p, tile, 0, lane);
+            if (!SMALL_BATCH || RANK > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
         }
-        float4 c[TILES][NT] = {};
-        if constexpr (SYNC) {
+        float4 c[TILES][X_TILES] = {};
+        if constexpr (MMA_SYNC) {
             for (; next < end; next++) {
                 at.wait();
-                multiply_few(p, at.address, offsets, c);
+                multiply_by_mma_sync(p, at.address, offsets, c);
                 at.release(lane == 0);
             }
             exchange_tiles(exchanged, warp, lane, c);
         } else {
-            multiply_many(p, at, next, end, warp, lane, c[0]);
+            multiply_by_wgmma(p, at, next, end, warp, lane, c[0]);
         }
         const Tile tile(p, tile_row, lane);
         scale_sums(p, tile, c[0]);
-        if (!FEW && RANK && starts) {
+        if (!SMALL_BATCH && RANK && starts) {
             const Expansion expansion(p, row);
             b.load_tiles(p, tile, expansion.first, expansion.tiles, lane);
             add_lora_stages(p, tile, row, at, lane, b, c[0]);
         }
-        const Division division = whole ? Division::whole() : last ? of_last : Division::of_first();
-        RowEnd{p, share, division, tile, b, shrunk, stages + LOCAL, (float4*)stages, place, lane}.run(whole, last, c[0]);
+        const RowSplit split = whole ? RowSplit::whole() : last ? of_last : RowSplit::of_first();
+        Epilogue{p, share, split, tile, b, shrunk, stages + LOCAL, (float4*)stages, place, lane}.run(whole, last, c[0]);
     }
 }
 
-constexpr bool PASS_REGISTERS = NT == 32;  // to the warps that multiply, from the others
-constexpr int THREADS = (WARPS + 1 + SHRINKERS) * 32;
+constexpr bool PASS_REGISTERS = X_TILES == 32;  // to the warps that multiply, from the others
+constexpr int THREADS = (WARPS + 1 + SHRINK_WARPS) * 32;
 
 // With up to 16 rows two thread blocks share a multiprocessor: the next kernel's has its weights on their way while this
 // one ends.
-#if NT <= 4
-#define LIMIT __maxnreg__(REGISTERS)
+#if X_TILES <= 4
+#define LAUNCH_LIMIT __maxnreg__(REGISTERS)
 #else
-#define LIMIT __launch_bounds__(THREADS, 1)
+#define LAUNCH_LIMIT __launch_bounds__(THREADS, 1)
 #endif
 
-extern "C" __global__ void LIMIT w4a16(const __grid_constant__ Params p) {
+extern "C" __global__ void LAUNCH_LIMIT w4a16(const __grid_constant__ Params p) {
     extern __shared__ u8 unaligned[];
     __shared__ u64 barriers[2 * STAGES], shrunk;  // of stages: they are full; they are empty
     u8* stages = unaligned + (-shared_address(unaligned) & 1023);  // what swizzled copies need

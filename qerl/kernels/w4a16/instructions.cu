@@ -1,4 +1,4 @@
-// Instructions of Hopper, and what thread blocks send each other, as functions: the first of the decode product's six parts.
+// Hopper's instructions as functions, and how thread blocks send each other data.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Without a branch, which the compiler doesn't take between products that run.
+// Arrives by a predicate: the compiler allows no branch while products run.
 __device__ __forceinline__ void barrier_arrive_if(u32 barrier, bool condition) {
     asm volatile(
         "{\n"
@@ -119,8 +119,8 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
     return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
 }
 
-// Adds to SUMS sums what up to COUNT parties have, in their order; `some` of them exist. This thread has `own`, party `me`'s,
-// and the others send theirs to from(party, sum). What isn't there yet is asked for again all at once.
+// Adds to SUMS sums those of up to COUNT parties, in their order; `some` of them exist. This thread has `own`, the sums of party
+// `me`; the others send theirs to from(party, sum). Sums that haven't arrived are polled all at once.
 template <int SUMS, int COUNT, typename From>
 __device__ __forceinline__ void receive(float4* sum, const float4* own, int me, From from, int some) {
     uint4 v[COUNT][SUMS];
@@ -154,7 +154,7 @@ __device__ __forceinline__ void receive(float4* sum, const float4* own, int me, 
         }
 }
 
-// Another thread block may have written it, so not from L1.
+// Loads past L1, since another thread block may have written it.
 __device__ __forceinline__ uint4 load_once(const uint4* pointer) {
     uint4 v;
     asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -220,16 +220,16 @@ __device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
 
 // c += A x of a warp group: each warp has 16 rows of A in registers, all share x, 16 columns of ROWS rows in shared
 // memory. It runs on; a and c must not be touched before `wait_for_products`.
-__device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4], u64 x) {
-#if NT == 4
+__device__ __forceinline__ void multiply_add_shared(float4 c[X_TILES], const u32 a[4], u64 x) {
+#if X_TILES == 4
     asm volatile(WGMMA(32, D_0, 16, 17, 18, 19, 20) : F16(0) : A_AND_X);
-#elif NT == 8
+#elif X_TILES == 8
     asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
-#elif NT == 16
+#elif X_TILES == 16
     asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
                  : F16(0), F16(4), F16(8), F16(12)
                  : A_AND_X);
-#elif NT == 32
+#elif X_TILES == 32
     asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
                  : A_AND_X);
@@ -240,14 +240,14 @@ __device__ __forceinline__ void multiply_add_shared(float4 c[NT], const u32 a[4]
     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, %" #a ", %" #x ", 1, 1, 1, 0, 0;"
 
 // The same with 64 rows of A in shared memory.
-__device__ __forceinline__ void multiply_add_both_shared(float4 c[NT], u64 a, u64 x) {
-#if NT == 8
+__device__ __forceinline__ void multiply_add_both_shared(float4 c[X_TILES], u64 a, u64 x) {
+#if X_TILES == 8
     asm volatile(WGMMA_A_SHARED(64, D_0 "," D_16, 32, 33) : F16(0), F16(4) : "l"(a), "l"(x));
-#elif NT == 16
+#elif X_TILES == 16
     asm volatile(WGMMA_A_SHARED(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65)
                  : F16(0), F16(4), F16(8), F16(12)
                  : "l"(a), "l"(x));
-#elif NT == 32
+#elif X_TILES == 32
     asm volatile(WGMMA_A_SHARED(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
                  : "l"(a), "l"(x));

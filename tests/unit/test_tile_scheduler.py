@@ -6,19 +6,18 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from qerl.kernels import linear
-from qerl.kernels.linear import _ALONE_BYTES, _VARIANTS, W4Linear
+from qerl.kernels.w4a16 import variants
+from qerl.kernels.w4a16.variants import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
 
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-VARIANTS = {pair[0].nt: pair for pair in _VARIANTS}
+BY_TILES = {pair[0].x_tiles: pair for pair in VARIANTS}
 RANKS = (0, 16, 64, 128)
-BLOCK_ROWS, SHRINK_ROWS, EXPAND_TILES = 128, 32, 8
+BLOCK_ROWS, EXPAND_TILES = 128, 8
 PLAIN, SILU = 0, 2
 
 PRELUDE = """
@@ -37,37 +36,37 @@ struct { int x; } blockIdx, gridDim;
 """
 # Shape: rows, columns, parts, mode, the parts' ends, row blocks and thread blocks of each.
 PART = """
-#define NT {nt}
+#define X_TILES {x_tiles}
 #define RANK {rank}
 #define STAGES {stages}
-namespace nt{nt}_rank{rank}_stages{stages} {{
+namespace tiles{x_tiles}_rank{rank}_stages{stages} {{
 #include "{source}"
 }}
-extern "C" void sizes_{nt}_{rank}_{stages}(int* out) {{
-    using namespace nt{nt}_rank{rank}_stages{stages};
-    int sizes[] = {{STAGE_COLUMNS, LOCAL, ROWS, 32 * (WARPS + 1 + SHRINKERS), CHUNKS}};
+extern "C" void sizes_{x_tiles}_{rank}_{stages}(int* out) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages};
+    int sizes[] = {{STAGE_COLUMNS, LOCAL, ROWS, 32 * (WARPS + 1 + SHRINK_WARPS), CHUNKS}};
     std::copy(sizes, sizes + 5, out);
 }}
-extern "C" int share_{nt}_{rank}_{stages}(const int* shape, int worker, int* out, int* stages) {{
-    using namespace nt{nt}_rank{rank}_stages{stages};
+extern "C" int share_{x_tiles}_{rank}_{stages}(const int* shape, int worker, int* out, int* stages) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages};
     Params p{{}};
     p.rows = shape[0], p.columns = shape[1], p.parts = shape[2], p.mode = shape[3];
     std::copy(shape + 4, shape + 7, p.part_end);
     p.row_blocks = shape[7], gridDim.x = shape[7] * shape[8], blockIdx.x = worker * shape[7];
     const Share share(p);
-    const Division of_last(p, share);
+    const RowSplit of_last(p, share);
     const int units[] = {{share.first_shrink, share.shrinks, share.first, share.last}};
     const int ends[] = {{of_last.me, of_last.count, of_last.owners}};
     std::copy(ends, ends + 3, std::copy(units, units + 4, out));
     for (int chunk = 0; chunk < CHUNKS; chunk++) out[7 + chunk] = of_last.owner(chunk);
     int count = 0;
-    for (Walk at(share); at.i < share.stages(); at.advance(p, share), count++) {{
+    for (StageIterator at(share); at.i < share.stages(); at.advance(p, share), count++) {{
         const int stage[] = {{at.i < share.shrinks, at.row, at.column, at.expansion}};
         std::copy(stage, stage + 4, stages + 4 * count);
     }}
     return count;
 }}
-#undef NT
+#undef X_TILES
 #undef RANK
 #undef STAGES
 """
@@ -75,13 +74,16 @@ extern "C" int share_{nt}_{rank}_{stages}(const int* shape, int worker, int* out
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("division")
-    source = Path(linear.__file__).with_name("w4a16_division.cu")
-    compiled = {(v.nt, rank, v.stages) for pair in _VARIANTS for v in pair for rank in RANKS}
-    parts = [PART.format(nt=nt, rank=rank, stages=stages, source=source) for nt, rank, stages in sorted(compiled)]
-    (folder / "division.cpp").write_text(PRELUDE + "".join(parts))
-    target = folder / "division.so"
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", target, folder / "division.cpp"]
+    folder = tmp_path_factory.mktemp("scheduler")
+    source = Path(variants.__file__).with_name("tile_scheduler.cu")
+    compiled = {(v.x_tiles, rank, v.stages) for pair in VARIANTS for v in pair for rank in RANKS}
+    parts = [
+        PART.format(x_tiles=x_tiles, rank=rank, stages=stages, source=source)
+        for x_tiles, rank, stages in sorted(compiled)
+    ]
+    (folder / "scheduler.cpp").write_text(PRELUDE + "".join(parts))
+    target = folder / "scheduler.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", target, folder / "scheduler.cpp"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return ctypes.CDLL(str(target))
@@ -107,7 +109,7 @@ def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
     workers = variant.workers(blocks, processors // row_blocks)
     shape = [rows, columns, len(ends), mode, *(ends + [rows] * 3)[:3], row_blocks, workers]
     given = (ctypes.c_int * 9)(*shape)
-    function = getattr(library, f"share_{variant.nt}_{rank}_{variant.stages}")
+    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}")
     chunks = sizes_of(library, variant, rank)[4]
     found = []
     for worker in range(workers):
@@ -122,7 +124,7 @@ def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
 
 def sizes_of(library, variant, rank):
     out = (ctypes.c_int * 5)()
-    getattr(library, f"sizes_{variant.nt}_{rank}_{variant.stages}")(out)
+    getattr(library, f"sizes_{variant.x_tiles}_{rank}_{variant.stages}")(out)
     return list(out)
 
 
@@ -139,7 +141,7 @@ def expected_stages(work, variant, rank, ends, mode, of_row):
         row, column = divmod(unit, of_row)
         stages.append((0, row, column, 0))
         ends_here = column == of_row - 1 or unit == work.units[-1]
-        if rank and not variant.few and ends_here and row * of_row in work.units:
+        if rank and not variant.small_batch and ends_here and row * of_row in work.units:
             count = -(-parts_of(row, ends, mode) * rank // 16 // EXPAND_TILES)
             stages += [(0, row, column, number + 1) for number in range(count)]
     return stages
@@ -150,7 +152,7 @@ def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
     # Each unit once, in the thread blocks' order, and at least one for each.
     assert [unit for work in found for unit in work.units] == list(range(-(-ends[-1] // BLOCK_ROWS) * of_row))
     assert all(work.units for work in found)
-    rows_of_a = 0 if variant.few else -(-len(ends) * rank // SHRINK_ROWS)
+    rows_of_a = 0 if variant.small_batch else -(-len(ends) * rank // SHRINK_ROWS)
     assert [unit for work in found for unit in work.shrinks] == list(range(rows_of_a * of_row))
     for number, work in enumerate(found):
         row = work.units[-1] // of_row
@@ -177,47 +179,48 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("nt", VARIANTS)
+@pytest.mark.parametrize("x_tiles", BY_TILES)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, nt, rank):
-    for variant in set(VARIANTS[nt]):
+def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, x_tiles, rank):
+    for variant in set(BY_TILES[x_tiles]):
         for row_blocks in (1, 2):
             check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
 
 
-@pytest.mark.parametrize("nt", VARIANTS)
-def test_so_it_is_for_any_shape(library, nt):
-    chance = random.Random(nt)
+@pytest.mark.parametrize("x_tiles", BY_TILES)
+def test_so_it_is_for_any_shape(library, x_tiles):
+    chance = random.Random(x_tiles)
     for _ in range(60):
         parts = chance.randint(1, 3)
         ends = [128 * chance.randint(1, 30)]
         while len(ends) < parts:
             ends.append(ends[-1] + 128 * chance.randint(1, 10))
         columns = 256 * chance.randint(1, 20)
-        check(library, VARIANTS[nt][0], chance.choice(RANKS), ends, columns, PLAIN, chance.choice((132, 114, 7, 1)))
+        check(
+            library, BY_TILES[x_tiles][0], chance.choice(RANKS), ends, columns, PLAIN, chance.choice((132, 114, 7, 1))
+        )
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("variant", dict.fromkeys(v for pair in _VARIANTS for v in pair))
+@pytest.mark.parametrize("variant", dict.fromkeys(v for pair in VARIANTS for v in pair))
 def test_sizes_are_those_of_the_kernel(library, variant, rank):
     columns, local, rows, threads, _ = sizes_of(library, variant, rank)
     width = 3 * rank
-    needed = local + 1024 + (2 * rows * width if variant.few else 0)
+    needed = local + 1024 + (2 * rows * width if variant.small_batch else 0)
     assert variant.columns == columns
-    idle = variant.few and not variant.alone and not rank  # a warp that keeps two thread blocks apart
+    idle = variant.small_batch and not variant.one_per_sm and not rank  # a warp that keeps two thread blocks apart
     assert variant.threads(rank) == threads + 32 * idle
-    assert variant.shared_bytes(width) == max(needed, _ALONE_BYTES if variant.alone else 0)
+    assert variant.shared_bytes(width) == max(needed, ONE_PER_SM_BYTES if variant.one_per_sm else 0)
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-@pytest.mark.parametrize("nt", [8, 16, 32])
+@pytest.mark.parametrize("x_tiles", [8, 16, 32])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, nt, rank):
+def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, x_tiles, rank):
     ends, columns, mode = LAYERS[layer]
-    variant = VARIANTS[nt][0]
+    variant = BY_TILES[x_tiles][0]
     found, of_row = check(library, variant, rank, ends, columns, mode, 132)
-    host = SimpleNamespace(tiles=SimpleNamespace(parts=ends, columns=columns), rank=rank)
-    places, _ = W4Linear._division(host, variant, len(found))
+    places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), 132)
     for row in range(-(-len(ends) * rank // SHRINK_ROWS)):
         senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
         assert 2 * (senders[-1] - senders[0] + 1) <= places

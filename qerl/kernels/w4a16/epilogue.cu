@@ -1,6 +1,6 @@
-// The end of a row of blocks: others' sums, B (A x), bias, residual or SiLU; the decode product's fifth part of six.
+// The epilogue of a row of blocks: other workers' sums, B (A x), bias, residual or SiLU.
 
-// What is in `out` now, at the places where this lane writes.
+// Reads what `out` holds where this lane will write.
 template <int COUNT>
 __device__ __forceinline__ void load_residual(const Params& p, const Tile& tile, int first_x_row, int lane,
                                               u32 before[COUNT][2]) {
@@ -13,7 +13,7 @@ __device__ __forceinline__ void load_residual(const Params& p, const Tile& tile,
     }
 }
 
-// x / (1 + e^-x) without the branches of exact division, off by some 2^-22.
+// x / (1 + e^-x) without the branches of exact division; its relative error is about 2^-22.
 __device__ __forceinline__ float silu(float x) {
     float power, inverse;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.442695041f));
@@ -50,91 +50,91 @@ __device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, i
 }
 
 // From the products of W's codes and scales to those of W.
-__device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, float4 c[NT]) {
+__device__ __forceinline__ void scale_sums(const Params& p, const Tile& tile, float4 c[X_TILES]) {
     const float low = p.factor[tile.low_part], high = p.factor[tile.high_part];
 #pragma unroll
-    for (int n = 0; n < NT; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
+    for (int n = 0; n < X_TILES; n++) c[n].x *= low, c[n].y *= low, c[n].z *= high, c[n].w *= high;
 }
 
-// The end of a row of blocks, for a lane of a warp that has a tile of it.
-struct RowEnd {
+// The epilogue for a lane of a warp that has a tile of the row of blocks.
+struct Epilogue {
     const Params& p;
     const Share& share;
-    const Division& division;
+    const RowSplit& split;
     const Tile& tile;
-    LoraOperand& b;  // with few rows of x the first of B
+    LoraOperand& b;  // up to 32 rows of x, the first columns of B
     u64* shrunk;
-    const u8* local;  // A x, with few rows of x
-    float4* kept;     // this thread block's own sums, in the ring, which is unused by then
+    const u8* local;  // A x, up to 32 rows of x
+    float4* kept;     // this thread block's own sums, in the memory of the stages, which is unused by then
     int place, lane;  // the lane's place among those of all tiles, and in its warp
 
-    // Sends what others own of the sums. What this thread block owns beside them goes into `kept`, so that it can be taken in a
-    // loop and the registers are free.
-    __device__ __forceinline__ void share_out(const float4 c[NT]) const {
-        uint4* mine = division.sums(p, division.me) + place;
-        if (!SYNC && division.me < division.owners) asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
+    // Sends the sums that others own. Those that this thread block owns go into `kept`, so that a loop can take them and their
+    // registers are free.
+    __device__ __forceinline__ void share_out(const float4 c[X_TILES]) const {
+        uint4* mine = split.sums(p, split.me) + place;
+        if (!MMA_SYNC && split.me < split.owners) asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-            if (division.owner(n / SUMS) != division.me)
+        for (int n = 0; n < X_TILES; n++)
+            if (split.owner(n / SUMS) != split.me)
                 send(mine + n * BLOCK_TILES * 32, c[n]);
-            else if (!SYNC)
+            else if (!MMA_SYNC)
                 kept[n * BLOCK_TILES * 32 + place] = c[n];
     }
 
-    // The sums of all parts of COUNT tiles of x from `first` on, in the parts' order; ALONE, part 0 has the first.
-    template <int COUNT, bool ALONE>
+    // Adds up COUNT tiles of x from `first` on over all parts, in the parts' order. ONE_OWNER: part 0 adds up all.
+    template <int COUNT, bool ONE_OWNER>
     __device__ __forceinline__ void add_sums(int first, float4 c[COUNT]) const {
-        constexpr int BATCH = ALONE ? 8 / COUNT : 8;
+        constexpr int BATCH = ONE_OWNER ? 8 / COUNT : 8;
         float4 sum[COUNT];
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) sum[n] = ALONE ? c[n] : float4{0, 0, 0, 0};
-        for (int i = ALONE; i < division.count; i += BATCH)
+        for (int n = 0; n < COUNT; n++) sum[n] = ONE_OWNER ? c[n] : float4{0, 0, 0, 0};
+        for (int i = ONE_OWNER; i < split.count; i += BATCH)
             receive<COUNT, BATCH>(
-                sum, c, ALONE ? -1 : division.me - i,
-                [&](int part, int n) { return division.sums(p, i + part) + place + (first + n) * BLOCK_TILES * 32; },
-                division.count - i);
+                sum, c, ONE_OWNER ? -1 : split.me - i,
+                [&](int part, int n) { return split.sums(p, i + part) + place + (first + n) * BLOCK_TILES * 32; },
+                split.count - i);
 #pragma unroll
         for (int n = 0; n < COUNT; n++) c[n] = sum[n];
     }
 
-    // COUNT tiles of x from `first` on.
-    template <int COUNT, bool ALONE>
+    // Finishes COUNT tiles of x from `first` on.
+    template <int COUNT, bool ONE_OWNER>
     __device__ __forceinline__ void finish(int first, float4 c[COUNT]) const {
         const int x_row = share.row_block * ROWS + first * 8;
         u32 before[COUNT][2];
         load_residual<COUNT>(p, tile, x_row, lane, before);
-        if (division.count > 1) add_sums<COUNT, ALONE>(first, c);
-        if (FEW && RANK) {
+        if (split.count > 1) add_sums<COUNT, ONE_OWNER>(first, c);
+        if (SMALL_BATCH && RANK) {
             barrier_wait(shrunk, 0);
             add_lora<COUNT>(p, shared_address(local), first * 8, tile, b, first > 0, lane, c);
         }
         finish_tile<COUNT>(p, tile, x_row, lane, before, c);
     }
 
-    // What this thread block owns of a row that others have parts of.
-    template <int COUNT, bool ALONE>
+    // Finishes what this thread block owns of a row that others have parts of.
+    template <int COUNT, bool ONE_OWNER>
     __device__ __forceinline__ void finish_kept() const {
 #pragma unroll 1
-        for (int first = 0; first < NT; first += COUNT) {
-            if (division.owner(first / SUMS) != division.me) continue;
+        for (int first = 0; first < X_TILES; first += COUNT) {
+            if (split.owner(first / SUMS) != split.me) continue;
             float4 own[COUNT];
 #pragma unroll
             for (int n = 0; n < COUNT; n++) own[n] = kept[(first + n) * BLOCK_TILES * 32 + place];
-            finish<COUNT, ALONE>(first, own);
+            finish<COUNT, ONE_OWNER>(first, own);
         }
     }
 
     // `c`: the sums of this thread block's part.
-    __device__ __forceinline__ void run(bool whole, bool last, float4 c[NT]) const {
-        constexpr int COUNT = NT <= 4 ? NT : 4;  // tiles of x at a time, where nobody else owns any
-        if (SYNC ? division.me == 0 : whole) {
+    __device__ __forceinline__ void run(bool whole, bool last, float4 c[X_TILES]) const {
+        constexpr int COUNT = X_TILES <= 4 ? X_TILES : 4;  // tiles of x at a time, where nobody else owns any
+        if (MMA_SYNC ? split.me == 0 : whole) {
 #pragma unroll
-            for (int n = 0; n < NT; n += COUNT) finish<COUNT, true>(n, c + n);
+            for (int n = 0; n < X_TILES; n += COUNT) finish<COUNT, true>(n, c + n);
             return;
         }
         share_out(c);
-        if (SYNC || !last) return;
-        if (division.owners == 1)
+        if (MMA_SYNC || !last) return;
+        if (split.owners == 1)
             finish_kept<COUNT, true>();
         else
             finish_kept<SUMS, false>();

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.kernels.linear import _VARIANTS
+from qerl.kernels.w4a16.variants import VARIANTS
 
 REGISTERS, SHARED_BYTES, MOST_SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 232448, 1024
 RANKS = (0, 16, 64, 128)
@@ -10,7 +10,7 @@ RANKS = (0, 16, 64, 128)
 
 def registers(variant, rank):
     # Given to warps in units of 256.
-    return variant.threads(rank) // 32 * (-(-variant.registers_of(rank) * 32 // 256) * 256)
+    return variant.threads(rank) // 32 * (-(-variant.registers_per_thread(rank) * 32 // 256) * 256)
 
 
 def fit_together(rank, *variants):
@@ -20,7 +20,7 @@ def fit_together(rank, *variants):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize(("small", "large"), _VARIANTS)
+@pytest.mark.parametrize(("small", "large"), VARIANTS)
 def test_never_two_of_a_launch(small, large, rank):
     for variant in (small, large):
         assert variant.shared_bytes(3 * rank) <= MOST_SHARED_BYTES
@@ -33,14 +33,14 @@ def test_never_two_of_a_launch(small, large, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(
-    "variant", dict.fromkeys(variant for pair in _VARIANTS for variant in pair if variant.registers)
+    "variant", dict.fromkeys(variant for pair in VARIANTS for variant in pair if variant.registers)
 )
 def test_warps_find_registers_in_their_quarter_of_a_multiprocessor(variant, rank):
     warps = -(-variant.threads(rank) // 32 // 4)
-    assert warps * variant.registers_of(rank) * 32 <= REGISTERS // 4
+    assert warps * variant.registers_per_thread(rank) * 32 <= REGISTERS // 4
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize(("small", "large"), [pair for pair in _VARIANTS if pair[0].nt <= 2])
+@pytest.mark.parametrize(("small", "large"), [pair for pair in VARIANTS if pair[0].x_tiles <= 2])
 def test_up_to_16_rows_the_next_layer_fits_beside(small, large, rank):
     assert fit_together(rank, small, large)

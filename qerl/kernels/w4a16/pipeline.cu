@@ -1,24 +1,24 @@
-// The ring of stages, those who read it and the thread that fills it; a tile of W: the decode product's third part of six.
+// The pipeline of stages in shared memory: the warps that read it and the thread that fills it. Also a tile of W.
 
-// Where in the ring a warp that multiplies is. Addresses in shared memory are counted up: computed anew for each stage, they
-// took 14 % of the time with 32 rows of x.
-struct Place {
+// The stage that a multiplying warp reads. Addresses in shared memory are counted up: computing them anew for each stage took
+// 14 % of the time at 32 rows of x.
+struct PipelineState {
     u32 address, barriers, number, phase;
 
     // `barriers`: [2][STAGES], that a stage is full and that it is empty.
-    __device__ __forceinline__ Place(u8* stages, u64* barriers)
+    __device__ __forceinline__ PipelineState(u8* stages, u64* barriers)
         : address(kept_uniform(shared_address(stages))),
           barriers(kept_uniform(shared_address(barriers))),
           number(0),
           phase(0) {}
     __device__ __forceinline__ void wait() const { barrier_wait(barriers, phase); }
-    // The barrier that says that the stage has been read.
+    // The barrier of the stage that counts the warps that have read it.
     __device__ __forceinline__ u32 empty() const { return barriers + 8 * STAGES; }
     __device__ __forceinline__ void advance() {
         address += STAGE_BYTES, barriers += 8;
         if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
     }
-    // All lanes have read the stage; the next one.
+    // Called when all lanes have read the stage; goes on to the next one.
     __device__ __forceinline__ void release(bool first_lane) {
         __syncwarp();
         if (first_lane) barrier_arrive(empty());
@@ -33,12 +33,12 @@ __device__ __forceinline__ void copy_weights(const Params& p, int unit, u8* stag
     bulk_copy(stage, p.weights + (size_t)unit * WEIGHT_BYTES, WEIGHT_BYTES, full);
 }
 
-__device__ __forceinline__ void copy_shrink(const Params& p, const Walk& at, u8* stage, u64* full) {
+__device__ __forceinline__ void copy_shrink(const Params& p, const StageIterator& at, u8* stage, u64* full) {
     barrier_expect(full, STAGE_COLUMNS / 64 * (SHRINK_PART_BYTES + X_PART_BYTES));
     tensor_copy(stage, &p.a_map, at.column * STAGE_COLUMNS, at.row * SHRINK_ROWS, full);
 }
 
-__device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const Walk& at, u8* stage, u64* full) {
+__device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share, const StageIterator& at, u8* stage, u64* full) {
     const Expansion expansion(p, at.row);
     const int first = (at.expansion - 1) * EXPAND_TILES, tiles = min(expansion.tiles - first, EXPAND_TILES);
     const size_t tile = (size_t)share.row_block * p.parts * RANK_TILES + expansion.first + first;
@@ -47,10 +47,10 @@ __device__ __forceinline__ void copy_shrunk(const Params& p, const Share& share,
     bulk_copy(stage + WEIGHT_BYTES, from, tiles * EXPAND_TILE_BYTES, full);
 }
 
-// One thread.
+// Fills the stages; run by one thread.
 __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full, u64* shrunk) {
     u64* empty = full + STAGES;
-    const auto copy_constants = [&](const Walk& at, int stage) {
+    const auto copy_constants = [&](const StageIterator& at, int stage) {
         u8* to = stages + stage * STAGE_BYTES;
         if (at.i < share.shrinks)
             copy_shrink(p, at, to, full + stage);
@@ -58,12 +58,12 @@ __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full,
             copy_weights(p, share.unit(at.i), to, full + stage);
     };
     int early = 0;
-    for (Walk at(share); early < STAGES && at.i < share.stages() && !at.expansion; early++, at.advance(p, share))
+    for (StageIterator at(share); early < STAGES && at.i < share.stages() && !at.expansion; early++, at.advance(p, share))
         copy_constants(at, early);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x_map) : "memory");
     wait_for_earlier_kernels();
     int stage = 0, round = 0;
-    for (Walk at(share); at.i < share.stages(); at.advance(p, share)) {
+    for (StageIterator at(share); at.i < share.stages(); at.advance(p, share)) {
         if (round) barrier_wait(empty + stage, (round - 1) & 1);
         if (at.expansion) {
             barrier_wait(shrunk, 0);
@@ -78,7 +78,7 @@ __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full,
     }
 }
 
-// Where a tile's rows stand in the layers, and what is read before their sums are there.
+// A tile's rows in their layers, and the operands of the epilogue that don't depend on the sums.
 struct Tile {
     int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
     const u16 *b_low, *b_high;     // of B, at this lane's place
@@ -94,7 +94,7 @@ struct Tile {
         low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
     }
 
-    // Its part of B on its way to L2.
+    // Prefetches its part of B into L2.
     __device__ __forceinline__ void prefetch_b(const Params& p, int lane) const {
         if (row >= p.rows) return;
         for (int column = lane % 4 * 64; column < RANK; column += 256) {

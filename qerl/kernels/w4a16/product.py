@@ -1,0 +1,175 @@
+"""Launches of the decode product: out = W x + b + B (A x)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import tiles as layout
+from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
+from qerl.kernels.tiles import Tiles
+from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, KernelVariant, variant_for
+
+_NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "kernel.cu")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
+#: Memory for sums holds this word until a sum is there; the kernel's source has it too.
+_EMPTY = -1
+#: Thread blocks that share a row block of x at least: more row blocks than leave so many take launches of their own.
+LEAST_WORKERS = 4
+_POINTER = ctypes.c_void_p
+_Params = params_struct(
+    x_map=ctypes.c_uint8 * 128,
+    a_map=ctypes.c_uint8 * 128,
+    weights=_POINTER,
+    x=_POINTER,
+    out=_POINTER,
+    bias=_POINTER,
+    lora_a=_POINTER,
+    lora_b=_POINTER * 3,
+    shrunk=_POINTER,
+    sums=_POINTER,
+    shrink_sums=_POINTER,
+    counters=_POINTER,
+    factor=ctypes.c_float * 3,
+    lora_factor=ctypes.c_float * 3,
+    part_end=ctypes.c_int * 3,
+    **dict.fromkeys(
+        (
+            "m",
+            "rows",
+            "columns",
+            "parts",
+            "mode",
+            "scale_multiplier",
+            "scale_offset",
+            "row_blocks",
+            "senders",
+            "span",
+        ),
+        ctypes.c_int,
+    ),
+)
+
+
+class Mode(IntEnum):
+    """What the epilogue does with the product, as the kernel's source numbers it."""
+
+    PLAIN = 0
+    #: Adds it to what `out` holds.
+    RESIDUAL = 1
+    #: out = silu(gate) * up.
+    SILU = 2
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Weights of layers that read the same input, with their biases and adapters."""
+
+    tiles: Tiles
+    bias: Tensor | None  # [rows] float32, in the order of the tiles
+    lora_a: Tensor  # [layers, rank, columns] bfloat16; rank is 0 or a multiple of 16
+    lora_b: Sequence[Tensor]  # of each layer, [rows, rank] bfloat16
+    lora_scales: tuple[float, ...]  # of each layer
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters, padded."""
+        return self.lora_a.shape[1]
+
+    @property
+    def lora_columns(self) -> int:
+        """Columns of A x: the ranks of all layers."""
+        return len(self.tiles.parts) * self.rank
+
+
+class _Workspace:
+    """Buffers through which the thread blocks of a launch hand sums to each other; launches of a stream share them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = device
+        #: Captured graphs hold the addresses of buffers that were too small later: none is ever freed.
+        self._buffers: dict[str, list[Tensor]] = defaultdict(list)
+
+    def get(self, name: str, count: int, fill: int = 0) -> Tensor:
+        """At least `count` words of 32 bits, all `fill` at first."""
+        buffers = self._buffers[name]
+        if not buffers or buffers[-1].numel() < count:
+            buffers.append(torch.full((max(count, 1),), fill, dtype=torch.int32, device=self._device))
+        return buffers[-1]
+
+
+@cache
+def _workspace(device: torch.device) -> _Workspace:
+    return _Workspace(device)
+
+
+def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
+    """Write the product of x [m, columns] to out [m, rows] (with SILU [m, rows / 2]); bfloat16, contiguous."""
+    most = _workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
+    for rows, outs in zip(x.split(most), out.split(most), strict=True):
+        _launch(operands, rows, outs, mode)
+
+
+def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
+    tiles, processors = operands.tiles, _workspace(x.device).processors
+    variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
+    row_blocks = -(-len(x) // variant.rows)
+    workers = variant.workers(blocks, processors // row_blocks)
+    params = _params(operands, x, out, mode, variant, row_blocks, workers)
+    options = defines(
+        X_TILES=variant.x_tiles,
+        STAGES=variant.stages,
+        REGISTERS=variant.registers_per_thread(operands.rank),
+        RANK=operands.rank,
+    )
+    shared_bytes = variant.shared_bytes(operands.lora_columns)
+    function = load(_SOURCES, "w4a16", options, shared_bytes, x.get_device())
+    launch(function, workers * row_blocks, variant.threads(operands.rank), shared_bytes, params)
+
+
+def _params(
+    operands: Operands, x: Tensor, out: Tensor, mode: Mode, variant: KernelVariant, row_blocks: int, workers: int
+) -> ctypes.Structure:
+    tiles, parts, workspace = operands.tiles, len(operands.tiles.parts), _workspace(x.device)
+    width = operands.lora_columns
+    senders, span = variant.shrink_split(tiles.columns, width, workers, workspace.processors)
+    multiplier, offset = tiles.scale_decode
+    x_map = tensor_map(x, variant.rows, variant.columns)
+    staged = operands.rank and not variant.small_batch
+    ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
+    return _Params(
+        x_map=x_map,
+        a_map=tensor_map(operands.lora_a.flatten(0, 1), SHRINK_ROWS, variant.columns) if staged else x_map,
+        weights=address(tiles.data),
+        x=address(x),
+        out=address(out),
+        bias=address(operands.bias),
+        lora_a=address(operands.lora_a),
+        lora_b=(_POINTER * 3)(*(address(b) for b in operands.lora_b)),
+        shrunk=address(workspace.get("shrunk", row_blocks * variant.rows // 2 * width)),
+        sums=address(workspace.get("sums", 2 * workspace.processors * layout.BLOCK_ROWS * MOST_ROWS, _EMPTY)),
+        shrink_sums=address(workspace.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
+        counters=address(workspace.get("counters", 2 * row_blocks)),
+        factor=(ctypes.c_float * 3)(*tiles.factors),
+        lora_factor=(ctypes.c_float * 3)(*operands.lora_scales),
+        part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
+        m=len(x),
+        rows=tiles.rows,
+        columns=tiles.columns,
+        parts=parts,
+        mode=mode,
+        scale_multiplier=multiplier,
+        scale_offset=offset - (1 << 32) if offset >= 1 << 31 else offset,
+        row_blocks=row_blocks,
+        senders=senders,
+        span=span,
+    )
