@@ -21,13 +21,13 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from qerl.bench.decode import empty_model, fill_model, random_weight
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
 from qerl.bench.grpo_step_work import nbytes, shape_name
-from qerl.bench.qwen_files import END, END_OF_TEXT, IDS
 from qerl.config import AdapterSettings
 from qerl.models.policy import choose_device
 from qerl.progress import configure_logging
+from qerl.random_models.policy import empty_model, fill_model, random_weight
+from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
 
 
 def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:

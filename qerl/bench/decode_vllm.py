@@ -26,10 +26,10 @@ from torch import nn
 
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, check_room, timed
 from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
-from qerl.bench.shapes import model_config, write_shape
-from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.models.policy import choose_device
 from qerl.progress import configure_logging
+from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
+from qerl.random_models.checkpoint import model_config, write_checkpoint
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
 _LENGTH = 2048
@@ -44,7 +44,7 @@ _NO_ROOM = (
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
     shapes, tensors = linear_shapes(size), {}
     device = choose_device()  # large ones take a CPU long
-    for layer in range(SHAPES[size][1]):
+    for layer in range(ARCHITECTURES[size][1]):
         for name, (outputs, inputs) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, device=device) * 0.01).bfloat16()
@@ -58,7 +58,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
 def _checkpoint(folder: Path, job: Job) -> dict[str, str]:
     """Write what vLLM loads to `folder`; returns how it loads it."""
     if job.weights == "nf4":
-        write_shape(folder, job.size, "bf16", TEXTS)
+        write_checkpoint(folder, job.size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model_config(job.size, job.weights)))

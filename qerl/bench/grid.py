@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from qerl.bench.sizes import SHAPES
 from qerl.config import ConfigError, DecodeGrid, ShapesSettings, StepGrid
+from qerl.random_models.architectures import ARCHITECTURES
 
 _DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
 _STEP = {"qerl": "qerl.bench.grpo_step", "trl": "qerl.bench.grpo_step_trl"}
@@ -131,7 +131,7 @@ def _options(values: dict[str, object]) -> list[str]:
 
 
 def _check(system: str, size: str, weights: str) -> None:
-    if size not in SHAPES:
-        raise ConfigError(f"shapes: there is no size {size!r}; use one of {', '.join(SHAPES)}")
+    if size not in ARCHITECTURES:
+        raise ConfigError(f"shapes: there is no size {size!r}; use one of {', '.join(ARCHITECTURES)}")
     if weights in _MISSING.get(system, ()):
         raise ConfigError(f"shapes: {system} has no {weights} here; leave it out of that entry")

@@ -19,7 +19,6 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from qerl.bench.decode import random_policy
 from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
@@ -33,12 +32,13 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
-from qerl.bench.qwen_files import write_tokenizer
 from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
 from qerl.measure import cap_memory, peak_memory_bytes, reset_peak_memory
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.progress import configure_logging, log
+from qerl.random_models.policy import random_policy
+from qerl.random_models.tokenizer import write_tokenizer
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.train import METRICS, prepared

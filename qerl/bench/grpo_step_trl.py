@@ -46,11 +46,11 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
-from qerl.bench.shapes import write_shape
-from qerl.bench.sizes import SHAPES
 from qerl.config import AdapterSettings, ConfigError
 from qerl.measure import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.progress import configure_logging, log
+from qerl.random_models.architectures import ARCHITECTURES
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.results.roofline import byte_parts
 
 #: Whose inner names `TimedTrainer` relies on.
@@ -198,7 +198,7 @@ def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
     """Of vLLM's cache, in bfloat16; that of transformers' generation isn't told."""
     if not trainer.use_vllm:
         return 0
-    hidden, layers, heads, kv_heads, _, _, _ = SHAPES[size]
+    hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
     return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
 
@@ -249,7 +249,7 @@ def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
         # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if not checkpoint.exists():
-        write_shape(checkpoint, work.size, "bf16", TEXTS)
+        write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
         trainer = _trainer(work, own, checkpoint, Path(folder))

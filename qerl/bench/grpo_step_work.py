@@ -18,10 +18,10 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from qerl.bench.sizes import SHAPES
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.provenance import stamp, write_json
+from qerl.random_models.architectures import ARCHITECTURES
 from qerl.rl.rewards import Answer
 
 #: What the tokenizer of a random checkpoint learns from.
@@ -64,11 +64,11 @@ class Work:
 
 
 def shape_name(name: str) -> str:
-    """The key of SHAPES, whatever the case of `name`."""
-    for size in SHAPES:
+    """The key of ARCHITECTURES, whatever the case of `name`."""
+    for size in ARCHITECTURES:
         if size.lower() == name.lower():
             return size
-    raise typer.BadParameter(f"there is no shape {name}; use one of {', '.join(SHAPES)}")
+    raise typer.BadParameter(f"there is no shape {name}; use one of {', '.join(ARCHITECTURES)}")
 
 
 def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode import check_weights, random_policy
+from qerl.bench.decode import check_weights
 from qerl.bench.decode_points import IDS
 from qerl.bench.grpo_step_work import shape_name
 from qerl.config import NativeSettings
@@ -25,6 +25,7 @@ from qerl.measure import seconds
 from qerl.models.policy import choose_device
 from qerl.progress import configure_logging, log
 from qerl.provenance import check_writable, stamp, write_json
+from qerl.random_models.policy import random_policy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 

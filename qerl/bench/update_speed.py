@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qerl.bench.shapes import write_shape
 from qerl.config import RunSettings, parse
 from qerl.measure import peak_memory_bytes, reset_peak_memory, seconds
 from qerl.models.policy import Policy, weight_bytes
 from qerl.progress import configure_logging, log
 from qerl.provenance import stamp, write_json
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl import tiled
 from qerl.rl.batches import Sample, micro_batch, split, token_states
 from qerl.rl.memory import blocks
@@ -151,7 +151,7 @@ def main(
     for weights_format in weights or ["nvfp4", "bf16"]:
         with TemporaryDirectory() as work:
             checkpoint = Path(work) / "model"
-            write_shape(checkpoint, size, weights_format, ["0 1 2 3 4 5 6 7 8 9"] * 50)
+            write_checkpoint(checkpoint, size, weights_format, ["0 1 2 3 4 5 6 7 8 9"] * 50)
             points.append(_measure(_settings(weights_format, values), values, checkpoint))
         log.info("%s", points[-1])
         gc.collect()

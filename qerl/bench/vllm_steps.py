@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qerl.bench.shapes import write_shape
 from qerl.config import Generated, RunSettings, parse
 from qerl.data.arithmetic import generate
 from qerl.data.records import Problem, parse_record
@@ -27,6 +26,7 @@ from qerl.measure import reset_peak_memory, seconds
 from qerl.models.policy import weight_bytes
 from qerl.progress import configure_logging, log
 from qerl.provenance import stamp, write_json
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.collect import Collector, Task
 from qerl.rl.train import make_policy
@@ -140,7 +140,7 @@ def main(
     for weights_format in weights or ["nvfp4", "bf16"]:
         with TemporaryDirectory() as work:
             checkpoint = Path(work) / "model"
-            write_shape(checkpoint, size, weights_format, [problem.question for problem in problems])
+            write_checkpoint(checkpoint, size, weights_format, [problem.question for problem in problems])
             settings = _settings(weights_format, values, vllm)
             points.append(_measure(settings, checkpoint, problems, Path(work)))
             log.info("%s: %s", weights_format, {k: v for k, v in points[-1].items() if k != "steps"})

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.quant.formats import tensor_specs
+from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 
 _BF16 = 2
 
@@ -34,7 +34,7 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
     Packed weights as `qerl.quant` stores them, scales and tables included (NF4 with double quantization); all else in
     bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
     """
-    hidden, layers, heads, kv_heads, _, vocabulary, _ = SHAPES[size]
+    hidden, layers, heads, kv_heads, _, vocabulary, _ = ARCHITECTURES[size]
     narrow = hidden // heads * kv_heads
     shapes = linear_shapes(size)
     norms = (2 * layers + 1) * hidden
@@ -56,7 +56,7 @@ def step_bytes(size: str, weights: str, rank: int, sequences: int, context: floa
 
 def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
     """FLOPs of one decode step, two a multiplication: projections, adapters, head and attention over `context`."""
-    hidden, layers, _, _, _, vocabulary, _ = SHAPES[size]
+    hidden, layers, _, _, _, vocabulary, _ = ARCHITECTURES[size]
     linear = layers * sum(map(math.prod, linear_shapes(size).values()))
     products = 2 * (linear + _adapter_weights(size, rank) + vocabulary * hidden)
     # q k^T and p v: 4 FLOPs a token of the context and element of a head; hidden = heads * head size.
@@ -76,4 +76,4 @@ def _weight_bytes(weights: str, shape: tuple[int, int]) -> int:
 
 def _adapter_weights(size: str, rank: int) -> int:
     """Elements of A and B on all seven projections of all layers."""
-    return SHAPES[size][1] * rank * sum(rows + columns for rows, columns in linear_shapes(size).values())
+    return ARCHITECTURES[size][1] * rank * sum(rows + columns for rows, columns in linear_shapes(size).values())

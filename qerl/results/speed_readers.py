@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.bench.sizes import SHAPES
+from qerl.random_models.architectures import ARCHITECTURES
 from qerl.config import WeightFormat
 from qerl.results.readers import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
@@ -48,7 +48,7 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """
     if not paths:
         raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
-    jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*SHAPES].index(job.work.size))
+    jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*ARCHITECTURES].index(job.work.size))
     return pd.DataFrame([_step_row(job) for job in jobs])
 
 
@@ -123,7 +123,7 @@ def _memory_parts(job: GrpoStep) -> dict[str, float]:
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
-    orders = {"size": [*SHAPES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    orders = {"size": [*ARCHITECTURES], "engine": ENGINES, "weights": get_args(WeightFormat)}
     numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
     return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
 

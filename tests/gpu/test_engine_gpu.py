@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from qerl.kernels import reference
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
 from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.models.policy import with_adapter
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.make import make_sampler
@@ -215,7 +215,7 @@ def perturbed(checkpoint, dtype="bfloat16"):
 @pytest.fixture(scope="module", params=["bf16", "nvfp4"])
 def policy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "m"
-    write_shape(folder, "small", request.param, ["1 2 3 apples"] * 50)
+    write_checkpoint(folder, "small", request.param, ["1 2 3 apples"] * 50)
     return perturbed(folder)
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.bench.decode import random_policy
 from qerl.config import NativeSettings
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.prompts import PromptRow, pack
 from qerl.models.attention import Packing
+from qerl.random_models.policy import random_policy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings
 from qerl.measure import allocatable_bytes
 from qerl.models.attention import Packing, attend
 from qerl.models.policy import with_adapter
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl import tiled
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.memory import USABLE, Recomputation, kept_bytes
@@ -22,7 +22,7 @@ TEMPERATURE = 0.9
 
 @pytest.fixture(params=["bf16", "nvfp4"])
 def checkpoint(request, tmp_path):
-    write_shape(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    write_checkpoint(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
     return tmp_path / "m"
 
 
@@ -155,7 +155,7 @@ def test_log_probabilities_take_the_memory_of_a_tile():
 
 def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
     """On a GPU that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
-    write_shape(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    write_checkpoint(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
     drawn = [Sample(s.prompt, s.completion, 0.0, 1.0) for s in samples()] * 40
     batch = micro_batch(drawn, list(range(len(drawn))), DEVICE)
     tokens, gradients, counts = batch.ids.numel(), [], []

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings, NoiseSettings, VllmSettings
 from qerl.models.checkpoint import weights_format_of
 from qerl.models.policy import with_adapter
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import SamplingParams
 
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=24, count=4, seed=4)
 
 @pytest.fixture(params=["bf16", "nvfp4"])
 def policy(request, tmp_path):
-    write_shape(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    write_checkpoint(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=16), "bfloat16", seed=0)
     torch.manual_seed(1)
     for _, parameter in policy.trainable():

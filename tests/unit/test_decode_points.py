@@ -14,6 +14,7 @@ from qerl.bench.ceilings import ceilings, gpu_state, parse_state
 from qerl.config import ConfigError
 from qerl.measure import Seconds
 from qerl.models.policy import weight_bytes
+from qerl.random_models.policy import random_policy
 
 WORK = {"size": "TINY", "rank": 4, "prompt": 4, "tokens": 5}
 SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
@@ -129,7 +130,7 @@ def test_the_peak_of_a_rank_is_without_the_others_policies(tmp_path, monkeypatch
     monkeypatch.setattr(decode_ranks, "measure", lambda policy, sequences, *_: figures(sequences))
     decode_ranks.main(tmp_path, size="tiny", rank=[0, 4], sequences=[1])
     peaks = [read(file)["points"][0]["peak_memory_bytes"] for file in sorted(tmp_path.iterdir())]
-    sizes = [weight_bytes(decode.random_policy("tiny", "nvfp4", rank, torch.device("cpu"))) for rank in (0, 4)]
+    sizes = [weight_bytes(random_policy("tiny", "nvfp4", rank, torch.device("cpu"))) for rank in (0, 4)]
     assert sizes[0] < sizes[1]
     assert peaks == [10**9 - sizes[1], 10**9 - sizes[0]]
 

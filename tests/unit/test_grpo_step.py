@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from qerl.bench import grpo_step
 from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, shape_name, text_reward
-from qerl.bench.qwen_files import write_tokenizer
 from qerl.bench.versus import versus
 from qerl.config import ConfigError
+from qerl.random_models.tokenizer import write_tokenizer
 from qerl.rl import trainer
 from qerl.rl.collect import Collector
 from qerl.rollout.engine import EngineSampler

@@ -32,3 +32,8 @@ def test_layers_know_nothing_of_training():
 
 def test_the_noise_schedule_needs_no_torch():
     assert imported(trees()["qerl.rl.noise_schedule"]) == {"__future__", "math", "qerl.config"}
+
+
+def test_architectures_need_no_torch():
+    """The workflow reads them on every call."""
+    assert imported(trees()["qerl.random_models.architectures"]) == {"__future__", "typing"}

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from qerl.bench.shapes import write_shape
 from qerl.config import AdapterSettings
 from qerl.measure import allocatable_bytes, cap_memory
 from qerl.models.policy import with_adapter
 from qerl.quant.linear import PackedLinear
+from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl import memory
 from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.memory import Recomputation, blocks, kept_bytes, recomputed_blocks, saved_for_backward
@@ -95,7 +95,7 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
 
 
 def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
-    write_shape(tmp_path / "m", "tiny", "nvfp4", ["1 2 3 apples"] * 50)
+    write_checkpoint(tmp_path / "m", "tiny", "nvfp4", ["1 2 3 apples"] * 50)
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4), "bfloat16", 0, CPU)
     policy.lm.train()
     recomputation, tokens = Recomputation(policy), 100

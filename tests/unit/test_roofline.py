@@ -6,11 +6,11 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.bench.shapes import model_config
-from qerl.bench.sizes import SHAPES, linear_shapes
 from qerl.config import AdapterSettings
 from qerl.models.policy import lora_config
 from qerl.quant.formats import bits_per_weight, quantize
+from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
+from qerl.random_models.checkpoint import model_config
 from qerl.results import roofline
 from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 
@@ -30,7 +30,7 @@ def nbytes(parameters) -> int:
 @pytest.mark.parametrize("size", ["tiny", "1.5B", "7B"])
 def test_bytes_of_bf16_weights_are_those_of_the_model(size):
     model = model_of(size)
-    embedding = 0 if SHAPES[size][-1] else model.get_input_embeddings().weight.nbytes
+    embedding = 0 if ARCHITECTURES[size][-1] else model.get_input_embeddings().weight.nbytes
     parts = byte_parts(size, "bf16", 0, SEQUENCES, CONTEXT)
     held = parts["linear"] + parts["head"] + parts["norms and biases"]
     assert held == nbytes(model.parameters()) - embedding

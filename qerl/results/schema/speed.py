@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
 
-from qerl.bench.sizes import SHAPES
+from qerl.random_models.architectures import ARCHITECTURES
 from qerl.config import WeightFormat
 from qerl.results.roofline import Ceilings
 from qerl.results.schema.stored import Measured, Provenance, Stored
@@ -16,8 +16,8 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 
 
 def _known_shape(size: str) -> str:
-    if size not in SHAPES:
-        raise ValueError(f"there is no shape {size}; use one of {', '.join(SHAPES)}")
+    if size not in ARCHITECTURES:
+        raise ValueError(f"there is no shape {size}; use one of {', '.join(ARCHITECTURES)}")
     return size
 
 

@@ -1,4 +1,4 @@
-"""Random checkpoints of Qwen2.5's shapes: speed and memory don't depend on the weights' values."""
+"""Random checkpoints of Qwen2.5's architectures, in the layout of its repositories on the hub."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.bench.qwen_files import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
-from qerl.bench.sizes import FUSED, SHAPES, linear_shapes
 from qerl.config import GROUP_SIZE
 from qerl.models.checkpoint import CONFIG, INDEX
 from qerl.quant.formats import nvfp4_global_scale, quantize, to_checkpoint
+from qerl.random_models.architectures import ARCHITECTURES, FUSED, linear_shapes
+from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
 
 _STD = 0.02
 #: Bytes of tensors in a file at most, unless a tensor alone is larger.
 SHARD_BYTES = 10**9
 
 
-def write_shape(
+def write_checkpoint(
     folder: Path, size: str, weights_format: str, texts: Sequence[str], seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a checkpoint of `size` (a key of SHAPES) with normal weights, std 0.02, as bfloat16 or NVFP4, in the layout
-    of Qwen2.5's repositories; the tokenizer learns its first merges from `texts`.
+    """Write a checkpoint of `size`, a key of ARCHITECTURES, as bfloat16 or NVFP4.
+
+    Weights are normal with std 0.02; the layout is that of Qwen2.5's repositories. The tokenizer learns its first
+    merges from `texts`.
 
     With that std logits have one of 0.02 * sqrt(hidden size), 0.8 at 1.5B. Layers are made and packed one by one, on a
     GPU where there is one. NVFP4's layout is llmcompressor's: layers that run fused (q, k, v; gate, up) share their
     global scale.
     """
     if weights_format not in ("bf16", "nvfp4"):
-        raise ValueError(f"weights of random shapes are bf16 or nvfp4, not {weights_format}")
+        raise ValueError(f"weights of random checkpoints are bf16 or nvfp4, not {weights_format}")
     folder.mkdir(parents=True)
     write_tokenizer(folder, texts)
     write_pretty(folder / CONFIG, model_config(size, weights_format))
@@ -69,8 +71,8 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterato
 
 
 def model_config(size: str, weights_format: str) -> dict[str, Any]:
-    """config.json of a shape."""
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[size]
+    """The content of config.json."""
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = ARCHITECTURES[size]
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -128,7 +130,7 @@ _QUANTIZATION = {
 
 def _tensors(size: str, weights_format: str, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name, in the order of the network."""
-    hidden, layers, _, _, _, vocabulary, tied = SHAPES[size]
+    hidden, layers, _, _, _, vocabulary, tied = ARCHITECTURES[size]
     yield "model.embed_tokens.weight", _normal((vocabulary, hidden), generator)
     for layer in range(layers):
         block = _block(size, weights_format, generator)
@@ -151,7 +153,7 @@ def _block(size: str, weights_format: str, generator: torch.Generator) -> dict[s
                 tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
     for name in FUSED[0]:
         tensors[f"{name}.bias"] = _normal(shapes[name][:1], generator)
-    hidden = SHAPES[size][0]
+    hidden = ARCHITECTURES[size][0]
     for name in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     return tensors

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from qerl.bench.shapes import write_shape
 from qerl.models.checkpoint import check_base
 from qerl.models.policy import load_policy
+from qerl.random_models.checkpoint import write_checkpoint
 
 #: Ids of Qwen2.5's tokenizer; those of code and tools are added, but not special.
 IDS = {
@@ -34,7 +34,7 @@ FILES = {"config.json", "generation_config.json", "merges.txt", "tokenizer.json"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shape") / "tiny"
-    write_shape(folder, "tiny", "bf16", ["Ann has 3 apples and buys 2. How many?"] * 50, shard_bytes=60_000)
+    write_checkpoint(folder, "tiny", "bf16", ["Ann has 3 apples and buys 2. How many?"] * 50, shard_bytes=60_000)
     return folder
 
 

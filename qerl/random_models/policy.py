@@ -1,0 +1,87 @@
+"""Policies with random weights, which never touch the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
+
+from qerl.config import AdapterSettings
+from qerl.models.policy import Policy, lora_config, use_own_modules
+from qerl.quant.formats import PACKED_FORMATS, nvfp4_global_scale, quantize
+from qerl.quant.linear import PackedLinear
+from qerl.random_models.architectures import FUSED
+from qerl.random_models.checkpoint import model_config
+
+#: Standard deviation of the weights: logits near those of a trained model, and hidden states that neither die nor
+#: explode.
+_STD = 0.02
+WEIGHTS = ("bf16", *PACKED_FORMATS)
+
+
+def random_policy(
+    size: str, weights: str, rank: int, device: torch.device, seed: int = 0, train_norms: bool = True
+) -> Policy:
+    """A policy of a shape with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
+    torch.manual_seed(seed)
+    lm = empty_model(size)
+    for layer in lm.model.layers:
+        for names in FUSED:
+            _fill_fused(layer, names, weights, device)
+    fill_model(lm, device)
+    use_own_modules(lm)
+    lm.requires_grad_(False)
+    tokenizer = Qwen2Tokenizer()
+    if not rank:
+        return Policy(lm.eval(), tokenizer)
+    peft = get_peft_model(lm, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms)))
+    for name, parameter in peft.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=1e-3)
+    return Policy(lm.eval(), tokenizer, peft)
+
+
+def empty_model(size: str) -> PreTrainedModel:
+    """The bfloat16 model of a shape on the device meta: it holds no weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**model_config(size, "bf16")), dtype=torch.bfloat16
+        )
+
+
+def fill_model(lm: PreTrainedModel, device: torch.device) -> None:
+    """Give `lm` frozen random weights where it still has none."""
+    for module in lm.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(random_weight(parameter.shape, device), requires_grad=False))
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(lm.config).to(device)
+    lm.tie_weights()
+
+
+def random_weight(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Normal bfloat16 values; a vector, which is a norm's weight, has ones."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return (torch.randn(shape, device=device) * _STD).bfloat16()
+
+
+def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
+    """Give the layers `names`, which run fused, weights; packed ones share a global scale."""
+    dense = [block.get_submodule(name) for name in names]
+    tensors = [random_weight(layer.weight.shape, device) for layer in dense]  # type: ignore[union-attr, arg-type]
+    scale = nvfp4_global_scale(*tensors) if weights == "nvfp4" else None
+    for name, layer, tensor in zip(names, dense, tensors, strict=True):
+        assert isinstance(layer, nn.Linear)
+        bias = None if layer.bias is None else random_weight(layer.bias.shape, device) * _STD
+        if weights == "bf16":
+            layer.weight = nn.Parameter(tensor)
+            layer.bias = None if bias is None else nn.Parameter(bias)
+        else:
+            packed = quantize(tensor, weights, global_scale=scale)
+            block.set_submodule(name, PackedLinear.from_packed(packed, bias))
