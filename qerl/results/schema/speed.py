@@ -6,8 +6,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
 
-from qerl.random_models.architectures import ARCHITECTURES
 from qerl.config import WeightFormat
+from qerl.random_models.architectures import ARCHITECTURES
 from qerl.results.roofline import Ceilings
 from qerl.results.schema.stored import Measured, Provenance, Stored
 
