@@ -52,6 +52,12 @@ def changed(tree, place, value):
     return copied
 
 
+def assert_same_when_read_again(settings):
+    """What was taken is whole: written as YAML and read again, it is the same."""
+    dumped = yaml.safe_dump(settings.model_dump(mode="json"))
+    assert parse(type(settings), parse_yaml(dumped, "again"), "again") == settings
+
+
 @given(values=st.dictionaries(keys, values, max_size=5))
 @example({"protocol": "upstream-scripts"})
 @example({"protocol": "upstream-scripts", "name": "x", "protocols": {"upstream-scripts": None}})
@@ -59,8 +65,12 @@ def changed(tree, place, value):
 @example({"protocol": "paper\n", "name": "x", "protocols": {1: {}}})
 @pytest.mark.parametrize("settings", [Config, RunSettings, RunFile, Experiment, DatasetSettings, TaskSettings])
 def test_any_mapping_is_settings_or_one_sentence(settings, values):
-    with refused_in_one_sentence("some place"):
-        parse(settings, values, "some place")
+    fields = settings.model_fields
+    with refused_in_one_sentence("some place", one_of=[*map(str, values), *fields]):
+        made = parse(settings, values, "some place")
+        assert set(values) <= set(fields)
+        assert all(name in values for name, field in fields.items() if field.is_required())
+        assert_same_when_read_again(made)
 
 
 def test_a_number_too_long_to_be_written_is_one_sentence(tmp_path):
@@ -108,8 +118,18 @@ def test_one_wrong_value_of_a_configuration_is_planned_or_one_sentence(place, va
 @example({"protocol": "upstream-scripts"})
 def test_keys_of_the_command_line_are_planned_or_one_sentence(given_keys):
     assume("name" not in given_keys)
-    with refused_in_one_sentence():
-        plan_from(given_keys, MINI)
+    with refused_in_one_sentence(one_of=map(str, given_keys)):
+        made = plan_from(given_keys, MINI)
+        assert set(given_keys) <= set(Config.model_fields)
+        assert_same_when_read_again(made.config)
+
+
+def means(value, taken):
+    """Whether a value of YAML says what was taken: a number may be text, a word may be off, a mapping may leave out."""
+    if isinstance(value, dict) and isinstance(taken, dict):
+        return all(key in taken and means(inner, taken[key]) for key, inner in value.items())
+    off = {str(one).lower() for one in (value, taken)} <= {"off", "none", "false"}
+    return value == taken or off or (isinstance(value, str) and not isinstance(taken, str) and float(value) == taken)
 
 
 @given(
@@ -123,8 +143,14 @@ def test_keys_of_the_command_line_are_planned_or_one_sentence(given_keys):
 @example(("reward", "preset"), [])
 @example(("reward", "function"), "os:system\n")
 def test_one_wrong_value_of_a_run_is_taken_or_named(place, value):
-    with refused_in_one_sentence("run.yaml: "):
-        parse(RunSettings, changed(RunSettings(**RUN).model_dump(mode="json"), place, value), "run.yaml")
+    changes = changed(RunSettings(**RUN).model_dump(mode="json"), place, value)
+    with refused_in_one_sentence("run.yaml: ", one_of=[str(key) for key in place if isinstance(key, str)][-1:]):
+        made = parse(RunSettings, changes, "run.yaml")
+        taken = made.model_dump(mode="json")
+        for key in place:
+            taken = taken[key]
+        assert means(value, taken), (place, taken, value)
+        assert_same_when_read_again(made)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,8 +170,11 @@ def is_folder_above(value):
 @example(model="\0", dataset="\0", out="\0")
 @example(model="m", dataset="\ud800", out="o")
 def test_a_run_by_hand_with_odd_paths_is_taken_or_one_sentence(model, dataset, out):
-    with refused_in_one_sentence():
-        parse_run({"model": model, "dataset": dataset, "out": out}, "run.yaml")
+    with refused_in_one_sentence("run.yaml: ", one_of=["model", "dataset", "out"]):
+        made = parse_run({"model": model, "dataset": dataset, "out": out}, "run.yaml")
+        assert made.model in (model, str(Path(model).resolve()))
+        assert made.out == Path(out).resolve()
+        assert_same_when_read_again(made)
 
 
 @given(content=st.binary(max_size=60) | texts.map(lambda text: text.encode(errors="replace")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 from hypothesis import strategies as st
@@ -39,8 +40,8 @@ values = st.recursive(
 
 
 @contextmanager
-def refused_in_one_sentence(*naming: str):
-    """What the block does succeeds, or is refused in one line, which holds every text of `naming`."""
+def refused_in_one_sentence(*naming: str, one_of: Iterable[str] = ()):
+    """What the block does succeeds, or is refused in one line, which holds every text of `naming`, and one of others."""
     try:
         yield
     except SENTENCES as error:
@@ -51,3 +52,5 @@ def refused_in_one_sentence(*naming: str):
         assert not any(phrase in sentence for phrase in PHRASES), sentence
         for name in naming:
             assert name in sentence
+        one_of = [" ".join(name.split())[:20] for name in one_of]
+        assert not one_of or any(name in sentence for name in one_of), (sentence, one_of)
