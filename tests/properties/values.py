@@ -41,7 +41,7 @@ values = st.recursive(
 
 @contextmanager
 def refused_in_one_sentence(*naming: str, one_of: Iterable[str] = ()):
-    """What the block does succeeds, or is refused in one line, which holds every text of `naming`, and one of others."""
+    """What the block does succeeds, or is refused in one line with every text of `naming` and a text of `one_of`."""
     try:
         yield
     except SENTENCES as error:
