@@ -39,6 +39,7 @@ lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
 	mypy
+	lint-imports --no-logo --no-cache
 	deptry .
 	snakefmt --check Snakefile workflow
 	snakemake --lint

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qerl.provenance.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from qerl.api import Evaluation, Run, evaluate, export, load, quantize, sample, train
 
-__version__ = "0.1.0"
-__all__ = ["Evaluation", "Run", "evaluate", "export", "load", "quantize", "sample", "train"]
+__all__ = ["Evaluation", "Run", "__version__", "evaluate", "export", "load", "quantize", "sample", "train"]
 
 
 def __getattr__(name: str) -> Any:

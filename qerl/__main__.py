@@ -1,5 +1,5 @@
 """`python -m qerl`."""
 
-from qerl.cli import main
+from qerl.cli.commands import main
 
 main()

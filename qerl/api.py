@@ -19,31 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 import yaml
 
-from qerl.config import (
-    GROUP_SIZE,
-    STOCK_TASKS,
-    UNDECIDING,
-    AnswerForm,
-    ConfigError,
-    DatasetSettings,
-    EngineSettings,
-    EvaluationSettings,
-    FunctionData,
-    RunFile,
-    SamplingSettings,
-    StockTask,
-    TaskSettings,
-    check_seed,
-    harness_of,
-    parse,
-    read_yaml,
-)
-from qerl.data.by_hand import local_dataset, parse_run
-from qerl.data.given import GIVEN, Given, GivenData, given
-from qerl.evals import RESULT, SAMPLES
-from qerl.imports import check_engine, check_installed
-from qerl.lease import alone
-from qerl.models.checkpoint import (
+from qerl.checkpoints.context import context_length
+from qerl.checkpoints.folder import (
     RUN_FILE,
     CheckpointError,
     check_base,
@@ -51,16 +28,27 @@ from qerl.models.checkpoint import (
     check_tokenizer,
     weights_format_of,
 )
-from qerl.models.context import context_length
-from qerl.parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward, whole
-from qerl.progress import log
-from qerl.provenance import check_writable, write_text
-from qerl.userfunction import check as check_function
-from qerl.userfunction import check_unchanged, path_of
+from qerl.data.by_hand import local_dataset, parse_run
+from qerl.data.given import GIVEN, Given, GivenData, given
+from qerl.evals import RESULT, SAMPLES
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.host.gpu_lease import alone
+from qerl.host.imports import check_engine, check_installed
+from qerl.host.plugins import check as check_function
+from qerl.host.plugins import check_unchanged, path_of
+from qerl.host.progress import log
+from qerl.prepare.run_parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward, whole
+from qerl.provenance.files import check_writable, write_text
+from qerl.settings.base import ConfigError, check_seed, parse
+from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData
+from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
+from qerl.settings.reading import read_yaml
+from qerl.settings.rollout import EngineSettings, SamplingSettings
+from qerl.settings.run import UNDECIDING, RunFile
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
-    from qerl.models.policy import Policy
+    from qerl.policy.policy import Policy
     from qerl.results.intervals import Interval
 
 PathLike = str | Path
@@ -153,8 +141,8 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         log.info("%s is finished: nothing to do", made.folder)
         return made
     check_writable(made.folder)
-    from qerl.preflight import check_runs
-    from qerl.rl.processes import check_processes
+    from qerl.prepare.preflight import check_runs
+    from qerl.rl.data_parallel import check_processes
 
     check_processes(settings.processes)
     if settings.reward.function is not None:
@@ -257,7 +245,7 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
 
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    from qerl.models.base import make_checkpoint
+    from qerl.prepare.base_checkpoint import make_checkpoint
 
     target = Path(out)
     if weights not in GROUP_SIZE:
@@ -284,7 +272,7 @@ def export(run: PathLike, out: PathLike) -> Path:
     target = Path(out)
     check_writable(target)
     check_checkpoint(trained.checkpoint)
-    from qerl.models.export import export as write
+    from qerl.policy.export import export as write
 
     write(trained.checkpoint, trained.adapter, target)
     return target
@@ -309,7 +297,7 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
     check_checkpoint(checkpoint)
     check_tokenizer(checkpoint)
     from qerl.data.prompts import check_template
-    from qerl.models.policy import load_policy
+    from qerl.policy.policy import load_policy
 
     policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
     check_template(policy.tokenizer, policy.lm.config.vocab_size)
@@ -327,7 +315,7 @@ def _folder(model: str) -> Path:
             f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
             "or org/name@revision"
         )
-    from qerl.models.base import fetch_model
+    from qerl.prepare.base_checkpoint import fetch_model
 
     fetched = fetch_model(named["repo"], named["revision"] or _MAIN)
     log.info("%s of the hub is commit %s", named["repo"], fetched.name)
@@ -358,7 +346,7 @@ def sample(
     """
     from qerl.data.prompts import prompt_ids
     from qerl.evals.policy import Policy as Drawing
-    from qerl.rollout.make import make_sampler
+    from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
 
     if isinstance(prompts, str):

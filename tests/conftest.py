@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from qerl.imports import imports
+from qerl.host.imports import imports
 
 #: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
 PROFILE = "QERL_TEST_PROFILE"

@@ -20,7 +20,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from qerl.provenance import write_json
+from qerl.provenance.files import write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ MUTATIONS = {
     "noise left on in evaluation": Mutation(
         "qerl/evals/job.py",
         "    tasks = evaluate(sampler,",
-        "    from qerl.config import NoiseSettings\n"
+        "    from qerl.settings.config import NoiseSettings\n"
         "    from qerl.rl.noise import Noise\n\n"
         '    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), 0).set(1, 1)\n'
         "    tasks = evaluate(sampler,",
@@ -58,20 +58,20 @@ MUTATIONS = {
         ("noise reaches the sampler", "golden loss, nvfp4-lora-aqn"),
     ),
     "a slower rollout: probabilities computed a hundred times": Mutation(
-        "qerl/rollout/native.py",
+        "qerl/rollout/eager.py",
         "    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
         "    for _ in range(100):\n"
         "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
         ("rollout against baseline",),
     ),
     "a slower update: each weight unpacked ten times": Mutation(
-        "qerl/quant/linear.py",
+        "qerl/layers/packed_linear.py",
         "        return dequantize(self.packed, dtype)\n\n    def forward",
         "        return [dequantize(self.packed, dtype) for _ in range(10)][0]\n\n    def forward",
         ("update against baseline",),
     ),
     "a scale off by one unit in the last place, in E4M3": Mutation(
-        "qerl/quant/formats.py",
+        "qerl/formats/codecs.py",
         'scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]',
         # Not the largest, 448: the code above it is NaN.
         'codes = tensors["weight_scale"].view(torch.uint8)\n'
@@ -80,7 +80,7 @@ MUTATIONS = {
         ("NVFP4 unpacking", "NVFP4 product", "golden loss, nvfp4-lora"),
     ),
     "a scale off by one unit in the last place, in float32": Mutation(
-        "qerl/quant/formats.py",
+        "qerl/formats/codecs.py",
         'scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]',
         'scale = torch.nextafter(tensors["weight_scale"].float() / tensors["weight_global_scale"], torch.tensor(1e9))',
         # One part in ten million: losses, means over tokens, come out the same to the bit.
@@ -100,7 +100,7 @@ MUTATIONS = {
         ("graders", "golden reward, nvfp4-lora"),
     ),
     "top-p that the draw ignores": Mutation(
-        "qerl/rollout/native.py",
+        "qerl/rollout/eager.py",
         "kept = (cumulative - sorted_probs) < params.top_p",
         "kept = torch.ones_like(cumulative, dtype=torch.bool)",
         ("completions, stored policy",),

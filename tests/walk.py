@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from qerl.config import Generated
 from qerl.data.arithmetic import generate
 from qerl.random_models.checkpoint import SHARD_BYTES, write_checkpoint
+from qerl.settings.data import Generated
 from tests.hub_layouts import REPOSITORIES
 
 DATASETS = ("openai/gsm8k", "HuggingFaceH4/MATH-500")

@@ -14,13 +14,13 @@ import typer
 
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
 from qerl.bench.grpo_step_work import shape_name
-from qerl.config import NativeSettings
-from qerl.measure import seconds
-from qerl.models.policy import Policy, choose_device, weight_bytes
-from qerl.progress import configure_logging
+from qerl.host.profiling import seconds
+from qerl.host.progress import configure_logging
+from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import WEIGHTS, random_policy
-from qerl.rollout.engine import EngineSampler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import NativeSettings
 
 #: No bound on the KV cache: where memory has no room for all sequences, the point is out of memory. With a bound some
 #: would wait for others, and the point be one of fewer sequences.

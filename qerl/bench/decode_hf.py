@@ -23,11 +23,11 @@ from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
 from qerl.bench.grpo_step_work import nbytes, shape_name
-from qerl.config import AdapterSettings
-from qerl.models.policy import choose_device
-from qerl.progress import configure_logging
+from qerl.host.progress import configure_logging
+from qerl.policy.policy import choose_device
 from qerl.random_models.policy import empty_model, fill_model, random_weight
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
+from qerl.settings.training import AdapterSettings
 
 
 def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import ceilings, gpu_state
-from qerl.config import ConfigError, DecodeGrid
-from qerl.measure import peak_memory_bytes, reset_peak_memory, seconds
-from qerl.models.policy import choose_device
-from qerl.progress import log, track
-from qerl.provenance import check_writable, machine, stamp, write_json
+from qerl.host.profiling import peak_memory_bytes, reset_peak_memory, seconds
+from qerl.host.progress import log, track
+from qerl.policy.policy import choose_device
+from qerl.provenance.files import check_writable, write_json
+from qerl.provenance.stamp import machine, stamp
 from qerl.rl.failures import OUT_OF_MEMORY
+from qerl.settings.base import ConfigError
+from qerl.settings.benches import DecodeGrid
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from qerl.bench.decode import check_weights, measure, sync_seconds
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job
 from qerl.bench.grid import decode_id
 from qerl.bench.grpo_step_work import shape_name
-from qerl.measure import peak_memory_bytes
-from qerl.models.policy import Policy, choose_device, weight_bytes
-from qerl.progress import configure_logging
+from qerl.host.profiling import peak_memory_bytes
+from qerl.host.progress import configure_logging
+from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 
 _RANKS = (0, 16, 64)

@@ -26,8 +26,8 @@ from torch import nn
 
 from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, check_room, timed
 from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
-from qerl.models.policy import choose_device
-from qerl.progress import configure_logging
+from qerl.host.progress import configure_logging
+from qerl.policy.policy import choose_device
 from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.random_models.checkpoint import model_config, write_checkpoint
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from qerl.config import ConfigError, DecodeGrid, ShapesSettings, StepGrid
 from qerl.random_models.architectures import ARCHITECTURES
+from qerl.settings.base import ConfigError
+from qerl.settings.benches import DecodeGrid, ShapesSettings, StepGrid
 
 _DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
 _STEP = {"qerl": "qerl.bench.grpo_step", "trl": "qerl.bench.grpo_step_trl"}

@@ -32,20 +32,21 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
-from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
-from qerl.measure import cap_memory, peak_memory_bytes, reset_peak_memory
-from qerl.models.policy import Policy, choose_device, weight_bytes
-from qerl.progress import configure_logging, log
+from qerl.host.profiling import cap_memory, peak_memory_bytes, reset_peak_memory
+from qerl.host.progress import configure_logging, log
+from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import write_tokenizer
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.collect import Collector, Task
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import METRICS, prepared
 from qerl.rl.trainer import Trainer
-from qerl.rollout.engine import EngineSampler
-from qerl.rollout.make import make_sampler
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
 
 
 @dataclass

@@ -46,12 +46,13 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
-from qerl.config import AdapterSettings, ConfigError
-from qerl.measure import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.progress import configure_logging, log
+from qerl.host.profiling import Seconds, peak_memory_bytes, reset_peak_memory, seconds
+from qerl.host.progress import configure_logging, log
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.results.roofline import byte_parts
+from qerl.settings.base import ConfigError
+from qerl.settings.training import AdapterSettings
 
 #: Whose inner names `TimedTrainer` relies on.
 TRL = "1.16."

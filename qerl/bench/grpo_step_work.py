@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
-from qerl.provenance import stamp, write_json
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.rl.rewards import Answer
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from qerl.measure import peak_memory_bytes, reset_peak_memory
-from qerl.progress import track
+from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
+from qerl.host.progress import track
 
 T = TypeVar("T")
 

@@ -20,14 +20,15 @@ from qerl.bench.ceilings import gpu_state
 from qerl.bench.decode import check_weights
 from qerl.bench.decode_points import IDS
 from qerl.bench.grpo_step_work import shape_name
-from qerl.config import NativeSettings
-from qerl.measure import seconds
-from qerl.models.policy import choose_device
-from qerl.progress import configure_logging, log
-from qerl.provenance import check_writable, stamp, write_json
+from qerl.host.profiling import seconds
+from qerl.host.progress import configure_logging, log
+from qerl.policy.policy import choose_device
+from qerl.provenance.files import check_writable, write_json
+from qerl.provenance.stamp import stamp
 from qerl.random_models.policy import random_policy
-from qerl.rollout.engine import EngineSampler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import NativeSettings
 
 #: Prompts, and tokens of each.
 POINTS = (

@@ -10,12 +10,14 @@ import numpy as np
 from torch import nn
 
 from qerl.bench.points import Point, run_points
-from qerl.config import AdapterSettings, RolloutBench
-from qerl.measure import seconds
-from qerl.models.policy import Policy, load_policy, weight_bytes, with_adapter
-from qerl.provenance import stamp, write_json
-from qerl.rollout.make import make_sampler
+from qerl.host.profiling import seconds
+from qerl.policy.policy import Policy, load_policy, weight_bytes, with_adapter
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.benches import RolloutBench
+from qerl.settings.training import AdapterSettings
 
 
 def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:

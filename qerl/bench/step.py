@@ -8,10 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl.bench.points import Point, run_points
-from qerl.config import RunSettings, StepBench, parse
-from qerl.models.policy import weight_bytes
-from qerl.provenance import stamp, write_json
+from qerl.policy.policy import weight_bytes
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.rl.train import make_trainer
+from qerl.settings.base import parse
+from qerl.settings.benches import StepBench
+from qerl.settings.run import RunSettings
 
 
 def _measure(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Callable[[int], dict[str, float]]:

@@ -18,19 +18,21 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qerl.config import RunSettings, parse
-from qerl.measure import peak_memory_bytes, reset_peak_memory, seconds
-from qerl.models.policy import Policy, weight_bytes
-from qerl.progress import configure_logging, log
-from qerl.provenance import stamp, write_json
+from qerl.host.profiling import peak_memory_bytes, reset_peak_memory, seconds
+from qerl.host.progress import configure_logging, log
+from qerl.layers import linear_logprobs
+from qerl.policy.policy import Policy, weight_bytes
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.random_models.checkpoint import write_checkpoint
-from qerl.rl import tiled
-from qerl.rl.batches import Sample, micro_batch, split, token_states
-from qerl.rl.memory import blocks
-from qerl.rl.processes import Processes
+from qerl.rl.activation_checkpointing import blocks
+from qerl.rl.data_parallel import Processes
+from qerl.rl.sequence_packing import Sample, micro_batch, split, token_states
 from qerl.rl.train import make_policy
 from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
 
 
 def _settings(weights: str, values: dict[str, Any]) -> RunSettings:
@@ -109,7 +111,7 @@ def _by_part(policy: Policy, samples: list[Sample], index: list[int]) -> dict[st
         with _part(parts, "blocks"):
             states = token_states(policy, batch)
         with _part(parts, "logprobs"):
-            logprobs, _ = tiled.logprobs_and_entropy(states, head, batch.targets_M)
+            logprobs, _ = linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M)
         with _part(parts, "logprobs_backward"):
             (grad,) = torch.autograd.grad(logprobs.sum(), states)
         with _part(parts, "blocks_backward"):

@@ -16,8 +16,8 @@ import typer
 from tabulate import tabulate
 
 from qerl.bench.grpo_step_work import PARTS
-from qerl.config import ConfigError
 from qerl.results.intervals import ratio_interval
+from qerl.settings.base import ConfigError
 
 _GB = 1e9
 

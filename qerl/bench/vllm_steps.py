@@ -19,20 +19,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qerl.config import Generated, RunSettings, parse
 from qerl.data.arithmetic import generate
 from qerl.data.records import Problem, parse_record
-from qerl.measure import reset_peak_memory, seconds
-from qerl.models.policy import weight_bytes
-from qerl.progress import configure_logging, log
-from qerl.provenance import stamp, write_json
+from qerl.host.profiling import reset_peak_memory, seconds
+from qerl.host.progress import configure_logging, log
+from qerl.policy.policy import weight_bytes
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.collect import Collector, Task
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.rollout.vllm import VllmSampler
+from qerl.rollout.vllm.in_process import VllmSampler
+from qerl.settings.base import parse
+from qerl.settings.data import Generated
+from qerl.settings.run import RunSettings
 
 
 @dataclass

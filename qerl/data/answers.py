@@ -25,10 +25,10 @@ from collections.abc import Collection
 from decimal import Decimal
 from functools import lru_cache
 
-from qerl.config import AnswerForm, RecordFormat
 from qerl.data import expressions
 from qerl.data.amounts import read_amount
 from qerl.data.prose import is_prose, tells_more
+from qerl.settings.data import AnswerForm, RecordFormat
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: lm-eval's pattern of its strict match.

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qerl.config import Generated, RecordFormat, Split
 from qerl.data.records import Record
+from qerl.settings.data import Generated, RecordFormat, Split
 
 #: Levels by format, drawn uniformly; a level is the number of operations.
 LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2, 3, 4, 5), "aime": (2, 3, 4)}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.config import ConfigError, RunFile, can_name_a_file, parse
 from qerl.data.sources import check_problem_file
+from qerl.settings.base import ConfigError, can_name_a_file, parse
+from qerl.settings.run import RunFile
 
 
 def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:

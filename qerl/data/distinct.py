@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from qerl.config import RecordFormat, Split
 from qerl.data.answers import is_correct
 from qerl.data.records import Located, Problem, parse_record
-from qerl.progress import log
+from qerl.host.progress import log
+from qerl.settings.data import RecordFormat, Split
 
 #: A question belongs to the first split that has it: what is held out isn't trained on.
 _ORDER: tuple[Split, ...] = ("test", "validation", "train")

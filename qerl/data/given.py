@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.config import ConfigError, RecordFormat, Settings, Split
 from qerl.data.records import DataError, detect_format, parse_record
 from qerl.data.sources import SPLITS, as_record, lines_of, renamed
-from qerl.provenance import write_text
+from qerl.provenance.files import write_text
+from qerl.settings.base import ConfigError, Settings
+from qerl.settings.data import RecordFormat, Split
 
 #: The folder of these files.
 GIVEN = "given"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from qerl.config import HubData, Split
+from qerl.data.hub_lock import sha256_of
 from qerl.data.records import DataError
-from qerl.lock import sha256_of
+from qerl.settings.data import HubData, Split
 
 
 class Locked(TypedDict):

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.config import RecordFormat, UserError
 from qerl.data.answers import gold
+from qerl.settings.base import UserError
+from qerl.settings.data import RecordFormat
 
 Record = dict[str, Any]
 #: A record with its place in words (file and line, file and row), for errors.

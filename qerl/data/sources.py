@@ -18,7 +18,14 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from qerl.config import (
+from qerl.data.arithmetic import generate
+from qerl.data.distinct import distinct
+from qerl.data.hub import HubFiles, Locked, hub_files
+from qerl.data.inputs import DATA_SUFFIXES
+from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
+from qerl.host.plugins import call
+from qerl.provenance.files import write_json
+from qerl.settings.data import (
     DatasetSettings,
     FilterSettings,
     FunctionData,
@@ -28,13 +35,6 @@ from qerl.config import (
     RecordFormat,
     Split,
 )
-from qerl.data.arithmetic import generate
-from qerl.data.distinct import distinct
-from qerl.data.hub import HubFiles, Locked, hub_files
-from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
-from qerl.inputs import DATA_SUFFIXES
-from qerl.provenance import write_json
-from qerl.userfunction import call
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 META = "dataset.json"

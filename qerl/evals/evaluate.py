@@ -11,12 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import EvaluationSettings, Harness, Split, StockTask, TaskSettings, check_scored
 from qerl.data.answers import is_correct
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals import SAMPLES
 from qerl.evals.policy import STOCK_COLUMNS, EvaluationSet, Policy, Stock, Verdict
 from qerl.rollout.sampler import Sampler, SamplingParams
+from qerl.settings.data import Split
+from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
 
 Row = dict[str, Any]
 

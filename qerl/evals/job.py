@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qerl.config import EvaluationSettings
+from qerl.checkpoints.context import usable_length
 from qerl.evals import RESULT, SAMPLES
 from qerl.evals.evaluate import evaluate
+from qerl.host.progress import log
 from qerl.layers.noisy_norm import noise_norm
-from qerl.models.context import usable_length
-from qerl.models.policy import Policy, load_policy
-from qerl.progress import log
-from qerl.provenance import stamp, write_json
+from qerl.policy.policy import Policy, load_policy
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.rl.failures import failed
-from qerl.rollout.make import make_sampler
+from qerl.rollout.factory import make_sampler
+from qerl.settings.evaluation import EvaluationSettings
 
 
 def evaluate_policy(

@@ -26,10 +26,10 @@ from lighteval.tasks.requests import Doc
 from lighteval.utils.utils import remove_reasoning_tags
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import StockTask
 from qerl.data.answers import extract
 from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
+from qerl.settings.evaluation import StockTask
 
 _SPLIT = "test"
 _REASONING_TAGS = [("<think>", "</think>")]

@@ -8,11 +8,12 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import AnswerForm, RecordFormat, StockTask
+from qerl.checkpoints.context import check_room
 from qerl.data.prompts import check_lengths
 from qerl.data.records import Problem
-from qerl.models.context import check_room
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.settings.data import AnswerForm, RecordFormat
+from qerl.settings.evaluation import StockTask
 
 
 @dataclass(frozen=True)

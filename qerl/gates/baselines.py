@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from qerl.config import ConfigError
-from qerl.config_errors import sentence
 from qerl.gates.measured import Measured
-from qerl.provenance import write_json
+from qerl.provenance.files import write_json
+from qerl.settings.base import ConfigError
+from qerl.settings.errors import sentence
 
 
 class Baseline(BaseModel):

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl.config import ConfigError, GateSettings
 from qerl.gates.baselines import any_baseline, machine_class, own_baseline, write_baseline
 from qerl.gates.judge import Baselines, Verdict, judge, overall
 from qerl.gates.measured import Measured
 from qerl.gates.rows import read_gates
+from qerl.host.progress import log
 from qerl.plan import Plan
-from qerl.progress import log
-from qerl.provenance import stamp, write_json
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
+from qerl.settings.base import ConfigError
+from qerl.settings.benches import GateSettings
 
 MEASURED = "measured.json"
 VERDICT = "verdict.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl.config import Config
+from qerl.settings.config import Config
 
 #: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.data.answers import is_correct, well_formed
-from qerl.kernels import tiles
-from qerl.provenance import stamp, write_json
-from qerl.quant.formats import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
-from qerl.quant.linear import PackedLinear
+from qerl.formats import tiles
+from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
+from qerl.layers.packed_linear import PackedLinear
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 
 VECTORS = "vectors.safetensors"
 ANSWERS = "answers.jsonl"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from qerl.config import ConfigError, Settings, parse
+from qerl.settings.base import ConfigError, Settings, parse
 
 #: What a gate compares (docs/gates.md): a number with a bound, a ratio's interval with a bound, a number with the
 #: baseline's, accuracies, completions or a series of numbers with the baseline's.

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from qerl.config import ConfigError
-from qerl.models.checkpoint import weights_format_of
-from qerl.progress import log
-from qerl.provenance import PACKAGE
+from qerl.checkpoints.folder import weights_format_of
+from qerl.host.progress import log
+from qerl.provenance.code_version import PACKAGE
+from qerl.settings.base import ConfigError
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKLOADS = ("rollout", "update")

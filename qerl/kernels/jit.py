@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qerl.provenance import cache_folder
+from qerl.provenance.files import cache_folder
 
 
 class KernelError(RuntimeError):

@@ -17,8 +17,8 @@ from torch import Tensor
 from qerl.kernels.attention import _normed
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import begin, dependent
+from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
-from qerl.models.attention import attend_packed
 
 #: Keys that a program of attention reads at once, and how often as many are on their way: the first that fit.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))

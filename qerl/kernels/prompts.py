@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from torch import Tensor
 
-from qerl.models.attention import Packing
+from qerl.kernels.packed_sequences import Packing
 
 #: Queries of a prompt that one program of attention has.
 QUERY_BLOCK = 128

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.geometry import CHUNK, Heads
+from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import PromptRow
 from qerl.kernels.slots import IDLE, DecodeState, SamplingState
-from qerl.models.attention import attend_packed
 
 _WORD = 0xFFFFFFFF
 

@@ -1,4 +1,4 @@
-"""silu(gate) * up in Triton, forward and backward, in float32 and rounded once; `qerl.models.mlp` has it in PyTorch."""
+"""silu(gate) * up in Triton, forward and backward, in float32 and rounded once; `qerl.layers.mlp` has it in PyTorch."""
 
 from __future__ import annotations
 

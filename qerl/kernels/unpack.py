@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels import tiles as layout
+from qerl.formats import tiles as layout
+from qerl.formats.tiles import Tiles
 from qerl.kernels.jit import address, launch, load, params_struct
-from qerl.kernels.tiles import Tiles
 
 _SOURCE = Path(__file__).with_name("unpack.cu")
 _Params = params_struct(

@@ -5,25 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from qerl.config import (
-    GROUP_SIZE,
-    Config,
-    ConfigError,
-    FunctionData,
-    HubData,
-    LocalData,
-    LocalModel,
-    PretrainSettings,
-    RolloutBench,
-    require,
-)
+from qerl.checkpoints.context import check_room, usable_length
+from qerl.checkpoints.folder import check_base, read_config
 from qerl.data.hub import check_folder
-from qerl.imports import check_engine
-from qerl.models.checkpoint import check_base, read_config
-from qerl.models.context import check_room, usable_length
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.host.imports import check_engine
+from qerl.host.plugins import check
 from qerl.plan.experiments import written_as
 from qerl.plan.sheets import Plan, Run
-from qerl.userfunction import check
+from qerl.settings.base import ConfigError
+from qerl.settings.benches import RolloutBench
+from qerl.settings.config import Config, require
+from qerl.settings.data import FunctionData, HubData, LocalData
+from qerl.settings.models import LocalModel, PretrainSettings
 
 
 def check_run(run: Run, config: Config) -> None:

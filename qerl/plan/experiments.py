@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qerl.config import ConfigError, Experiment, RunSettings, merged, parse
 from qerl.plan.sheets import Run
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Experiment, merged
+from qerl.settings.run import RunSettings
 
 #: No settings are nested as deeply as this.
 _DEEPEST = 20

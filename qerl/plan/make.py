@@ -6,13 +6,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.config import Config, ConfigError, LocalModel, RolloutBench, parse, read_yaml
-from qerl.lock import with_locked_revisions
-from qerl.own import described, fitted, traits
+from qerl.data.hub_lock import with_locked_revisions
 from qerl.plan.checks import check_inputs, check_run
 from qerl.plan.experiments import expand
+from qerl.plan.own_model import described, fitted, traits
 from qerl.plan.sheets import Checkpoint, Evaluation, Plan, Run
 from qerl.plan.shortcuts import shortened
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.benches import RolloutBench
+from qerl.settings.config import Config
+from qerl.settings.models import LocalModel
+from qerl.settings.reading import read_yaml
 
 #: It names files, whose names have at most 255 bytes with what is appended to it.
 _LONGEST_ID = 200

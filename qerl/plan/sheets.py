@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.config import CalibrationSettings, Config, Recipe, RolloutBench, RunSettings, StepBench
 from qerl.results.printed import figures_fed, tables_fed
+from qerl.settings.benches import RolloutBench, StepBench
+from qerl.settings.config import Config
+from qerl.settings.models import CalibrationSettings, Recipe
+from qerl.settings.run import RunSettings
 
 
 @dataclass(frozen=True)

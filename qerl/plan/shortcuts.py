@@ -8,8 +8,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from qerl.config import Config, DatasetSettings, LocalModel, RolloutBench, TaskSettings, harness_of, parse
 from qerl.plan.experiments import plain
+from qerl.settings.base import parse
+from qerl.settings.benches import RolloutBench
+from qerl.settings.config import Config
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import TaskSettings, harness_of
+from qerl.settings.models import LocalModel
 
 
 def shortened(config: Config) -> Config:

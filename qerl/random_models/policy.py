@@ -9,12 +9,12 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
-from qerl.config import AdapterSettings
-from qerl.models.policy import Policy, lora_config, use_own_modules
-from qerl.quant.formats import PACKED_FORMATS, nvfp4_global_scale, quantize
-from qerl.quant.linear import PackedLinear
+from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
+from qerl.layers.packed_linear import PackedLinear
+from qerl.policy.policy import Policy, lora_config, use_own_modules
 from qerl.random_models.architectures import FUSED
 from qerl.random_models.checkpoint import model_config
+from qerl.settings.training import AdapterSettings
 
 #: Standard deviation of the weights: logits near those of a trained model, and hidden states that neither die nor
 #: explode.

@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.config import RunSettings
 from qerl.report import layout, paper, tables
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results import printed, readers
 from qerl.results.intervals import METHOD
 from qerl.results.printed import Cell
+from qerl.settings.run import RunSettings
 
 CAPTIONS = {
     "accuracy": "Accuracy by weight format and training (the paper's Tables 1 and 2)",

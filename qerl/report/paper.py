@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl.config import RunSettings
 from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
 from qerl.results.intervals import (
     Interval,
@@ -27,6 +26,7 @@ from qerl.results.names import KEY, variant, weights_name
 from qerl.results.printed import MODELS, TABLES, Asked, Cell
 from qerl.results.readers import ResultError
 from qerl.results.schema.stored import OK, Run
+from qerl.settings.run import RunSettings
 
 #: The data sets of the paper's average (Table 2).
 AVERAGED = ("math500", "aime24", "aime25", "amc23")

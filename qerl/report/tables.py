@@ -14,13 +14,13 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.config import Recipe, WeightFormat
 from qerl.report.formatting import latex, present
 from qerl.report.pages import page
 from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.results.names import KEY, weights_name
 from qerl.results.readers import ResultError
 from qerl.results.schema.stored import OK
+from qerl.settings.models import Recipe, WeightFormat
 
 NOT_RUN = "not run"
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"

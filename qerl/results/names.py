@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qerl.config import Recipe
+from qerl.settings.models import Recipe
 
 #: What identifies an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]

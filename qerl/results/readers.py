@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 import pandas as pd
 from pydantic import ValidationError
 
-from qerl.config_errors import sentence
 from qerl.results.names import KEY, training_name, variant, weights_name
 from qerl.results.schema.stored import (
     OK,
@@ -29,6 +28,7 @@ from qerl.results.schema.stored import (
     Stored,
     Task,
 )
+from qerl.settings.errors import sentence
 
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished")

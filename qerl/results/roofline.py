@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qerl.quant.formats import tensor_specs
+from qerl.formats.codecs import tensor_specs
 from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 
 _BF16 = 2
@@ -31,8 +31,8 @@ def mean_context(prompt: int, tokens: int) -> float:
 def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
     """Bytes of one decode step by what they are; `context`: tokens in the cache of each sequence before it.
 
-    Packed weights as `qerl.quant` stores them, scales and tables included (NF4 with double quantization); all else in
-    bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
+    Packed weights as `qerl.quantize` stores them, scales and tables included (NF4 with double quantization);
+    all else in bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
     """
     hidden, layers, heads, kv_heads, _, vocabulary, _ = ARCHITECTURES[size]
     narrow = hidden // heads * kv_heads

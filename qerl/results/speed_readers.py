@@ -10,11 +10,11 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.config import WeightFormat
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.results.readers import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
 from qerl.results.schema.speed import ENGINES, Decode, GrpoStep, StepSeconds
+from qerl.settings.models import WeightFormat
 
 _GB = 1e9
 #: What a file of decode points is told by, beside its size and lengths.

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from qerl.provenance import put
+from qerl.provenance.files import put
 
 KEEP = 2
 _DIGEST = hashlib.sha256().digest_size

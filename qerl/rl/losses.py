@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.config import LossSettings
+from qerl.settings.training import LossSettings
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from qerl.config import RunSettings, UserError
 from qerl.data.answers import extract, stated
-from qerl.progress import log
-from qerl.rl.collect import Group, Rollout, Task
+from qerl.host.progress import log
+from qerl.rl.rollouts import Group, Rollout, Task
+from qerl.settings.base import UserError
+from qerl.settings.run import RunSettings
 
 #: So many steps in a row without a difference in reward are said to teach nothing.
 PATIENCE = 3

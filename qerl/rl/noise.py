@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.config import NoiseSettings
 from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm
 from qerl.rl.noise_schedule import sigma
+from qerl.settings.training import NoiseSettings
 
 
 def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> torch.Tensor:

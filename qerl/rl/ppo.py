@@ -1,6 +1,6 @@
 """Proximal policy optimization with a value function: advantages and the value's loss. N sequences, T tokens.
 
-The policy's side is `qerl.rl.losses.policy_loss` with advantages [N, T]; the values come from `qerl.models.value`.
+The policy's side is `qerl.rl.losses.policy_loss` with advantages [N, T]; the values come from `qerl.rl.value`.
 """
 
 from __future__ import annotations

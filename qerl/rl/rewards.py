@@ -7,10 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
-from qerl.config import AnswerForm, RecordFormat, RewardSettings
 from qerl.data.answers import is_correct, well_formed
 from qerl.data.records import Problem
-from qerl.userfunction import call
+from qerl.host.plugins import call
+from qerl.settings.data import AnswerForm, RecordFormat
+from qerl.settings.reward import RewardSettings
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,28 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from qerl.config import UNDECIDING, RunSettings, parse
+from qerl.checkpoints.context import usable_length
+from qerl.checkpoints.folder import check_checkpoint
+from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import META, split_file
-from qerl.inputs import hash_of, model_files
-from qerl.measure import peak_memory_bytes, seconds
-from qerl.models.card import Base
-from qerl.models.checkpoint import check_checkpoint
-from qerl.models.context import usable_length
-from qerl.models.policy import Policy, trained_in_full, weight_bytes, with_adapter
-from qerl.models.value import add_value
-from qerl.progress import log
-from qerl.provenance import code_version, flush, stamp, write_json, write_text
+from qerl.host.plugins import source_version
+from qerl.host.profiling import peak_memory_bytes, seconds
+from qerl.host.progress import log
+from qerl.policy.card import Base
+from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapter
+from qerl.provenance.code_version import code_version
+from qerl.provenance.files import flush, write_json, write_text
+from qerl.provenance.stamp import stamp
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
-from qerl.rl.collect import Collector, Task
+from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.no_signal import report
-from qerl.rl.processes import Processes, run_in_processes
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.trainer import Trainer
-from qerl.rollout.make import make_sampler
-from qerl.userfunction import source_version
+from qerl.rl.value import add_value
+from qerl.rollout.factory import make_sampler
+from qerl.settings.base import parse
+from qerl.settings.run import UNDECIDING, RunSettings
 
 METRICS = "metrics.jsonl"
 
@@ -83,7 +86,8 @@ def _state_folder(settings: RunSettings, checkpoint: Path, data: Path, work: Pat
 def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
     """Train the run `row` (id, experiment, arm, varied, settings) and write what came of it to `out`.
 
-    `work` survives a killed run: the next one goes on from there. Callers keep it to themselves (`qerl.lease.alone`).
+    `work` survives a killed run: the next one goes on from there. Callers keep it to themselves
+    (`qerl.host.gpu_lease.alone`).
     Results appear in `out` only when all is done, or, with `on_failure: row`, when the run is out of memory or over
     `time_limit` (hours).
     """

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from qerl.config import RunSettings
-from qerl.measure import peak_memory_bytes, seconds
-from qerl.models.policy import Policy
-from qerl.progress import log, track
-from qerl.provenance import write_text
-from qerl.rl.batches import Sample
+from qerl.host.profiling import peak_memory_bytes, seconds
+from qerl.host.progress import log, track
+from qerl.policy.policy import Policy
+from qerl.provenance.files import write_text
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.collect import Collector
+from qerl.rl.data_parallel import Processes
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.no_signal import Watch
 from qerl.rl.noise import Noise
-from qerl.rl.processes import Processes
+from qerl.rl.rollouts import Collector
+from qerl.rl.sequence_packing import Sample
 from qerl.rl.update import Updater
+from qerl.settings.run import RunSettings
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
 

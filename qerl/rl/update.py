@@ -12,16 +12,16 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from qerl.config import RunSettings
-from qerl.models.dropout import set_keys
-from qerl.models.policy import Policy
-from qerl.models.value import is_value, value_adapter, values
-from qerl.rl.batches import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
+from qerl.layers.dropout import set_keys
+from qerl.policy.policy import Policy
+from qerl.rl.activation_checkpointing import Recomputation
+from qerl.rl.data_parallel import Processes
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss
-from qerl.rl.memory import Recomputation
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
-from qerl.rl.processes import Processes
+from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.update_stats import UpdateStats
+from qerl.rl.value import is_value, value_adapter, values
+from qerl.settings.run import RunSettings
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:

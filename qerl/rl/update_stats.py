@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from qerl.rl.processes import Processes
+from qerl.rl.data_parallel import Processes
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qerl.models.policy import Policy
+from qerl.policy.policy import Policy
 
 
 @dataclass(frozen=True)

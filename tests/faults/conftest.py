@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import rules
-from qerl.config import DatasetSettings, Generated, RunSettings, parse
+from qerl.cli import rules
 from qerl.data.sources import prepare
+from qerl.settings.base import parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import merged
+from qerl.settings.config import merged
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import Tree, copy_tree
 

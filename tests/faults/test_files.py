@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import api, cli
-from qerl.config import ConfigError
+from qerl import api
+from qerl.checkpoints.folder import CheckpointError as BaseError
+from qerl.cli import commands as cli
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
-from qerl.models.checkpoint import CheckpointError as BaseError
-from qerl.models.export import export
-from qerl.models.policy import load_policy
-from qerl.provenance import check_writable, write_json
+from qerl.policy.export import export
+from qerl.policy.policy import load_policy
+from qerl.provenance.files import check_writable, write_json
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
+from qerl.settings.base import ConfigError
 
 from .conftest import forked, ordinary_user, read_rows, untimed
 

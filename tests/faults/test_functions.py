@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl import cli
-from qerl.config import ConfigError, RewardSettings
+from qerl.cli import commands as cli
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, reward_parts
+from qerl.settings.base import ConfigError
+from qerl.settings.reward import RewardSettings
 
 from .conftest import REWARD, read_rows
 

@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, ConfigError, DatasetSettings, Generated, VllmSettings
 from qerl.data.sources import prepare
-from qerl.models.policy import with_adapter
-from qerl.provenance import check_clock
+from qerl.policy.policy import with_adapter
+from qerl.provenance.files import check_clock
 from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.vllm_server import VllmServerSampler
+from qerl.rollout.vllm.server import VllmServerSampler
+from qerl.settings.base import ConfigError
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.rollout import VllmSettings
+from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_qwen2
 
 from .conftest import forked, untimed
@@ -112,7 +115,7 @@ def test_files_of_the_future_are_refused_and_the_sentence_mends_it(tmp_path):
 
 # --- two at once -----------------------------------------------------------------------------------------------------
 
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.lease import alone\n"
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.host.gpu_lease import alone\n"
 HOLD += "with alone(Path(sys.argv[1])):\n    print('has it', flush=True)\n    time.sleep(60)\n"
 
 

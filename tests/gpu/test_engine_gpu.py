@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from qerl.kernels import reference
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
 from qerl.kernels.slots import IDLE, DecodeState, SamplingState
-from qerl.models.policy import with_adapter
+from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.engine import EngineSampler
-from qerl.rollout.make import make_sampler
+from qerl.rollout.engine.cuda_graphs import bucket_of
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.steps import bucket_of
+from qerl.settings.rollout import EngineSettings, NativeSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_llama, tiny_qwen3
 
 pytest.importorskip("triton", reason="Triton isn't installed")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl.rl import tiled
+from qerl.layers import linear_logprobs
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -55,11 +55,11 @@ def relative(a, b):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_and_gradients(monkeypatch, dtype, keep, tile, rows, vocabulary, shape, temperature):
-    monkeypatch.setattr(tiled, "ROWS", tile[0])
-    monkeypatch.setattr(tiled, "COLUMNS", tile[1])
+    monkeypatch.setattr(linear_logprobs, "ROWS", tile[0])
+    monkeypatch.setattr(linear_logprobs, "COLUMNS", tile[1])
     scale, tolerance = SHAPES[shape]
     hidden, head, targets, weights = case(dtype, rows, vocabulary, scale)
-    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets, temperature, keep)
+    logprobs, entropy = linear_logprobs.logprobs_and_entropy(hidden, head, targets, temperature, keep)
     chosen, spread, probabilities = statistics(rounded_logits(hidden, head, dtype) / temperature, targets)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), chosen, rtol=0, atol=tolerance)
@@ -125,7 +125,7 @@ def test_a_head_of_another_dtype_and_float64(hidden_dtype, head_dtype, tolerance
     """A float32 head is that of full fine-tuning; float64 goes through PyTorch."""
     hidden, head, targets, weights = case(hidden_dtype, 100, 3001, SHAPES["usual"][0])
     head = head.detach().to(head_dtype).requires_grad_()
-    logprobs, _ = tiled.logprobs_and_entropy(hidden, head, targets, 0.7)
+    logprobs, _ = linear_logprobs.logprobs_and_entropy(hidden, head, targets, 0.7)
     chosen, _, probabilities = statistics(rounded_logits(hidden, head, hidden_dtype) / 0.7, targets)
     torch.testing.assert_close(logprobs.double(), chosen, rtol=0, atol=1e-5)
     found = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
@@ -137,16 +137,18 @@ def test_a_head_of_another_dtype_and_float64(hidden_dtype, head_dtype, tolerance
 
 
 def test_no_float32_tensor_of_the_size_of_a_tile_is_made():
-    hidden, head, targets, weights = case(torch.bfloat16, 2 * tiled.ROWS + 5, 2 * tiled.COLUMNS + 7, 2.0**-4)
+    hidden, head, targets, weights = case(
+        torch.bfloat16, 2 * linear_logprobs.ROWS + 5, 2 * linear_logprobs.COLUMNS + 7, 2.0**-4
+    )
     head.requires_grad_(False)
 
     def both_ways():
-        logprobs, _ = tiled.logprobs_and_entropy(hidden, head, targets)
+        logprobs, _ = linear_logprobs.logprobs_and_entropy(hidden, head, targets)
         torch.autograd.grad((logprobs * weights).sum(), hidden)
 
     both_ways()  # cuBLAS takes its workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     both_ways()
-    tile = tiled.ROWS * tiled.COLUMNS * torch.bfloat16.itemsize
+    tile = linear_logprobs.ROWS * linear_logprobs.COLUMNS * torch.bfloat16.itemsize
     assert torch.cuda.max_memory_allocated() - before < 1.25 * tile

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qerl.kernels.dense import BitsandbytesLinear
-from qerl.kernels.protocol import fuse
-from qerl.quant.formats import Packed, dequantize, quantize
-from qerl.quant.linear import PackedLinear
+from qerl.formats.codecs import Packed, dequantize, quantize
+from qerl.layers.dense_linear import BitsandbytesLinear
+from qerl.layers.fused_linear import fuse
+from qerl.layers.packed_linear import PackedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.config import NativeSettings
 from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.prompts import PromptRow, pack
-from qerl.models.attention import Packing
 from qerl.random_models.policy import random_policy
-from qerl.rollout.engine import EngineSampler
-from qerl.rollout.prefill import bucket_of
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import NativeSettings
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -127,8 +127,8 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
 
 
 def test_a_graph_follows_adapters_and_noise_as_they_are_now(policy):
-    from qerl.config import NoiseSettings
     from qerl.rl.noise import Noise
+    from qerl.settings.training import NoiseSettings
 
     sampler, params, prompts = sampler_of(policy), SamplingParams(max_tokens=4, seed=1), prompts_of(100, 3)
     clean = sampler.generate(prompts, params)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qerl.models import packed_attention
-from qerl.models.packed_attention import rotate
+from qerl.layers import packed_attention
+from qerl.layers.packed_attention import rotate
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.test_packing import samples

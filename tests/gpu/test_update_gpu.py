@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qerl.config import AdapterSettings
-from qerl.measure import allocatable_bytes
-from qerl.models.attention import Packing, attend
-from qerl.models.policy import with_adapter
+from qerl.host.profiling import allocatable_bytes
+from qerl.kernels.packed_sequences import Packing
+from qerl.layers import linear_logprobs
+from qerl.layers.attention import attend
+from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
-from qerl.rl import tiled
-from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rl.memory import USABLE, Recomputation, kept_bytes
+from qerl.rl.activation_checkpointing import USABLE, Recomputation, kept_bytes
+from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rollout.sampler import Completion
+from qerl.settings.training import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -141,9 +142,12 @@ def test_log_probabilities_take_the_memory_of_a_tile():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets)
+    logprobs, entropy = linear_logprobs.logprobs_and_entropy(hidden, head, targets)
     (found,) = torch.autograd.grad(logprobs.sum(), hidden)
-    assert torch.cuda.max_memory_allocated() - before < 5 * 4 * tiled.ROWS * tiled.COLUMNS + 4 * hidden.numel()
+    assert (
+        torch.cuda.max_memory_allocated() - before
+        < 5 * 4 * linear_logprobs.ROWS * linear_logprobs.COLUMNS + 4 * hidden.numel()
+    )
     wide = hidden[:256].detach().double().requires_grad_()
     full = torch.log_softmax(wide @ head.double().T, -1)
     exact = full[torch.arange(256), targets[:256]]

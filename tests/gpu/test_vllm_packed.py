@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, NoiseSettings, VllmSettings
-from qerl.models.checkpoint import weights_format_of
-from qerl.models.policy import with_adapter
+from qerl.checkpoints.folder import weights_format_of
+from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import VllmSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
 
 pytest.importorskip("vllm", reason="vLLM isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,7 +46,7 @@ def kl(policy, groups):
 
 
 def test_the_engine_follows_the_policy_through_syncs_and_sleep(policy):
-    from qerl.rollout.vllm import VllmSampler
+    from qerl.rollout.vllm.in_process import VllmSampler
 
     # vLLM lets one engine a process sleep.
     sleep = weights_format_of(Path(policy.lm.config.name_or_path)) == "nvfp4"

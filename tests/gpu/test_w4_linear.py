@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.config import AdapterSettings
-from qerl.kernels import tiles as layout
+from qerl.formats import tiles as layout
+from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.kernels.unpack import dense
-from qerl.quant.formats import dequantize, nvfp4_global_scale, quantize
-from qerl.quant.linear import PackedLinear
+from qerl.layers.packed_linear import PackedLinear
+from qerl.settings.training import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,8 +44,8 @@ def layers_of(kind, size, weights_format):
 def with_lora(layers, rank):
     from peft import LoraConfig, inject_adapter_in_model
 
-    from qerl.models.policy import POLICY_ADAPTER
-    from qerl.quant.lora import register_lora
+    from qerl.layers.adapters import POLICY_ADAPTER
+    from qerl.layers.lora import register_lora
 
     names = [name for name, _ in layers.named_children()]
     # PEFT reads the device from a model's first parameter; packed layers have buffers alone.
@@ -83,7 +83,7 @@ def reference(layers, weights, x, kind, before):
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (LARGE, (16, 64))], ids=["small", "7b"])
 def test_products_are_those_of_float64(kind, weights_format, size, ranks):
-    from qerl.kernels.linear import W4Linear
+    from qerl.layers.w4_linear import W4Linear
 
     for rank in ranks:
         layers = layers_of(kind, size, weights_format)
@@ -109,7 +109,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
 @pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20)])
 def test_a_row_does_not_depend_on_the_others(rows):
     """Of the same variant: what a bucket of the engine needs."""
-    from qerl.kernels.linear import W4Linear
+    from qerl.layers.w4_linear import W4Linear
 
     many, few = rows
     product = W4Linear(list(with_lora(layers_of("o", LARGE, "nvfp4"), 16).children()))
@@ -132,7 +132,7 @@ def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format):
 
 def test_few_and_many_rows_in_turn_leave_nothing_behind():
     """The launches share memory for sums; one variant's must not reach the next."""
-    from qerl.kernels.linear import W4Linear
+    from qerl.layers.w4_linear import W4Linear
 
     layers = with_lora(layers_of("qkv", SMALL, "nvfp4"), AdapterSettings().rank)
     weights = [dequantize(layer.base_layer.packed, torch.float32) for layer in layers.children()]

@@ -11,16 +11,17 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl.config import CalibrationSettings, DatasetSettings, Generated
+from qerl.checkpoints.folder import check_checkpoint, weights_format_of
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_split
-from qerl.models.checkpoint import check_checkpoint, weights_format_of
-from qerl.models.loading import load_model
-from qerl.quant.awq import Calibration, _modifier, calibration_ids, equalise
-from qerl.quant.linear import PackedLinear
-from qerl.quant.packing import SCHEMES
-from qerl.quant.quantize import quantization_report, quantize_checkpoint
+from qerl.layers.packed_linear import PackedLinear
+from qerl.policy.loading import load_model
+from qerl.quantize.awq import Calibration, _modifier, calibration_ids, equalise
+from qerl.quantize.quantize import quantization_report, quantize_checkpoint
+from qerl.quantize.writer import SCHEMES
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.models import CalibrationSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
 BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}

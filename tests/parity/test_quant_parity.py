@@ -17,14 +17,14 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from qerl.models.checkpoint import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
-from qerl.models.loading import load_model
-from qerl.quant import FormatError
-from qerl.quant.formats import PACKED_FORMATS, dequantize, from_checkpoint, nvfp4_global_scale, quantize, to_checkpoint
-from qerl.quant.linear import PackedLinear, dense_weights
-from qerl.quant.nf4 import STATE_NAME
-from qerl.quant.packing import SCHEMES
-from qerl.quant.quantize import quantization_report, quantize_checkpoint
+from qerl.checkpoints.folder import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
+from qerl.formats.codecs import PACKED_FORMATS, dequantize, from_checkpoint, nvfp4_global_scale, quantize, to_checkpoint
+from qerl.formats.errors import FormatError
+from qerl.formats.nf4 import STATE_NAME
+from qerl.layers.packed_linear import PackedLinear, dense_weights
+from qerl.policy.loading import load_model
+from qerl.quantize.quantize import quantization_report, quantize_checkpoint
+from qerl.quantize.writer import SCHEMES
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
 LIBRARY = {

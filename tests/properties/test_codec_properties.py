@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
 
-from qerl.config import GROUP_SIZE
-from qerl.models.checkpoint import CheckpointError
-from qerl.quant import FormatError
-from qerl.quant.formats import (
+from qerl.checkpoints.folder import CheckpointError
+from qerl.formats.codecs import (
     PACKED_FORMATS,
     Packed,
     bits_per_weight,
@@ -25,8 +23,10 @@ from qerl.quant.formats import (
     tensor_specs,
     to_checkpoint,
 )
-from qerl.quant.nf4 import STATE_NAME, read_state
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.formats.errors import FormatError
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.nf4 import STATE_NAME, read_state
+from qerl.quantize.quantize import quantize_checkpoint
 from tests.parity.test_quant_parity import LIBRARY, assert_bits_equal, library_fp4
 from tests.properties.values import refused_in_one_sentence
 from tests.tiny import tiny_qwen2

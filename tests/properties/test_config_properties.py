@@ -10,23 +10,15 @@ import yaml
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from qerl.config import (
-    Config,
-    ConfigError,
-    DatasetSettings,
-    Experiment,
-    RunFile,
-    RunSettings,
-    Settings,
-    TaskSettings,
-    merged,
-    parse,
-    parse_yaml,
-    read_yaml,
-)
 from qerl.data.by_hand import parse_run
-from qerl.lock import read_lock
+from qerl.data.hub_lock import read_lock
 from qerl.plan import nested, plan, plan_from
+from qerl.settings.base import ConfigError, Settings, parse
+from qerl.settings.config import Config, Experiment, merged
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import TaskSettings
+from qerl.settings.reading import parse_yaml, read_yaml
+from qerl.settings.run import RunFile, RunSettings
 from tests.properties.values import keys, refused_in_one_sentence, texts, values
 
 MINI = Path(__file__).parents[2] / "config/mini.yaml"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from qerl.config import DatasetSettings, Generated, LocalData
 from qerl.data.answers import is_correct, well_formed
 from qerl.data.arithmetic import generate
 from qerl.data.records import DataError, detect_format, parse_record, question_id
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_split
+from qerl.settings.data import DatasetSettings, Generated, LocalData
 from tests.properties.values import refused_in_one_sentence, texts, values
 
 FORMATS = ["gsm8k", "math", "aime"]

@@ -15,18 +15,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from qerl.config import AdapterSettings, Config, ConfigError, HubData, RunFile, parse, parse_yaml, read_yaml
+from qerl.checkpoints.folder import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
 from qerl.data.hub import hub_files
+from qerl.data.hub_lock import read_lock
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import check_problem_file
-from qerl.lock import read_lock
-from qerl.models.checkpoint import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
-from qerl.models.export import export
-from qerl.models.loading import load_model, load_tokenizer
-from qerl.models.policy import load_policy, with_adapter
 from qerl.plan import plan_from
+from qerl.policy.export import export
+from qerl.policy.loading import load_model, load_tokenizer
+from qerl.policy.policy import load_policy, with_adapter
 from qerl.rl.checkpoint import Checkpoints
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.data import HubData
+from qerl.settings.reading import parse_yaml, read_yaml
+from qerl.settings.run import RunFile
+from qerl.settings.training import AdapterSettings
 from tests.properties.values import refused_in_one_sentence, values
 from tests.tiny import edit_config, tiny_qwen2
 
@@ -376,7 +381,7 @@ def test_a_pickle_is_no_file_of_problems(tmp_path, canary, suffix):
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 #: Where code of the user is imported, and where this package imports itself.
-IMPORTERS = {"qerl/userfunction.py", "qerl/__init__.py"}
+IMPORTERS = {"qerl/host/plugins.py", "qerl/__init__.py"}
 
 
 def dotted(node: ast.expr) -> str:

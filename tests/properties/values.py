@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
-from qerl.config import ConfigError
+from qerl.checkpoints.folder import CheckpointError
 from qerl.data.records import DataError
-from qerl.models.checkpoint import CheckpointError
-from qerl.quant import FormatError
+from qerl.formats.errors import FormatError
+from qerl.settings.base import ConfigError
 
 #: What pydantic says, which no user has to know of.
 PHRASES = (

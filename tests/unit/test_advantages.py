@@ -5,7 +5,7 @@ import torch
 
 from qerl.data.records import Problem
 from qerl.rl.advantages import differ, group_advantages
-from qerl.rl.collect import Group
+from qerl.rl.rollouts import Group
 
 #: A reward, and how many times: means that float32 rounds away from the reward.
 EQUAL = [(0.1, 8), (42.1, 6), (1000.1, 8), (-0.3, 6), (1 / 3, 7), (0.0, 4)]

@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 import qerl
-from qerl.config import ConfigError, RunFile, TaskSettings, parse
+from qerl.checkpoints.folder import CheckpointError, weights_format_of
 from qerl.data.by_hand import parse_run
 from qerl.data.records import DataError
 from qerl.data.sources import prepare
-from qerl.models.checkpoint import CheckpointError, weights_format_of
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.evaluation import TaskSettings
+from qerl.settings.run import RunFile
 from tests.tiny import edit_config, tiny_qwen2
 
 SETTINGS = {
@@ -62,7 +64,8 @@ def packed(model, tmp_path_factory):
 
 
 def test_import_is_free_of_torch():
-    code = "import sys, qerl, qerl.config, qerl.cli; assert callable(qerl.train); assert 'torch' not in sys.modules"
+    code = "import sys, qerl, qerl.settings.config, qerl.cli.commands\n"
+    code += "assert callable(qerl.train); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -95,7 +98,7 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
 
 
 def test_only_a_base_that_is_the_hubs_own_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.models.base.fetch_model", lambda *_: model)
+    monkeypatch.setattr("qerl.prepare.base_checkpoint.fetch_model", lambda *_: model)
     commit = "0" * 40
     for weights, revision, base in (
         ("bf16", f"@{commit}", ["org/name", commit]),
@@ -257,7 +260,7 @@ def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.models.base.link_checkpoint", kill)
+        patch.setattr("qerl.prepare.base_checkpoint.link_checkpoint", kill)
         with pytest.raises(KeyboardInterrupt):
             qerl.train(values)
     run = qerl.Run(whole.folder.parent / "run")

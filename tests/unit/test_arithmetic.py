@@ -2,10 +2,10 @@ import re
 
 import pytest
 
-from qerl.config import Generated
 from qerl.data.answers import extract, is_correct, well_formed
 from qerl.data.arithmetic import generate
 from qerl.data.records import detect_format, parse_record
+from qerl.settings.data import Generated
 
 SMALL = Generated(train=600, validation=50, test=50)
 FORMATS = ["gsm8k", "math", "aime"]

@@ -9,11 +9,13 @@ import pytest
 from qerl.bench import step
 from qerl.bench.rollout import bench_rollout
 from qerl.bench.step import bench_step
-from qerl.config import DatasetSettings, RolloutBench, StepBench, parse
 from qerl.data.sources import prepare
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.report import paper, tables
 from qerl.results import readers
+from qerl.settings.base import parse
+from qerl.settings.benches import RolloutBench, StepBench
+from qerl.settings.data import DatasetSettings
 from tests.tiny import tiny_qwen2
 from tests.unit.synthetic_results import rollout_point, step_point
 

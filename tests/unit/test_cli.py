@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import qerl
-from qerl import cli
-from qerl.progress import configure_logging
+from qerl.cli import commands as cli
+from qerl.host.progress import configure_logging
 from tests.tiny import tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ def test_the_installed_command_imports_from_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text("def value():\n    return 7\n")
     (tmp_path / "pydantic.py").write_text("raise SystemExit('hidden')\n")
     (tmp_path / "bin").mkdir()
-    code = "from qerl.userfunction import load\nimport pydantic\nprint(load('mine:value')())\n"
+    code = "from qerl.host.plugins import load\nimport pydantic\nprint(load('mine:value')())\n"
     (tmp_path / "bin/qerl").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "bin/qerl")]
@@ -230,7 +230,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, 
     model, out = str(folder / "model"), str(tmp_path / "evaluated")
     commands = {
         "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
-        "qerl.models.base.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
+        "qerl.prepare.base_checkpoint.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
         "qerl.evals.job.evaluate": ("eval", str(folder / "run"), "--max-tokens", "2", "--repeats", "1", "--out", out),
     }
     for within, command in commands.items():

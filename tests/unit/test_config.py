@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl import config, reference, userfunction
 from qerl.bench.grid import jobs
-from qerl.config import Config, ConfigError, EvaluationSettings, RunSettings, Settings, parse
+from qerl.cli import config_reference
+from qerl.host import plugins
 from qerl.plan import plan
+from qerl.settings import config
+from qerl.settings.base import ConfigError, Settings, parse
+from qerl.settings.config import Config
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.run import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,18 +27,18 @@ def test_every_configuration_of_the_repository_is_valid(file):
     assert planned.runs or jobs(planned.config.shapes)
     for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
-        userfunction.check(function, "reward.function")
+        plugins.check(function, "reward.function")
 
 
 def test_the_reference_page_is_made_from_the_settings():
-    assert (ROOT / "config/README.md").read_text() == reference.markdown(), "run `qerl keys > config/README.md`"
+    assert (ROOT / "config/README.md").read_text() == config_reference.markdown(), "run `qerl keys > config/README.md`"
 
 
 def test_the_reference_page_knows_every_settings_class():
     classes = {
         c for c in vars(config).values() if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
     }
-    assert set(reference.SECTIONS) == classes
+    assert set(config_reference.SECTIONS) == classes
 
 
 RUN = {"model": "m", "dataset": "d"}

@@ -5,20 +5,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import (
-    Config,
-    ConfigError,
-    DatasetSettings,
-    EvaluationSettings,
-    Experiment,
-    LockedRepo,
-    RunFile,
-    RunSettings,
-    StepGrid,
-    parse,
-    parse_yaml,
-)
 from qerl.plan import plan, plan_from
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.benches import StepGrid
+from qerl.settings.config import Config, Experiment
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.models import LockedRepo
+from qerl.settings.reading import parse_yaml
+from qerl.settings.run import RunFile, RunSettings
 from tests.properties.values import PHRASES
 
 MINI = Path(__file__).parents[2] / "config/mini.yaml"

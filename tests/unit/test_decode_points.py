@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.bench import decode, decode_hf, decode_points, decode_ranks, decode_vllm
 from qerl.bench.ceilings import ceilings, gpu_state, parse_state
-from qerl.config import ConfigError
-from qerl.measure import Seconds
-from qerl.models.policy import weight_bytes
+from qerl.host.profiling import Seconds
+from qerl.policy.policy import weight_bytes
 from qerl.random_models.policy import random_policy
+from qerl.settings.base import ConfigError
 
 WORK = {"size": "TINY", "rank": 4, "prompt": 4, "tokens": 5}
 SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl.models.dropout import KeyedDropout, set_keys
+from qerl.layers.dropout import KeyedDropout, set_keys
 
 FEATURES = 64
 PIECES = {(0, 1, 0, 99): 40, (0, 1, 1, 0): 100, (0, 1, 1, 1): 60}

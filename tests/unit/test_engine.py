@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, ConfigError, NativeSettings, NoiseSettings
-from qerl.models.policy import load_policy, trained_in_full, with_adapter
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.policy.policy import load_policy, trained_in_full, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
-from qerl.rollout import schedule
-from qerl.rollout.engine import EngineSampler
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine import scheduler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import NativeSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -157,9 +159,9 @@ def test_one_token_needs_no_step(policy):
 def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
     interrupted = []
-    interrupt = schedule.Scheduler._interrupt
+    interrupt = scheduler.Scheduler._interrupt
     monkeypatch.setattr(
-        schedule.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
+        scheduler.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
     )
     params = SamplingParams(max_tokens=100, count=2, seed=3)
     plenty = sampler_of(policy).generate(PROMPTS, params)
@@ -243,7 +245,7 @@ def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(schedule.Scheduler, "_collect", fails)
+        patch.setattr(scheduler.Scheduler, "_collect", fails)
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(PROMPTS, params)
     assert sampler.generate(PROMPTS, params) == expected

@@ -11,19 +11,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from qerl.config import (
-    ConfigError,
-    DatasetSettings,
-    EvaluationSettings,
-    Generated,
-    SamplingSettings,
-    TaskSettings,
-    parse,
-)
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.evaluation import EvaluationSettings, TaskSettings
+from qerl.settings.rollout import SamplingSettings
 
 PROBLEMS = 8
 HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}

@@ -8,13 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.config import DatasetSettings, EvaluationSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
 from qerl.evals.job import evaluate_policy
 from qerl.report import job
 from qerl.results import readers
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.train import train_run
+from qerl.settings.base import parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {

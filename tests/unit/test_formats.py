@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.config import GROUP_SIZE
-from qerl.quant import FormatError
-from qerl.quant.formats import (
+from qerl.formats.codecs import (
     PACKED_FORMATS,
     Packed,
     bits_per_weight,
@@ -18,7 +16,9 @@ from qerl.quant.formats import (
     tensor_specs,
     to_checkpoint,
 )
-from qerl.quant.nf4 import STATE_NAME
+from qerl.formats.errors import FormatError
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.nf4 import STATE_NAME
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -5,10 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qerl.kernels.protocol import fuse
-from qerl.quant.formats import PACKED_FORMATS, quantize
-from qerl.quant.linear import PackedLinear
-from qerl.quant.lora import register_lora
+from qerl.formats.codecs import PACKED_FORMATS, quantize
+from qerl.layers.fused_linear import fuse
+from qerl.layers.lora import register_lora
+from qerl.layers.packed_linear import PackedLinear
 
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import ConfigError
 from qerl.gates import speed
-from qerl.provenance import PACKAGE
+from qerl.provenance.code_version import PACKAGE
+from qerl.settings.base import ConfigError
 
 POLICY = Path("tests/fixtures/gates/policy")
 

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from qerl import cli
-from qerl.config import Config, ConfigError, parse, read_yaml
+from qerl.cli import commands as cli
 from qerl.gates.baselines import Baseline, any_baseline, machine_class, own_baseline, read_baseline, write_baseline
 from qerl.gates.job import accept, verdict_table, write_verdict
 from qerl.gates.judge import Baselines, judge, overall
@@ -22,6 +21,9 @@ from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdic
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
 from qerl.results.intervals import paired_ratio_interval
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.reading import read_yaml
 from tests.mutations import MUTATIONS, mutated
 from tests.vectors import vectors
 

@@ -8,9 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.bench.grid import jobs, measured_files, state
-from qerl.cli import app
-from qerl.config import Config, ConfigError, ShapesSettings, parse, read_yaml
+from qerl.cli.commands import app
 from qerl.plan import plan_from
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.benches import ShapesSettings
+from qerl.settings.config import Config
+from qerl.settings.reading import read_yaml
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}

@@ -9,11 +9,11 @@ from transformers import AutoTokenizer
 from qerl.bench import grpo_step
 from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, shape_name, text_reward
 from qerl.bench.versus import versus
-from qerl.config import ConfigError
 from qerl.random_models.tokenizer import write_tokenizer
 from qerl.rl import trainer
-from qerl.rl.collect import Collector
-from qerl.rollout.engine import EngineSampler
+from qerl.rl.rollouts import Collector
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.settings.base import ConfigError
 
 WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 2}
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from qerl.bench.grpo_step_work import Work
-from qerl.config import ConfigError
+from qerl.settings.base import ConfigError
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
 from qerl.bench import grpo_step_trl  # noqa: E402

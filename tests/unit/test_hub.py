@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import Config, DatasetSettings, EvaluationSettings, RunFile, parse, read_yaml
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_meta, read_records, read_split
 from qerl.plan import check_inputs, plan
+from qerl.settings.base import parse
+from qerl.settings.config import Config
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.reading import read_yaml
+from qerl.settings.run import RunFile
 from tests.hub_layouts import COMMIT, REPOSITORIES, SETTINGS, SOLVE_RATES, cached, settings
 
 BIG_MATH, RAW = "open-r1/Big-Math-RL-Verified-Processed", "SynthLabsAI/Big-Math-RL-Verified"
@@ -243,7 +248,7 @@ def test_a_lock_that_does_not_fit_is_an_error(locked, tmp_path, change, message)
 OFFLINE = """
 import sys
 from pathlib import Path
-from qerl.config import DatasetSettings, parse
+from qerl.settings.config import DatasetSettings, parse
 from qerl.data.records import DataError
 from qerl.data.sources import prepare
 from tests.hub_layouts import settings

@@ -6,8 +6,8 @@ from importlib import metadata
 import pytest
 
 from qerl import api
-from qerl.config import ConfigError
-from qerl.imports import check_installed, imports
+from qerl.host.imports import check_installed, imports
+from qerl.settings.base import ConfigError
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 import qerl
-from qerl import inputs
-from qerl.config import UNDECIDING, ConfigError, RunSettings
-from qerl.inputs import content_of, data_files, hash_of, model_files
-from qerl.lock import sha256_of
+from qerl.data import inputs
+from qerl.data.hub_lock import sha256_of
+from qerl.data.inputs import content_of, data_files, hash_of, model_files
+from qerl.settings.base import ConfigError
+from qerl.settings.run import UNDECIDING, RunSettings
 from tests.faults.conftest import untimed
 from tests.tiny import tiny_qwen2
 
@@ -167,7 +168,7 @@ def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monke
 
     killed.problems(first=100)
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.parts.put", kill)
+        patch.setattr("qerl.prepare.run_parts.put", kill)
         with pytest.raises(KeyboardInterrupt):
             killed.train()
     killed.problems(first=0)

@@ -6,9 +6,10 @@ from typing import get_args
 import pytest
 
 import qerl
-from qerl.config import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat, parse
 from qerl.data.answers import well_formed
 from qerl.data.by_hand import parse_run
+from qerl.settings.base import parse
+from qerl.settings.data import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat
 from tests.tiny import tiny_qwen2
 
 #: How a policy that does as it is told states 18, and what the instruction must name for that.

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import ConfigError
-from qerl.lease import alone, devices, lease
+from qerl.host.gpu_lease import alone, devices, lease
+from qerl.settings.base import ConfigError
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import os, sys, time
-from qerl.lease import lease
+from qerl.host.gpu_lease import lease
 
 sleep = time.sleep
 
@@ -68,7 +68,7 @@ def node(tmp_path, monkeypatch):
         (tmp_path / "pynvml.py").write_text(f"COUNT = {count}\n{NVML}")
         made = types.ModuleType("pynvml")
         exec((tmp_path / "pynvml.py").read_text(), vars(made))
-        monkeypatch.setattr("qerl.lease.pynvml", made)
+        monkeypatch.setattr("qerl.host.gpu_lease.pynvml", made)
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
 from qerl.data.prompts import check_template
 from qerl.data.records import DataError
-from qerl.models.checkpoint import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
-from qerl.models.loading import load_model, load_tokenizer
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.policy.loading import load_model, load_tokenizer
+from qerl.quantize.quantize import quantize_checkpoint
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
@@ -65,7 +65,7 @@ def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(folder):
 
 def test_the_cheap_check_imports_no_torch(folder):
     code = (
-        "import sys; from pathlib import Path; from qerl.models.checkpoint import check_checkpoint;"
+        "import sys; from pathlib import Path; from qerl.checkpoints.folder import check_checkpoint;"
         "check_checkpoint(Path(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

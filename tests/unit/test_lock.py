@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import Config, ConfigError, LockedRepo, parse
-from qerl.lock import check_pinned, read_lock, verify, with_locked_revisions
+from qerl.data.hub_lock import check_pinned, read_lock, verify, with_locked_revisions
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.models import LockedRepo
 
 ROOT = Path(__file__).parents[2]
 COMMIT = {"Qwen/tiny": "a" * 40, "org/sums": "b" * 40}

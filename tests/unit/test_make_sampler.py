@@ -5,10 +5,11 @@ import sys
 import pytest
 import torch
 
-from qerl.config import ConfigError, EngineSettings, VllmSettings
-from qerl.models.policy import load_policy
-from qerl.rollout.make import make_sampler
-from qerl.rollout.native import NativeSampler
+from qerl.policy.policy import load_policy
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.factory import make_sampler
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import EngineSettings, VllmSettings
 from tests.tiny import tiny_qwen2
 
 

@@ -5,13 +5,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl.config import DatasetSettings, Generated, PretrainSettings
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_split
-from qerl.models import miniature
-from qerl.models.miniature import PretrainError, pretrain
+from qerl.pretrain import miniature
+from qerl.pretrain.miniature import PretrainError, pretrain
 from qerl.rollout.sampler import Completion
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.models import PretrainSettings
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
 

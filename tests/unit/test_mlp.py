@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl.config import AdapterSettings
-from qerl.models.mlp import GatedMLP, fuse_mlps
-from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.layers.mlp import GatedMLP, fuse_mlps
+from qerl.policy.policy import load_policy, trained_in_full, with_adapter
+from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
 BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}

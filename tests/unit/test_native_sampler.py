@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, NoiseSettings
-from qerl.models.policy import load_policy, with_adapter
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.native import NativeSampler, draw
+from qerl.rollout.eager import NativeSampler, draw
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_qwen2
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]

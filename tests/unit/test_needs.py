@@ -8,12 +8,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from qerl import cli, costs
-from qerl.config import Config, ConfigError, parse
-from qerl.costs import SPEEDS, Costs, Hours, Work
-from qerl.needs import Needs, by_table
-from qerl.plan import plan
+from qerl.cli import commands as cli
+from qerl.plan import cost_model, plan
+from qerl.plan.cost_model import SPEEDS, Costs, Hours, Work
+from qerl.plan.paper_costs import Needs, by_table
 from qerl.results.printed import CURVE_FIGURES, NAMES, TABLES
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(3)
@@ -95,7 +96,7 @@ def test_hours_of_a_figure_are_those_of_its_runs(papers):
 
 
 def test_an_evaluation_costs_its_problems_times_repeats_at_their_longest(papers):
-    from qerl.needs import evaluation_work
+    from qerl.plan.paper_costs import evaluation_work
 
     drawn = [w.drawn for w in evaluation_work(papers, papers.evaluations["base-qwen2.5-14b-bf16"])]
     assert drawn == [n * repeats * 4096 for n, repeats in ((500, 4), (30, 32), (30, 32), (40, 32))]
@@ -129,7 +130,7 @@ def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
-    monkeypatch.setattr(costs, "SPEEDS", path)
+    monkeypatch.setattr(cost_model, "SPEEDS", path)
 
 
 def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path, papers):

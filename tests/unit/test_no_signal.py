@@ -6,11 +6,13 @@ from typing import get_args
 
 import pytest
 
-from qerl.config import AnswerForm, RecordFormat, RunSettings, parse
 from qerl.data.answers import extract, stated
 from qerl.data.records import Problem
-from qerl.rl.collect import Group, Rollout, Task
 from qerl.rl.no_signal import PATIENCE, NoSignalError, Watch, report
+from qerl.rl.rollouts import Group, Rollout, Task
+from qerl.settings.base import parse
+from qerl.settings.data import AnswerForm, RecordFormat
+from qerl.settings.run import RunSettings
 
 PROBLEM = Problem("1", "9 and 9?", None, "18")
 TASK = Task([PROBLEM], "gsm8k", "Be brief.")

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl import own
-from qerl.config import ConfigError
-from qerl.models.context import context_length
-from qerl.own import Traits, chosen, fitted, traits
-from qerl.plan import fitting, plan_from
+from qerl.checkpoints.context import context_length
+from qerl.plan import fitting, own_model, plan_from
+from qerl.plan.own_model import Traits, chosen, fitted, traits
+from qerl.settings.base import ConfigError
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +25,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(own, "devices", dict)
+    monkeypatch.setattr(own_model, "devices", dict)
 
 
 def test_traits_are_the_checkpoint_s(model, tmp_path):

@@ -18,11 +18,12 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
 
-from qerl.config import AdapterSettings
-from qerl.models import packed_attention
-from qerl.models.attention import NAME, Packing, packed_hidden
-from qerl.models.packed_attention import PackedAttention, fuse_attentions
-from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.kernels.packed_sequences import Packing
+from qerl.layers import packed_attention
+from qerl.layers.attention import NAME, packed_hidden
+from qerl.layers.packed_attention import PackedAttention, fuse_attentions
+from qerl.policy.policy import load_policy, trained_in_full, with_adapter
+from qerl.settings.training import AdapterSettings
 from tests.tiny import SHAPE, tiny_qwen2
 
 CPU = torch.device("cpu")

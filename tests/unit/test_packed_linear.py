@@ -9,10 +9,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl.models.loading import load_model
-from qerl.quant.formats import PACKED_FORMATS, dequantize, quantize
-from qerl.quant.linear import PackedLinear, dense_weights
-from qerl.quant.lora import LeanLoraLinear, products, register_lora
+from qerl.formats.codecs import PACKED_FORMATS, dequantize, quantize
+from qerl.layers.lora import LeanLoraLinear, products, register_lora
+from qerl.layers.packed_linear import PackedLinear, dense_weights
+from qerl.policy.loading import load_model
 from tests.tiny import tiny_qwen2
 
 ROWS, COLUMNS = 96, 128

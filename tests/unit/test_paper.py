@@ -9,13 +9,13 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from qerl.config import NoiseSettings
 from qerl.report import job, layout, paper, paper_figures
 from qerl.report.drawing import COLOURS
 from qerl.results import printed, readers
 from qerl.results.intervals import average_interval, ratio_interval
 from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
 from qerl.rl.noise_schedule import sigma
+from qerl.settings.training import NoiseSettings
 from tests.unit.synthetic_results import (
     rollout_point,
     step_point,

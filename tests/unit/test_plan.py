@@ -7,9 +7,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from qerl.config import Config, ConfigError, RunSettings, parse
 from qerl.plan import plan
-from qerl.sheet import UNMEASURED, sheet
+from qerl.plan.run_table import UNMEASURED, sheet
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.run import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -327,7 +329,7 @@ def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
 
 
 def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.costs.SPEEDS", tmp_path / "speeds.csv")
+    monkeypatch.setattr("qerl.plan.cost_model.SPEEDS", tmp_path / "speeds.csv")
     with pytest.raises(ConfigError, match=r"speeds.csv doesn't exist: .* run in a clone"):
         sheet(planned(values()), "h200")
 

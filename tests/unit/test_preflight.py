@@ -9,13 +9,14 @@ import yaml
 from typer.testing import CliRunner
 
 import qerl
-from qerl import cli
-from qerl.config import ConfigError, RolloutSettings, UserError, parse
+from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
-from qerl.models.loading import load_tokenizer
 from qerl.plan import check_engines, plan_from
-from qerl.rl.collect import Task
+from qerl.policy.loading import load_tokenizer
+from qerl.rl.rollouts import Task
+from qerl.settings.base import ConfigError, UserError, parse
+from qerl.settings.rollout import RolloutSettings
 from tests.tiny import tiny_qwen2
 
 CONTEXT = 256

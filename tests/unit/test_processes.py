@@ -9,14 +9,16 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
-from qerl import cli
-from qerl.config import ConfigError, DatasetSettings, Generated, RunSettings, parse
+from qerl.cli import commands as cli
 from qerl.data.sources import prepare
 from qerl.layers.noisy_norm import NoisyRMSNorm
-from qerl.models.policy import choose_device
-from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.processes import KilledError, Processes, run_in_processes
+from qerl.policy.policy import choose_device
+from qerl.quantize.quantize import quantize_checkpoint
+from qerl.rl.data_parallel import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {
@@ -108,7 +110,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
         killed = ProcessFailure(local_rank=1, pid=2, exitcode=-signal.SIGKILL, error_file="none")
         raise ChildFailedError("a run", {1: killed})
 
-    monkeypatch.setattr("qerl.rl.processes.elastic_launch", lambda *_: launch)
+    monkeypatch.setattr("qerl.rl.data_parallel.elastic_launch", lambda *_: launch)
     with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*goes on from its last checkpoint"):
         run_in_processes(2, fail, 1)
     monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.config import AdapterSettings, NativeSettings
+from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow, pack
-from qerl.models.attention import Packing
-from qerl.models.policy import with_adapter
-from qerl.rollout import schedule
-from qerl.rollout.engine import EngineSampler
-from qerl.rollout.prefill import BUCKETS, MOST_PROMPTS, bucket_of
+from qerl.policy.policy import with_adapter
+from qerl.rollout.engine import scheduler
+from qerl.rollout.engine.cuda_graphs import DecodeGraphs
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine.prefill import BUCKETS, MOST_PROMPTS, bucket_of
+from qerl.rollout.engine.transfer import Download
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.steps import DecodeGraphs
-from qerl.rollout.transfer import Download
+from qerl.settings.rollout import NativeSettings
+from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_qwen3
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_padding_changes_nothing(policy):
 @pytest.mark.parametrize("stops", [(), range(2, 18)])
 def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy, monkeypatch, stops):
     launched, waits, caught_up = [], [], []
-    run, catch_up = DecodeGraphs.run, schedule.Scheduler._catch_up
+    run, catch_up = DecodeGraphs.run, scheduler.Scheduler._catch_up
 
     class Watched(Download):
         arrived = False  # the device is as slow as can be
@@ -119,9 +120,9 @@ def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy,
         caught_up.append(len(waits))
         catch_up(self)
 
-    monkeypatch.setattr(schedule, "Download", Watched)
+    monkeypatch.setattr(scheduler, "Download", Watched)
     monkeypatch.setattr(DecodeGraphs, "run", counted)
-    monkeypatch.setattr(schedule.Scheduler, "_catch_up", noted)
+    monkeypatch.setattr(scheduler.Scheduler, "_catch_up", noted)
     sampler = EngineSampler(policy, NativeSettings(), 6)
     monkeypatch.setattr(policy.lm.generation_config, "eos_token_id", list(stops))
     sampler.generate([[5, 6], [7], [8, 9, 10]], SamplingParams(max_tokens=40, count=4, seed=1))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from qerl import __version__, provenance
+import qerl.provenance.code_version as code
+import qerl.provenance.files as files
+import qerl.provenance.stamp as stamps
+from qerl import __version__
 
-SCRIPT = "import sys; from qerl.provenance import code_version; print(code_version(sys.argv[1]))"
+SCRIPT = "import sys; from qerl.provenance.code_version import code_version; print(code_version(sys.argv[1]))"
 
 
 def version_in(folder: Path, module: str = "qerl.rl.losses") -> str:
@@ -20,7 +23,7 @@ def version_in(folder: Path, module: str = "qerl.rl.losses") -> str:
 
 @pytest.fixture
 def copy(tmp_path):
-    shutil.copytree(provenance.PACKAGE, tmp_path / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(code.PACKAGE, tmp_path / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
@@ -50,18 +53,18 @@ def test_a_changed_formula_changes_the_version(copy):
 
 def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
     before = version_in(copy, "qerl.rl.train")
-    edit(copy, "progress.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
+    edit(copy, "host/progress.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
     assert version_in(copy, "qerl.rl.train") == before
     edit(copy, "rl/advantages.py", "eps: float = 1e-4", "eps: float = 1e-6")
     assert version_in(copy, "qerl.rl.train") != before
 
 
 def test_a_kernel_counts_for_what_runs_it(copy):
-    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quant.quantize")
+    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quantize.quantize")
     edit(copy, "kernels/w4a16/tile_scheduler.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
     assert version_in(copy, "qerl.rl.train") != before[0]
     edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
-    assert version_in(copy, "qerl.quant.quantize") != before[1]
+    assert version_in(copy, "qerl.quantize.quantize") != before[1]
 
 
 def git(*arguments: str, folder: Path) -> str:
@@ -82,16 +85,16 @@ def repository(tmp_path, monkeypatch):
     git("init", "-q", folder=tmp_path)
     git("add", ".gitignore", folder=tmp_path)
     git("commit", "-q", "-m", "another project", folder=tmp_path)
-    monkeypatch.setattr(provenance, "PACKAGE", package)
+    monkeypatch.setattr(stamps, "PACKAGE", package)
     return tmp_path
 
 
 def test_the_commit_of_a_project_around_the_package_is_not_its_own(repository):
-    before = provenance.code_state()
+    before = stamps.code_state()
     assert before["commit"] is None
     assert before["dirty"] is None
-    (provenance.PACKAGE / "__init__.py").write_text("a = 2\n")
-    after = provenance.code_state()
+    (stamps.PACKAGE / "__init__.py").write_text("a = 2\n")
+    after = stamps.code_state()
     assert (before["version"], after["version"]) == (__version__, __version__)
     assert before["files"] != after["files"]
 
@@ -101,31 +104,31 @@ def test_a_checkout_that_tracks_the_package_tells_its_commit(repository, monkeyp
     git("commit", "-q", "-m", "the package", folder=repository)
     commit = git("rev-parse", "HEAD", folder=repository)
     monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))  # as in a hook of another repository
-    assert provenance.code_state().items() >= {"commit": commit, "dirty": False}.items()
-    (provenance.PACKAGE / "__init__.py").write_text("a = 2\n")
-    assert provenance.code_state().items() >= {"commit": commit, "dirty": True}.items()
+    assert stamps.code_state().items() >= {"commit": commit, "dirty": False}.items()
+    (stamps.PACKAGE / "__init__.py").write_text("a = 2\n")
+    assert stamps.code_state().items() >= {"commit": commit, "dirty": True}.items()
 
 
 def test_a_package_without_any_git_runs(repository, monkeypatch):
     shutil.rmtree(repository / ".git")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repository.parent))
-    assert provenance.code_state()["commit"] is None
+    assert stamps.code_state()["commit"] is None
     monkeypatch.setenv("PATH", "")  # no git
-    assert provenance.code_state()["commit"] is None
+    assert stamps.code_state()["commit"] is None
 
 
 def test_stamp_names_code_machine_and_versions(monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "abc")
-    stamp = json.loads(json.dumps(provenance.stamp(seed=3)))
-    assert stamp["commit"] == "abc"
-    assert stamp["seed"] == 3
-    assert stamp["machine"]["cores"] >= 1
-    assert {"python", "torch", "transformers"} <= stamp["versions"].keys()
+    made = json.loads(json.dumps(stamps.stamp(seed=3)))
+    assert made["commit"] == "abc"
+    assert made["seed"] == 3
+    assert made["machine"]["cores"] >= 1
+    assert {"python", "torch", "transformers"} <= made["versions"].keys()
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     target = tmp_path / "result.json"
-    provenance.write_json(target, {"a": 1})
+    files.write_json(target, {"a": 1})
     with pytest.raises(TypeError):
-        provenance.write_json(target, {("not", "a key"): 1})
+        files.write_json(target, {("not", "a key"): 1})
     assert json.loads(target.read_text()) == {"a": 1}

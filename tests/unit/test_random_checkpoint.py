@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from qerl.models.checkpoint import check_base
-from qerl.models.policy import load_policy
+from qerl.checkpoints.folder import check_base
+from qerl.policy.policy import load_policy
 from qerl.random_models.checkpoint import write_checkpoint
 
 #: Ids of Qwen2.5's tokenizer; those of code and tools are added, but not special.

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 
-from qerl.config import ConfigError, RewardSettings, RunSettings, parse
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.reward import RewardSettings
+from qerl.settings.run import RunSettings
 
 PROBLEM = Problem("0", "6 * 3?", "6 * 3 = 18\n#### 18", "18", None)
 

@@ -5,9 +5,9 @@ import sys
 import pandas as pd
 import pytest
 
-from qerl.config import DatasetSettings, FunctionData, Generated, LocalData
 from qerl.data.records import DataError
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
+from qerl.settings.data import DatasetSettings, FunctionData, Generated, LocalData
 
 TAGS = "Write <think>steps</think><answer>number</answer>."
 

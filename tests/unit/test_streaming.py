@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from qerl.models.checkpoint import read_headers, weight_files
-from qerl.quant.packing import linear_layers
+from qerl.checkpoints.folder import read_headers, weight_files
+from qerl.quantize.writer import linear_layers
 from tests.tiny import tiny_qwen2
 
 MB = 1e6
@@ -17,11 +17,11 @@ SLACK = 16 * MB
 MEASURE = """
 import json, sys
 from pathlib import Path
-from qerl.measure import peak_memory_bytes, reset_peak_memory
-from qerl.models.checkpoint import read_headers
-from qerl.models.tensors import stream
-from qerl.quant.packing import write_packed
-from qerl.quant.quantize import quantization_report
+from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
+from qerl.checkpoints.folder import read_headers
+from qerl.checkpoints.tensors import stream
+from qerl.quantize.writer import write_packed
+from qerl.quantize.quantize import quantization_report
 
 tiny, big, out = map(Path, sys.argv[1:4])
 

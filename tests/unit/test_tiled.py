@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qerl.rl import tiled
+from qerl.layers import linear_logprobs
 
 #: Tiles that fit the sizes and tiles that don't.
 TILES = [(1024, 16384), (4, 8), (5, 7), (3, 40), (12, 1)]
@@ -14,8 +14,8 @@ TILES = [(1024, 16384), (4, 8), (5, 7), (3, 40), (12, 1)]
 @pytest.fixture(params=TILES)
 def tiles(request, monkeypatch):
     rows, columns = request.param
-    monkeypatch.setattr(tiled, "ROWS", rows)
-    monkeypatch.setattr(tiled, "COLUMNS", columns)
+    monkeypatch.setattr(linear_logprobs, "ROWS", rows)
+    monkeypatch.setattr(linear_logprobs, "COLUMNS", columns)
 
 
 def case(dtype=torch.float64, rows=12, width=16, vocabulary=40, scale=1.0):
@@ -40,7 +40,7 @@ def relative(a, b):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_values_and_gradients_are_those_of_log_softmax(tiles, dtype, tolerance, temperature):
     hidden, head, targets, weights = case(dtype)
-    found = tiled.logprobs_and_entropy(hidden, head, targets, temperature)
+    found = linear_logprobs.logprobs_and_entropy(hidden, head, targets, temperature)
     reference = expected(hidden, head, targets, temperature)
     assert found[0].dtype == found[1].dtype == dtype
     assert not found[1].requires_grad
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_log_softmax(tiles, dtype, tolerance, 
 def test_flat_and_peaked_distributions_stay_finite(tiles, scale):
     """exp of the largest logit, over 1000, is infinite in float64 too."""
     hidden, head, targets, _ = case(scale=scale)
-    found, reference = tiled.logprobs_and_entropy(hidden, head, targets), expected(hidden, head, targets, 1.0)
+    found, reference = linear_logprobs.logprobs_and_entropy(hidden, head, targets), expected(hidden, head, targets, 1.0)
     for ours, theirs in zip(found, reference, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     assert torch.isfinite(torch.autograd.grad(found[0].sum(), hidden)[0]).all()
@@ -64,7 +64,7 @@ def test_flat_and_peaked_distributions_stay_finite(tiles, scale):
 
 def test_bfloat16_products_give_float32_results(tiles):
     hidden, head, targets, _ = case(torch.bfloat16)
-    logprobs, entropy = tiled.logprobs_and_entropy(hidden, head, targets)
+    logprobs, entropy = linear_logprobs.logprobs_and_entropy(hidden, head, targets)
     rounded = (hidden @ head.T).double()
     reference = torch.log_softmax(rounded, -1)
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -90,12 +90,12 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("of_head", [False, True])
 def test_no_tensor_is_larger_than_a_tile_or_its_arguments(monkeypatch, of_head):
-    monkeypatch.setattr(tiled, "ROWS", 16)
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(linear_logprobs, "ROWS", 16)
+    monkeypatch.setattr(linear_logprobs, "COLUMNS", 32)
     hidden, head, targets, _ = case(torch.float32, rows=96, width=4, vocabulary=160)
     head.requires_grad_(of_head)
     with Largest() as largest:
-        tiled.logprobs_and_entropy(hidden, head, targets)[0].sum().backward()
+        linear_logprobs.logprobs_and_entropy(hidden, head, targets)[0].sum().backward()
     assert largest.size <= max(16 * 32, hidden.numel(), head.numel())
     assert (head.grad is not None) == of_head
 
@@ -104,5 +104,5 @@ def test_hidden_states_and_one_number_a_row_are_kept_for_the_backward_pass():
     hidden, head, targets, _ = case(torch.float32, rows=96, width=4, vocabulary=160)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        tiled.logprobs_and_entropy(hidden, head, targets)
+        linear_logprobs.logprobs_and_entropy(hidden, head, targets)
     assert sorted(kept) == sorted([hidden.shape, head.shape, targets.shape, targets.shape])

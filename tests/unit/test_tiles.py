@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qerl.kernels import tiles as layout
-from qerl.quant import FormatError
-from qerl.quant.formats import dequantize, quantize
-from qerl.quant.linear import PackedLinear
+from qerl.formats import tiles as layout
+from qerl.formats.codecs import dequantize, quantize
+from qerl.formats.errors import FormatError
+from qerl.layers.packed_linear import PackedLinear
 
 FORMATS = ("nvfp4", "mxfp4")
 #: What the kernels take for codes' bits: sign, exponent and mantissa of a bfloat16, in both halves of a word.

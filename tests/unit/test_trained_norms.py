@@ -8,14 +8,15 @@ from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 
 import qerl
-from qerl.config import AdapterSettings, EvaluationSettings, PPOSettings
 from qerl.evals import job
 from qerl.layers.noisy_norm import NoisyRMSNorm
-from qerl.models.export import export
-from qerl.models.policy import Policy, load_policy, trained_in_full, with_adapter
-from qerl.models.value import add_value
-from qerl.quant.quantize import quantize_checkpoint
-from qerl.rollout.state import norm_weights
+from qerl.policy.export import export
+from qerl.policy.policy import Policy, load_policy, trained_in_full, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
+from qerl.rl.value import add_value
+from qerl.rollout.vllm.weight_sync import norm_weights
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.training import AdapterSettings, PPOSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_a_finished_run_is_the_policy_that_was_trained(checkpoints, tmp_path, mo
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     saved, save = [], Policy.save
     monkeypatch.setattr(Policy, "save", lambda policy, *to: (saved.append(policy), save(policy, *to)))
-    monkeypatch.setattr("qerl.rl.collect.total", lambda *_: float(next(rewards)))
+    monkeypatch.setattr("qerl.rl.rollouts.total", lambda *_: float(next(rewards)))
     rewards = iter(range(1000))
     run = qerl.train(
         {

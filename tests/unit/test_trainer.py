@@ -8,17 +8,18 @@ from statistics import fmean
 import pytest
 import torch
 
-from qerl.config import RunSettings, parse
 from qerl.data.records import Problem
-from qerl.models.policy import load_policy, with_adapter
-from qerl.quant.quantize import quantize_checkpoint
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import CheckpointError, Checkpoints
-from qerl.rl.collect import Collector, Task, problem_index
+from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import warmup_cosine
-from qerl.rollout.native import NativeSampler
+from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def trainer(checkpoints, work, **changes) -> Trainer:
 def reward_that_random_completions_differ_in(monkeypatch):
     """Equal rewards teach nothing: here it is the number of different characters."""
     parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
@@ -192,7 +193,7 @@ SHARP = {"max_tokens": 6, "temperature": 0.1}
 def test_the_reward_rises(checkpoints, tmp_path, monkeypatch, changes):
     """On a packed base; PPO needs no groups."""
     parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
     optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
     settings = {"weights": "nvfp4", "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
     rewards = [row["reward"] for row in trainer(checkpoints, tmp_path, **settings).run()]
@@ -290,12 +291,12 @@ def equal_rewards_for(monkeypatch, questions):
     def parts(answer, problem, *_):
         return {"correct": 0.0 if problem.question in questions else next(numbers), "format": 0.0, "overlong": 0.0}
 
-    monkeypatch.setattr("qerl.rl.collect.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
 
 
 def test_a_step_of_equal_rewards_has_no_gradient(checkpoints, tmp_path, monkeypatch):
     """0.1, the reward for the right form alone; eight of them have another mean in float32."""
-    monkeypatch.setattr("qerl.rl.collect.total", lambda *_: 0.1)
+    monkeypatch.setattr("qerl.rl.rollouts.total", lambda *_: 0.1)
     made = trainer(checkpoints, tmp_path, rollout={**BASE["rollout"], "group_size": 8})
     row = made.step(1, 0)
     assert row["grad_norm"] == row["loss"] == 0

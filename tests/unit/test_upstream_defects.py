@@ -11,22 +11,17 @@ import sys
 import pytest
 import torch
 
-from qerl.config import (
-    AdapterSettings,
-    ConfigError,
-    DatasetSettings,
-    EvaluationSettings,
-    Generated,
-    RunSettings,
-    SamplingSettings,
-    TaskSettings,
-    parse,
-)
 from qerl.data.sources import prepare, read_split
 from qerl.evals.job import evaluate_policy
-from qerl.models.policy import with_adapter
+from qerl.policy.policy import with_adapter
 from qerl.rl.train import make_trainer
 from qerl.rollout.sampler import Completion
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.evaluation import EvaluationSettings, TaskSettings
+from qerl.settings.rollout import SamplingSettings
+from qerl.settings.run import RunSettings
+from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

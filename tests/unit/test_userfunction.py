@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import Config, ConfigError, RewardSettings, RunSettings, parse
+from qerl.host.plugins import check, load, source_version
 from qerl.plan import plan_from
 from qerl.rl.train import _fingerprint
-from qerl.userfunction import check, load, source_version
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.reward import RewardSettings
+from qerl.settings.run import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,7 +232,7 @@ def test_pretraining_takes_no_tagged_data_set():
 
 def test_neither_loading_nor_planning_imports_torch(folder):
     (folder / "mine.py").write_text("def f(): return 1")
-    code = "import sys; from qerl.userfunction import load, source_version; import qerl.plan; load('mine:f'); "
+    code = "import sys; from qerl.host.plugins import load, source_version; import qerl.plan; load('mine:f'); "
     code += "source_version('mine:f'); print('torch' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True

@@ -5,17 +5,17 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from qerl.config import AdapterSettings, NoiseSettings, PPOSettings
-from qerl.models.loading import load_model
-from qerl.models.policy import load_policy, trained_in_full, with_adapter
-from qerl.models.value import add_value, is_value, value_adapter, values
-from qerl.quant.lora import register_lora
-from qerl.quant.quantize import quantize_checkpoint
-from qerl.rl.batches import Sample, logprobs_and_entropy, micro_batch
+from qerl.layers.lora import register_lora
+from qerl.policy.loading import load_model
+from qerl.policy.policy import load_policy, trained_in_full, with_adapter
+from qerl.quantize.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.ppo import value_loss
-from qerl.rollout.native import NativeSampler
+from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.value import add_value, is_value, value_adapter, values
+from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.settings.training import AdapterSettings, NoiseSettings, PPOSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

@@ -14,8 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from qerl.config import DatasetSettings, Generated, RunSettings, parse
 from qerl.data.sources import prepare
+from qerl.settings.base import parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2
 
 from .conftest import copy_tree

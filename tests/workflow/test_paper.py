@@ -7,8 +7,10 @@ import sys
 import pytest
 import yaml
 
-from qerl.config import Config, parse, read_yaml
 from qerl.plan import plan
+from qerl.settings.base import parse
+from qerl.settings.config import Config
+from qerl.settings.reading import read_yaml
 from tests.small import small, write_small
 
 from .conftest import ROOT, copy_tree

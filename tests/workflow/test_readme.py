@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import INSTRUCTIONS
+from qerl.settings.data import INSTRUCTIONS
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from qerl.config import merged, read_yaml
+from qerl.settings.config import merged
+from qerl.settings.reading import read_yaml
 from tests.walk import write_walk
 
 from .conftest import ROOT, copy_tree

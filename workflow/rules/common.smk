@@ -14,24 +14,20 @@ sys.path.insert(0, str(ROOT))
 from snakemake.exceptions import WorkflowError
 
 from qerl.bench.grid import jobs, measured_files
-from qerl.config import (
-    UNDECIDING,
-    UNDECIDING_OF_ENGINE,
-    UNDECIDING_OF_STEPS,
-    HubModel,
-    LocalModel,
-    PretrainSettings,
-    RolloutBench,
-    read_yaml,
-)
+from qerl.settings.run import UNDECIDING, UNDECIDING_OF_STEPS
+from qerl.settings.rollout import UNDECIDING_OF_ENGINE
+from qerl.settings.models import HubModel, LocalModel, PretrainSettings
+from qerl.settings.benches import RolloutBench
+from qerl.settings.reading import read_yaml
 from qerl.gates.measured import workload_key
-from qerl.inputs import content_of
-from qerl.lease import devices
-from qerl.lock import check_pinned
+from qerl.data.inputs import content_of
+from qerl.host.gpu_lease import devices
+from qerl.data.hub_lock import check_pinned
 from qerl.plan import Plan, check_engines, fitting, plan_from
-from qerl.provenance import check_clock, code_version
+from qerl.provenance.files import check_clock
+from qerl.provenance.code_version import code_version
 from qerl.results import printed
-from qerl.userfunction import source_version
+from qerl.host.plugins import source_version
 
 
 def read_plan(given: dict) -> Plan:

@@ -48,7 +48,7 @@ rule pretrain:
     params:
         settings=model_settings,
         data=pretrain_folders,
-        code=code_version("qerl.models.miniature", "qerl.rollout.native"),
+        code=code_version("qerl.pretrain.miniature", "qerl.rollout.eager"),
     shell:
         "python -m qerl rule pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
 
@@ -91,7 +91,7 @@ rule check_model:
         evaluation=check_evaluation,
         data=check_folders,
         content=check_content,
-        code=code_version("qerl.preflight"),
+        code=code_version("qerl.prepare.preflight"),
     shell:
         "python -m qerl rule check {input.model:q} --runs {params.runs:q} --evaluation {params.evaluation:q}"
         " {params.data} --out {output:q} > {log:q} 2>&1"

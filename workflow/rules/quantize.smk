@@ -24,7 +24,7 @@ rule quantize:
         content=base_content,
         calibration=calibration_options,
         out=subpath(output.report, parent=True),
-        code=code_version("qerl.quant.quantize"),
+        code=code_version("qerl.quantize.quantize"),
     shell:
         "python -m qerl rule quantize {params.which} {input.base:q} --out {params.out:q} {params.calibration}"
         " > {log:q} 2>&1"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels import tiles as layout
+from qerl.formats import tiles as layout
+from qerl.formats.tiles import Tiles
 from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
-from qerl.kernels.tiles import Tiles
 from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, KernelVariant, variant_for
 
 _NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "kernel.cu")

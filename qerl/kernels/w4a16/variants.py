@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl.kernels import tiles as layout
+from qerl.formats import tiles as layout
 
 #: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Without it, where a norm's
 #: block takes the place of one, two end up on another multiprocessor, and all wait for them: 28 % of a step at one

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
 
-from qerl.config import WeightFormat
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.results.roofline import Ceilings
 from qerl.results.schema.stored import Measured, Provenance, Stored
+from qerl.settings.models import WeightFormat
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)

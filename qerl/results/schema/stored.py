@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
-from qerl.config import Harness, Recipe, RunSettings, WeightFormat
+from qerl.settings.evaluation import Harness
+from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.run import RunSettings
 
 #: The status of a point that was measured; any other text is its error.
 OK = "ok"

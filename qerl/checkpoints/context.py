@@ -1,0 +1,46 @@
+"""How many tokens a model was made for, read from its config.json alone: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import EngineSettings
+
+#: Scaled rotary embeddings whose `max_position_embeddings` is the scaled length already.
+_SCALED_ALREADY = ("default", "llama3", "longrope", "su")
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a prompt and its completion together; None where config.json doesn't say.
+
+    It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM. With
+    YaRN some checkpoints state the scaled length there and some the original one, so the larger of both counts. A
+    sliding window bounds what a layer attends to and not the length.
+    """
+    stated = config.get("max_position_embeddings")
+    if type(stated) is not int or stated <= 0:
+        return None
+    # Transformers 5 writes rope_parameters, earlier versions rope_scaling; "type" is the older name of "rope_type".
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor") or 1.0
+    if kind in _SCALED_ALREADY:
+        return stated
+    original = scaling.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * factor)) if kind == "yarn" else int(stated * factor)
+
+
+def usable_length(config: Mapping[str, Any], engine: EngineSettings) -> int | None:
+    """The context, and what the engine is set to take of it (`vllm.max_model_len`)."""
+    lengths = [context_length(config), engine.vllm.max_model_len if engine.engine == "vllm" else None]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def check_room(context: int | None, max_tokens: int, key: str) -> None:
+    """Raise `ConfigError` where completions alone take the whole context; `key` is that of `max_tokens`."""
+    if context is not None and max_tokens >= context:
+        raise ConfigError(
+            f"{key}={max_tokens} leaves no room for a prompt: the model's context has {context} tokens "
+            f"(max_position_embeddings of its config.json); set max_tokens below that, such as {context // 2}"
+        )

@@ -1,0 +1,331 @@
+"""Checkpoint folders in the hub's layout, checked by their headers alone: no torch, milliseconds at any size."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.settings.base import UserError
+
+#: Values of `model_type` in config.json that are supported.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: What config.json may say of a layer of theirs.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+#: What a run calls its settings in its folder.
+RUN_FILE = "run.yaml"
+#: What PEFT calls the files of an adapter.
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+#: No size of a model in config.json is larger: products of them fit into 64 bits.
+_LARGEST = 1 << 20
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+#: Bytes of an element by safetensors' name of its dtype.
+_BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+_BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+
+_COMPRESSED_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+_QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that can't be loaded; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes."""
+
+    shard: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise `CheckpointError` unless the configuration is supported and every file is there with its full length."""
+    weights_format_of(folder)
+    check_layers(folder, read_headers(folder))
+
+
+def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
+    """Raise `CheckpointError` if the files hold fewer blocks than config.json calls for: known before any is built."""
+    layers = read_config(folder)["num_hidden_layers"]
+    numbers = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in headers)
+    held = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
+    if held < layers:
+        raise CheckpointError(
+            f"{folder / CONFIG} has num_hidden_layers={layers}, but the files hold {held} blocks; "
+            "check that config.json belongs to these weights"
+        )
+
+
+def check_base(folder: Path) -> None:
+    """Whether `folder` can be a run's base: a whole dense checkpoint, with a tokenizer that has a chat template."""
+    check_checkpoint(folder)
+    if (found := weights_format_of(folder)) != "bf16":
+        raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
+    check_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `CheckpointError` unless there is a tokenizer with a chat template, whose ids all have an embedding."""
+    tokenizer = folder / "tokenizer_config.json"
+    if not tokenizer.is_file() or not (folder / TOKENIZER).is_file():
+        raise CheckpointError(f"{folder} has no tokenizer: {TOKENIZER} and tokenizer_config.json are needed")
+    if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
+        raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
+    tokens, rows = _vocabulary(folder / TOKENIZER), read_config(folder)["vocab_size"]
+    token = max(tokens, key=lambda token: tokens[token])
+    if tokens[token] >= rows:
+        raise CheckpointError(
+            f"{folder / TOKENIZER} has the token {token[:40]!r} with the id {tokens[token]}, but {folder / CONFIG} has "
+            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
+        )
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Tokens with their ids, all that plain text can be made of.
+
+    Special tokens aren't among them: models may have some that nothing uses, and the chat template is looked at by
+    `qerl.data.prompts.check_template`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        read = Tokenizer.from_buffer(path.read_bytes())
+    except Exception as error:
+        raise CheckpointError(f"{path} holds no tokenizer; copy {TOKENIZER} from where the model comes from") from error
+    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
+    tokens = {token: id for token, id in read.get_vocab().items() if token not in special}
+    if not tokens:
+        raise CheckpointError(f"{path} holds no token; copy {TOKENIZER} from where the model comes from")
+    return tokens
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise `CheckpointError` unless the adapter in PEFT's layout is LoRA and in safetensors, whole.
+
+    PEFT itself would take a pickle in the place of missing safetensors.
+    """
+    weights = folder / ADAPTER
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} has no {ADAPTER}; save the adapter in safetensors format")
+    try:
+        _read_header(weights)
+        kind = _read_json(folder / ADAPTER_CONFIG).get("peft_type")
+    except CheckpointError as error:
+        reason = str(error).rpartition(";")[0]
+        raise CheckpointError(f"{reason}; delete {folder} and train the run again") from None
+    if kind != "LORA":
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} has peft_type={kind!r}, only LORA is supported")
+
+
+def weights_format_of(folder: Path) -> str:
+    """The format of a checkpoint's linear weights: "nvfp4", "mxfp4", "nf4", or "bf16" for dense ones (any float type).
+
+    Raises `CheckpointError` for another architecture or quantization scheme.
+    """
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return "bf16"
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{folder / CONFIG} has a quantization_config that is no mapping; {_QUANTIZE_AGAIN}")
+    method = quantization.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_format(folder, quantization)
+    if method == "bitsandbytes":
+        return _bitsandbytes_format(folder, quantization)
+    raise CheckpointError(f"{folder / CONFIG} has quant_method={method!r}, which isn't supported; {_QUANTIZE_AGAIN}")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or of another architecture."""
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
+    _check_kind(folder)
+    config = _read_json(folder / CONFIG)
+    if config.get("model_type") not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{folder / CONFIG} has model_type={config.get('model_type')!r}, which isn't supported; "
+            f"use a model of {', '.join(ARCHITECTURES)}"
+        )
+    for key in (*_SIZES, *_OPTIONAL_SIZES):
+        size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
+        if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
+            raise CheckpointError(
+                f"{folder / CONFIG} has {key}={str(size)[:40]}, which must be a whole number from 1 to {_LARGEST}; "
+                "download the checkpoint again"
+            )
+    _check_layer_types(folder, config)
+    return config
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise `CheckpointError` for folders of this project and of PEFT that are taken for checkpoints."""
+    if (folder / CONFIG).exists():
+        return
+    if (folder / RUN_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} is the folder of a run, which is no checkpoint; its base is {folder / 'checkpoint'}, and "
+            "`qerl sample`, `qerl eval` and `qerl export` take the run itself"
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter, which is no checkpoint; give the folder of the model that it was trained on"
+        )
+
+
+def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers:
+        found = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
+        raise CheckpointError(
+            f"{folder / CONFIG} has {found} for num_hidden_layers={layers}; correct one of them, each layer has a type"
+        )
+    if unknown := [name for name in types if name not in LAYER_TYPES]:
+        raise CheckpointError(
+            f"{folder / CONFIG} has {str(unknown[0])[:40]!r} in layer_types; a layer is {' or '.join(LAYER_TYPES)}"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} doesn't exist; download the checkpoint again") from None
+    # Broken JSON, bytes that are no text and numbers of thousands of digits are all ValueErrors.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download the checkpoint again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds no JSON object; download the checkpoint again")
+    return values
+
+
+def _compressed_format(folder: Path, quantization: dict[str, Any]) -> str:
+    """Weight-only NVFP4 or MXFP4 of compressed-tensors, all layers alike."""
+    weights_format = _COMPRESSED_FORMATS.get(str(quantization.get("format")))
+    config_groups = quantization.get("config_groups")
+    groups = list(config_groups.values()) if isinstance(config_groups, dict) else []
+    if weights_format is None or len(groups) != 1 or not isinstance(groups[0], dict):
+        raise CheckpointError(
+            f"{folder / CONFIG} has compressed-tensors format {quantization.get('format')!r} in {len(groups)} groups, "
+            f"only one group of {' or '.join(_COMPRESSED_FORMATS)} is supported; {_QUANTIZE_AGAIN}"
+        )
+    unsupported = {
+        "input_activations": groups[0].get("input_activations"),
+        "output_activations": groups[0].get("output_activations"),
+        "kv_cache_scheme": quantization.get("kv_cache_scheme"),
+        "transform_config": quantization.get("transform_config"),
+        "sparsity_config": quantization.get("sparsity_config"),
+    }
+    for key, value in unsupported.items():
+        if value:
+            raise CheckpointError(f"{folder / CONFIG} has {key}, only weights may be quantized; {_QUANTIZE_AGAIN}")
+    weights = groups[0].get("weights")
+    _require(
+        folder,
+        weights if isinstance(weights, dict) else {},
+        {"num_bits": 4, "type": "float", "group_size": GROUP_SIZE[weights_format]},
+    )
+    return weights_format
+
+
+def _bitsandbytes_format(folder: Path, quantization: dict[str, Any]) -> str:
+    required = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
+    _require(folder, quantization, required)
+    return "nf4"
+
+
+def _require(folder: Path, section: dict[str, Any], required: dict[str, Any]) -> None:
+    for key, value in required.items():
+        if section.get(key) != value:
+            raise CheckpointError(
+                f"{folder / CONFIG} has {key}={section.get(key)!r} in its quantization_config, only {value!r} is "
+                f"supported; {_QUANTIZE_AGAIN}"
+            )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted; `CheckpointError` if there are none."""
+    if (folder / INDEX).exists():
+        return [folder / name for name in sorted(set(_read_index(folder).values()))]
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}; download the checkpoint in safetensors format")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    shards = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
+    for shard in shards.values():
+        # A path could lead out of the folder.
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard):
+            raise CheckpointError(
+                f"{folder / INDEX} names {str(shard)[:80]!r}, which is no safetensors file of this folder; "
+                "download the checkpoint again"
+            )
+    return shards
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint by name.
+
+    Raises `CheckpointError` if a file is missing, truncated or broken, or if the index and the files disagree.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for path in weight_files(folder):
+        for name, info in _read_header(path).items():
+            if name in tensors:
+                raise CheckpointError(f"{path} and {tensors[name].shard} both hold {name}; remove the superfluous file")
+            tensors[name] = info
+    if (folder / INDEX).exists():
+        for name, shard in _read_index(folder).items():
+            if name not in tensors or tensors[name].shard.name != shard:
+                raise CheckpointError(
+                    f"{folder / INDEX} names {name}, which {shard} doesn't hold; download the checkpoint again"
+                )
+    return tensors
+
+
+def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
+    """The names of the tensors in each file, in the files' order."""
+    names: dict[Path, list[str]] = defaultdict(list)
+    for name, info in headers.items():
+        names[info.shard].append(name)
+    return dict(sorted(names.items()))
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, whose header promises exactly the bytes that it has."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} doesn't exist, though the index names it; download the checkpoint again")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+    return {name: _info(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    if dtype not in _BYTES:
+        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {_QUANTIZE_AGAIN}")
+    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape))

@@ -1,0 +1,1 @@
+"""The command line: commands for people, and the rules that the workflow calls."""

@@ -1,0 +1,422 @@
+"""Reinforcement learning of language models on 4-bit weights: quantize, train, sample, evaluate."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pandas as pd
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from qerl import api
+from qerl.cli import rules
+from qerl.host.progress import configure_logging
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import AnswerForm, DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.reading import parse_yaml, read_yaml
+from qerl.settings.rollout import SamplingSettings
+
+if TYPE_CHECKING:
+    from qerl.evals.policy import Drawn
+    from qerl.plan import Plan
+
+WORKFLOW = "The workflow"
+
+
+class _Interruptible(TyperGroup):
+    """The commands; Ctrl-C ends any of them with a sentence, since what each has finished is kept."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("qerl: interrupted; run the same command to continue", err=True)
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
+app = typer.Typer(
+    cls=_Interruptible, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__
+)
+app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
+gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
+app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)
+
+_ROLLOUT: SamplingSettings = SamplingSettings()
+_EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
+_REPEATS: int = EvaluationSettings.model_fields["repeats"].default
+
+Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
+ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
+MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
+Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
+Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
+Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
+Instruction = Annotated[
+    str | None,
+    typer.Option(help="Appended to each prompt; default: that of the run's data set, without a run of eval's format."),
+]
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
+    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+) -> None:
+    """Quantize a dense checkpoint to 4 bits."""
+    report = json.loads((api.quantize(model, out, weights) / api.REPORT).read_text())
+    sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
+    _print_table(str(out), [sizes])
+    _print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
+
+
+@app.command()
+def train(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml", help="Model, data, settings: RunFile of config/README.md.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="A new folder for the run, before the `out` of RUN.yaml.")] = None,
+) -> None:
+    """Train one run; after a kill, the same command goes on where it was."""
+    made = api.train(run, out)
+    for what, path in {
+        "settings": made.folder / api.RUN_FILE,
+        "checkpoint": made.checkpoint,
+        "trained": made.adapter,
+        "metrics": made.folder / api.METRICS,
+    }.items():
+        _console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for `base` and `adapter`.")],
+) -> None:
+    """Write a trained policy for stock vLLM: a checkpoint with the trained norms, and a LoRA adapter."""
+    made = api.export(run, out)
+    from qerl.policy.export import lora_room
+
+    rank = str(lora_room(api.Run(run).settings.adapter.rank))
+    command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]
+    _console().print(Text(shlex.join([*command, "--lora-modules", f"policy={made / 'adapter'}"])), soft_wrap=True)
+
+
+@app.command()
+def sample(
+    model: ModelOrRun,
+    prompt: Annotated[list[str] | None, typer.Argument(help="Each is one message of a user.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt a line.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    temperature: Temperature = _ROLLOUT.temperature,
+    top_p: TopP = _ROLLOUT.top_p,
+    max_tokens: MaxTokens = _ROLLOUT.max_tokens,
+    seed: Seed = 0,
+    instruction: Instruction = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each completion.")] = False,
+) -> None:
+    """Print completions of a model or of a trained policy."""
+    asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
+    if not asked:
+        raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    _check_options(sampling, seed)
+    added = _instruction(model) if instruction is None else instruction
+    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added or "", **sampling)
+    for text, completions in zip(asked, drawn, strict=True):
+        for completion in completions:
+            _print_completion(text, completion, as_json)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: ModelOrRun,
+    out: Annotated[Path, typer.Option(help="A new folder for result.json and samples.jsonl.")],
+    problems: Annotated[
+        Path | None, typer.Option(help="A file of records, all asked; default: the test split of the run's data.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Or a data set whose test split is asked, as in RUN.yaml: '{format: …}'.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = _REPEATS,
+    temperature: Temperature = _EVALUATION.temperature,
+    top_p: TopP = _EVALUATION.top_p,
+    max_tokens: MaxTokens = _EVALUATION.max_tokens,
+    seed: Seed = 0,
+    instruction: Instruction = None,
+    task: Annotated[
+        str | None, typer.Option(help="One of the harness's own tasks, such as gsm8k or math_500, with its own prompt.")
+    ] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples of --task; default: its own.")] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    _check_options(sampling, seed, repeats)
+    asked = _problems(model, problems, dataset)
+    if fewshot is not None and task is None:
+        raise ConfigError("--fewshot counts the examples of a --task; name one")
+    stock = api.stock_task(task, fewshot=fewshot) if task else None
+    own = (_instruction(model), _answer(model)) if stock is None else (None, "native")
+    added = own[0] if instruction is None else instruction
+    api.check_evaluation(asked, out, stock)
+    policy = api.load(model, dtype)
+    outcome = api.evaluate(
+        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=own[1], task=stock, **sampling
+    )
+    about, accuracy = outcome.metrics, outcome.accuracy
+    measures = {key: about[key] for key in ("harness", "problems", "repeats")}
+    interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+    _print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
+
+
+def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
+    """What options alone decide, before a model is loaded."""
+    values = {"tasks": [], "sampling": sampling, "repeats": repeats, "seed": seed}
+    parse(EvaluationSettings, values, "", lambda key: "--" + key.rpartition(".")[2].replace("_", "-") if key else key)
+
+
+def _run_of(model: str) -> api.Run | None:
+    return api.Run(Path(model)) if (Path(model) / api.RUN_FILE).is_file() else None
+
+
+def _instruction(model: str) -> str | None:
+    run = _run_of(model)
+    return run.settings.dataset.instruction if run else None
+
+
+def _answer(model: str) -> AnswerForm:
+    run = _run_of(model)
+    return run.settings.dataset.answer if run else "native"
+
+
+def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
+    from qerl.data.sources import check_problem_file
+
+    run = _run_of(model)
+    if problems and dataset:
+        raise ConfigError("give --problems or --dataset, not both")
+    if dataset:
+        values = parse_yaml(dataset, "--dataset")
+        if not isinstance(values, dict):
+            raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
+        return parse(DatasetSettings, values, "--dataset")
+    if problems is None and run is None:
+        raise ConfigError("nothing to evaluate on: give --problems or --dataset")
+    if problems:
+        check_problem_file(problems)  # here, before a model is loaded
+    return problems or run.data  # type: ignore[union-attr]
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ConfigError(f"file of prompts {path} doesn't exist")
+    return [line for line in path.read_text().splitlines() if line.strip()]
+
+
+def _console() -> Console:
+    from qerl.report.summary import WIDTH
+
+    return Console(width=None if Console().is_terminal else WIDTH)
+
+
+def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    from qerl.report.summary import rich_table
+
+    _console().print(rich_table(title, pd.DataFrame(rows)))
+
+
+def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
+    if as_json:
+        row = {"prompt": prompt, "completion": completion.text}
+        typer.echo(json.dumps({**row, "tokens": completion.tokens, "finished": completion.finished}))
+        return
+    console = _console()
+    console.print(Text(prompt, style="bold"), soft_wrap=True)
+    console.print(Text(completion.text), soft_wrap=True)
+    console.print(Text(f"{completion.tokens} tokens{'' if completion.finished else ', cut off'}\n", style="dim"))
+
+
+# --- around the workflow ---------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def keys() -> None:
+    """Print config/README.md."""
+    from qerl.cli.config_reference import markdown
+
+    typer.echo(markdown(), nl=False)
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def where(config: Path, keys: Keys = None) -> None:
+    """Print the folder that the results of a configuration go to."""
+    typer.echo(_plan(config, keys).folder)
+
+
+def _plan(config: Path, keys: list[str] | None) -> Plan:
+    from qerl.plan import plan_from
+
+    if wrong := [key for key in keys or [] if "=" not in key]:
+        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
+    typed = dict(key.split("=", 1) for key in keys or [])
+    return plan_from({**read_yaml(config), **typed}, config, [config], typed)
+
+
+@app.command(name="plan", rich_help_panel=WORKFLOW)
+def show_plan(
+    config: Path,
+    keys: Keys = None,
+    machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
+    by: Annotated[
+        Literal["run", "table"], typer.Option(help="`table`: what each table and figure of the paper takes.")
+    ] = "run",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
+) -> None:
+    """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
+    from qerl.plan import fitting
+    from qerl.plan.paper_costs import by_table, page
+    from qerl.plan.run_table import disk, sheet, totals
+
+    plan_ = _plan(config, keys)
+    runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
+    if as_csv or as_json:
+        typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
+        return
+    if by == "table":
+        typer.echo(page(plan_, machine), nl=False)
+        return
+    _print_sheet(plan_.folder, runs)
+    _print_table("Checkpoints on disk", disk(plan_))
+    for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
+        _console().print(line, soft_wrap=True)
+
+
+def _print_sheet(title: str, runs: pd.DataFrame) -> None:
+    """What tells the runs apart and what they cost; --csv has every column."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = {
+        "run": "run",
+        "steps": "steps",
+        "completions": "a step",
+        "gpus": "GPUs",
+        "rollout_hours": "rollouts, h",
+        "update_hours": "updates, h",
+        "done": "done",
+    }
+    runs = runs.assign(**{f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")})
+    for key, name in shown.items():
+        table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
+    for row in runs[list(shown)].itertuples(index=False):
+        table.add_row(*map(str, row))
+    _console().print(table)
+
+
+def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
+    """Hours by measured speeds, and in their absence estimates, marked."""
+    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
+    return hours.where(estimates.isna(), "~" + estimates.astype(str))
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def lock(config: Path) -> None:
+    """Ask the hub which commits and files a configuration means, and write them to its lock file."""
+    from qerl.data.hub_lock import write_lock
+    from qerl.settings.config import Config
+
+    typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def grid(
+    config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
+    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
+) -> None:
+    """List the jobs of a configuration's `shapes` and how far they are."""
+    from qerl.bench.grid import MISSING, jobs, state
+    from qerl.report.summary import rich_table
+
+    plan = _plan(config, None)
+    if plan.config.shapes is None:
+        raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
+    own = Path(plan.folder) / "points"
+    states = {job: state(job, plan.config.shapes, own) for job in jobs(plan.config.shapes).values()}
+    if missing:
+        left = [job for job in states if MISSING in states[job]]
+        point = ("python", "-m", "qerl", "rule", "point")
+        typer.echo("\n".join(shlex.join([*point, job.command, str(own / job.file)]) for job in left))
+    else:
+        rows = pd.DataFrame({"job": [job.id for job in states], "state": list(states.values())})
+        _console().print(rich_table(str(config), rows))
+
+
+@gate_app.command(name="show")
+def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
+    """Print the verdicts; the exit code is 0 only if every gate passes."""
+    from qerl.gates.job import read_verdicts, sentence, verdict_table
+    from qerl.report.summary import rich_table
+
+    verdicts = read_verdicts(verdict)
+    _console().print(rich_table("", verdict_table(verdicts)))
+    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
+    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
+
+
+@gate_app.command()
+def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
+    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
+    from qerl.gates.job import accept
+
+    typer.echo(accept(_plan(config, keys)))
+
+
+@app.command(rich_help_panel=WORKFLOW)
+def summary(root: Path) -> None:
+    """Print the main table of a folder of results, and where everything lies."""
+    from qerl.report.summary import print_summary
+
+    print_summary(root)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "write to another folder",
+    errno.EACCES: "set its permissions",
+}
+
+
+def main() -> None:
+    """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
+    configure_logging()
+    try:
+        app()
+    except ValueError as error:
+        if hasattr(error, "__notes__"):  # out of a function of the user, whose traceback says where
+            raise
+        typer.echo(f"qerl: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        typer.echo(f"qerl: {what}; {_REMEDIES[error.errno]} and start again: what is finished stays", err=True)
+        sys.exit(2)

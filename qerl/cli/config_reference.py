@@ -1,0 +1,168 @@
+"""config/README.md: every key with its type, default and meaning, made from the models of `qerl.settings.config`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from qerl.settings import base, benches, config, data, evaluation, models, reward, rollout, run, training
+
+HEAD = """# Configuration
+
+A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It says what the science
+is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key, or one given twice, is an error. Where a
+setting can be off, `off`, `none` and `false` all mean off. `qerl keys` makes this page from the settings' code.
+
+* `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
+* `own.yaml`: a real model of your own, with settings that follow from its checkpoint (`fit_to_model`). It is the
+  default where `model` is given on the command line.
+* `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
+* `ci.yaml`: the regression gates of speed and accuracy, in minutes on two CPU cores (docs/gates.md).
+* `shapes.yaml`: speed and memory on the sizes of Qwen2.5 with random weights; needs a GPU, and no network
+  (docs/results/h200.md).
+* `walk.yaml`: the whole DAG on random weights of Qwen2.5-1.5B's size, in files as on the hub (docs/paper.md).
+
+An experiment expands into one run for each arm and each point of its grid. Keys of arms and grid may be dotted
+(`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` replaces the checkpoint and the
+problems of every run by your own. With `model` and without `--configfile`, the configuration is `own.yaml`.
+
+An example that compares three ranks at two learning rates, with three seeds each:
+
+```yaml
+experiments:
+  ranks:
+    base: {model: miniature, dataset: arithmetic, weights: nvfp4, dtype: float32}
+    grid:
+      adapter.rank: [8, 16, 32]
+      optimizer.learning_rate: [1.0e-3, 3.0e-3]
+      seed: [0, 1, 2]
+```
+
+These keys of a run decide no result, so changing them reruns nothing: UNDECIDING. The same holds for the keys of an
+evaluation's engine.
+
+A key of a grid may be any key of a run. `qerl plan CONFIG` prints the table of runs, their cost at measured speeds, and
+which are done.
+
+Models and data sets of the hub are pinned by commit. `qerl lock CONFIG` asks the hub and writes commits and SHA-256
+hashes to the file that the key `lock` names. A workflow doesn't start with a branch or tag that isn't locked.
+
+The next example has answers in tags, and a data set and a reward of your own. Both are functions in `mine.py` in the
+working directory. A change of that file reruns what depends on it:
+
+```yaml
+datasets:
+  sums:
+    format: gsm8k
+    answer: tags
+    instruction: "Reason in <think></think>, then give the number in <answer></answer>."
+    origin: {source: python, function: "mine:problems"}
+experiments:
+  short:
+    base:
+      model: miniature
+      dataset: sums
+      reward: {preset: upstream-gsm8k, function: "mine:brevity", custom: 0.5}
+```
+
+```python
+def problems():
+    return [{"question": f"What is {n} plus 1?", "answer": f"#### {n + 1}"} for n in range(1000)]
+
+
+def brevity(answer, problem):  # answer: text, tokens, limit; problem: question, answer, solution, level
+    return 1 - answer.tokens / answer.limit
+```
+"""
+
+SECTIONS = (
+    config.Config,
+    data.DatasetSettings,
+    data.FilterSettings,
+    data.Generated,
+    data.LocalData,
+    data.HubData,
+    data.FunctionData,
+    models.PretrainSettings,
+    models.LocalModel,
+    models.HubModel,
+    models.LockedRepo,
+    config.Experiment,
+    run.RunSettings,
+    run.RunFile,
+    models.CalibrationSettings,
+    training.AdapterSettings,
+    training.NoiseSettings,
+    rollout.EngineSettings,
+    rollout.NativeSettings,
+    rollout.VllmSettings,
+    rollout.RolloutSettings,
+    rollout.SamplingSettings,
+    reward.RewardSettings,
+    training.LossSettings,
+    training.PPOSettings,
+    training.OptimizerSettings,
+    evaluation.EvaluationSettings,
+    evaluation.TaskSettings,
+    evaluation.TaskSampling,
+    benches.RolloutBench,
+    benches.StepBench,
+    benches.GateSettings,
+    benches.ShapesSettings,
+    benches.DecodeGrid,
+    benches.StepGrid,
+)
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if isinstance(annotation, type) and not get_args(annotation):
+        return "none" if annotation is type(None) else annotation.__name__
+    names = [_type_name(part) if not isinstance(part, str) else f"`{part}`" for part in get_args(annotation)]
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__} of {', '.join(dict.fromkeys(names))}"
+    return " or ".join(dict.fromkeys(names))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default_factory is not None:
+        return "by the keys before it"
+    if isinstance(field.default, base.Settings):
+        return "its defaults"
+    return "none" if field.default is None else f"`{field.default}`"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split())
+    return f"| `{name}` | {_type_name(field.annotation)} | {_default(field)} | {meaning} |"
+
+
+def _section(settings: type[base.Settings]) -> str:
+    # Inherited keys stand in the section of the parent.
+    own = inspect.get_annotations(settings)
+    rows = [_row(name, field) for name, field in settings.model_fields.items() if name in own]
+    head = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join([f"## {settings.__name__}", "", inspect.getdoc(settings) or "", "", *head, *rows])
+
+
+def _dotted(keys: Any) -> list[str]:
+    """Dotted keys of a mapping of keys to sets of keys, to mappings of the same kind, or to True."""
+    if not isinstance(keys, dict):
+        return sorted(keys)
+    inner = {key: [""] if value is True else [f".{rest}" for rest in _dotted(value)] for key, value in keys.items()}
+    return [f"{key}{rest}" for key, rests in inner.items() for rest in rests]
+
+
+def markdown() -> str:
+    """The whole page."""
+    undeciding = ", ".join(f"`{key}`" for key in _dotted(run.UNDECIDING))
+    return (
+        "\n\n".join([HEAD.strip().replace("UNDECIDING", undeciding), *(_section(settings) for settings in SECTIONS)])
+        + "\n"
+    )

@@ -1,0 +1,154 @@
+"""The lock file: which commit of each repository of the hub a configuration means, and the SHA-256 of its files.
+
+A YAML mapping. Data sets are written as in the hub's addresses, `datasets/org/name`:
+
+    Qwen/Qwen2.5-3B-Instruct:
+      revision: <commit>
+      files: {config.json: <sha256>, ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.data import HubData
+from qerl.settings.models import HubModel, LockedRepo
+from qerl.settings.reading import parse_yaml
+
+Lock = dict[str, LockedRepo]
+
+#: What a model's folder needs: weights, configuration, tokenizer, chat template.
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def key_of(origin: HubModel | HubData) -> str:
+    """The name of a repository in the lock file."""
+    return origin.repo if isinstance(origin, HubModel) else f"datasets/{origin.repo}"
+
+
+def hub_origins(config: Config) -> Iterator[HubModel | HubData]:
+    """All that a configuration takes from the hub; a local copy is taken as it is."""
+    yield from (model for model in config.models.values() if isinstance(model, HubModel))
+    origins = (data.origin for data in config.datasets.values())
+    yield from (origin for origin in origins if isinstance(origin, HubData) and origin.folder is None)
+
+
+def read_lock(path: Path | None) -> Lock:
+    """The entries of a lock file; none if there is no such file yet."""
+    if path is None or not path.is_file():
+        return {}
+    values = parse_yaml(path.read_bytes(), str(path)) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no lock file: a mapping of repositories is expected; write it by `qerl lock`")
+    return {repo: parse(LockedRepo, entry, f"{path}, {repo}") for repo, entry in values.items()}
+
+
+def with_locked_revisions(config: Config) -> Config:
+    """The configuration with the commit of the lock file in the place of each branch or tag.
+
+    Raises `ConfigError` where the file holds another commit than the one that the configuration names.
+    """
+    lock = read_lock(config.lock)
+    models = {n: _pinned(m, lock, config.lock) if isinstance(m, HubModel) else m for n, m in config.models.items()}
+    datasets = {
+        name: data.model_copy(update={"origin": _pinned(data.origin, lock, config.lock)})
+        if isinstance(data.origin, HubData)
+        else data
+        for name, data in config.datasets.items()
+    }
+    return config.model_copy(update={"models": models, "datasets": datasets})
+
+
+def _pinned(origin: Any, lock: Mapping[str, LockedRepo], path: Path | None) -> Any:
+    entry = lock.get(key_of(origin))
+    if entry is None:
+        return origin
+    if is_commit(origin.revision) and origin.revision != entry.revision:
+        raise ConfigError(
+            f"{key_of(origin)}: the configuration names commit {origin.revision}, {path} names {entry.revision}; "
+            "make them agree (`qerl lock` writes the file anew)"
+        )
+    return origin.model_copy(update={"revision": entry.revision})
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is a commit, which nobody can move, and no branch or tag."""
+    return bool(_COMMIT.fullmatch(revision or ""))
+
+
+def check_pinned(config: Config, file: str) -> None:
+    """Every repository of the hub is given by a commit; a `ConfigError` names the command that sees to it."""
+    loose = sorted({f"{key_of(o)}@{o.revision or 'main'}" for o in hub_origins(config) if not is_commit(o.revision)})
+    if loose:
+        raise ConfigError(
+            f"{', '.join(loose)}: a branch can move; run `qerl lock {file}` on a machine with network, "
+            "which writes commits and hashes to the file that the key `lock` names, or use local folders"
+        )
+
+
+def verify(entry: LockedRepo, folder: Path) -> None:
+    """Compare the files in `folder` with the lock; a `ConfigError` names the first that differs.
+
+    Files that are in one place only are no difference: a folder may hold a part of a repository.
+    """
+    for name, expected in entry.files.items():
+        path = folder / name
+        if path.is_file() and (found := sha256_of(path)) != expected:
+            raise ConfigError(f"{path} has SHA-256 {found}, the lock file says {expected}; download it again")
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- asking the hub --------------------------------------------------------------------------------------------------
+
+
+def write_lock(config: Config) -> Path:
+    """Ask the hub for the commit of every repository of `config` and for its files' hashes; write the lock file."""
+    if config.lock is None:
+        raise ConfigError("the configuration names no lock file; add the key `lock`, e.g. lock: config/paper.lock.yaml")
+    entries = {key_of(origin): _asked(origin) for origin in hub_origins(config)}
+    values = {repo: entry.model_dump() for repo, entry in sorted(entries.items())}
+    config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True))
+    return config.lock
+
+
+def _asked(origin: HubModel | HubData) -> LockedRepo:
+    from fnmatch import fnmatch
+
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    hub = HfApi()
+    model = isinstance(origin, HubModel)
+    kind, ask, patterns = ("model", hub.model_info, MODEL_FILES) if model else ("dataset", hub.dataset_info, ("*",))
+    try:
+        info = ask(origin.repo, revision=origin.revision or "main", files_metadata=True)
+        files = [file for file in info.siblings or [] if any(fnmatch(file.rfilename, p) for p in patterns)]
+        hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ConfigError(f"can't ask the hub about {key_of(origin)} ({reason}); `qerl lock` needs network") from error
+    return LockedRepo(revision=str(info.sha), files=hashes)
+
+
+def _hash(repo: str, kind: str, commit: str, file: Any) -> str:
+    """The hub knows the SHA-256 of large files; small ones are fetched."""
+    if file.lfs is not None:
+        return str(file.lfs.sha256)
+    from huggingface_hub import hf_hub_download
+
+    return sha256_of(Path(hf_hub_download(repo, file.rfilename, repo_type=kind, revision=commit)))

@@ -1,0 +1,134 @@
+"""What a result is made of: the user's files by their content, functions and the package's code by their version.
+
+Times of files say nothing: what is copied keeps its old time or gets a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from qerl.data.hub_lock import sha256_of
+from qerl.host.plugins import source_version
+from qerl.provenance.code_version import code_version
+from qerl.provenance.files import cache_folder, write_text
+
+#: Files of records.
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+#: The card of a repository says which of its files hold which split.
+_CARD = "README.md"
+#: What is read of a model's folder: weights, configuration, tokenizer, chat template.
+_OF_MODEL = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+)
+#: Hashes of larger files are kept.
+_LARGE = 2**24
+
+
+def data_files(path: Path) -> list[Path]:
+    """The file of records, or those of a folder with their card; what lies in hidden folders is none of them."""
+    if not path.is_dir():
+        return [path]
+    found = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """What is read of a model's folder."""
+    return sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
+
+
+def hashes_of(files: Iterable[Path], root: Path) -> dict[str, str]:
+    """The SHA-256 of each file by its path in `root`, which may be the file itself."""
+    folder = root if root.is_dir() else root.parent
+    return {file.relative_to(folder).as_posix(): hash_of(file) for file in files if file.is_file()}
+
+
+def content_of(path: Path) -> str:
+    """A hash of the user's own problems or model: of names and content of all files that are read of it."""
+    files = model_files(path) if (path / "config.json").is_file() else data_files(path)
+    return hashlib.sha256(json.dumps(hashes_of(files, path)).encode()).hexdigest()[:12]
+
+
+def hash_of(file: Path) -> str:
+    """The SHA-256 of a file. That of a large one is kept in the user's cache, so that it's read once.
+
+    The time of the last change of a file's state, which it's kept by among others, can't be set by anybody.
+    """
+    state = file.stat()
+    if state.st_size < _LARGE:
+        return sha256_of(file)
+    place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
+    found = _read(kept) or sha256_of(file)
+    with suppress(OSError):  # nothing but time is lost where the cache can't be written
+        _keep(kept, found)
+    return found
+
+
+def _read(kept: Path) -> str | None:
+    """A hash that was kept, and whole: power may have been cut."""
+    try:
+        text = kept.read_text()
+    except OSError:
+        return None
+    return text if len(text) == 64 else None
+
+
+def _keep(kept: Path, found: str) -> None:
+    """Write a hash whole, whoever else writes it."""
+    if _read(kept):
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=kept.parent, delete=False) as partial:
+        partial.write(found)
+    Path(partial.name).replace(kept)
+
+
+# --- beside what was made --------------------------------------------------------------------------------------------
+
+
+class MadeOf(BaseModel):
+    """What decides a part of a run, beside the settings in its run.yaml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    files: dict[str, str] = {}
+    """SHA-256 by name."""
+    functions: dict[str, str] = {}
+    """The version of each of the user's functions by its import path."""
+    code: str
+    """The version of the package's code."""
+
+    def changes(self, now: MadeOf) -> list[str]:
+        """Names of the user's files and functions that aren't as they were."""
+        before, after = {**self.files, **self.functions}, {**now.files, **now.functions}
+        return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+def made_of(module: str, files: Mapping[str, str], functions: Iterable[str | None]) -> MadeOf:
+    """What the code of `module` would make a part of now."""
+    versions = {path: source_version(path) for path in functions if path}
+    return MadeOf(files=dict(files), functions=versions, code=code_version(module))
+
+
+#: By the part's name.
+Record = dict[str, MadeOf]
+_RECORD = TypeAdapter(Record)
+
+
+def read_record(file: Path) -> Record:
+    """What the parts of a run were made of; empty where that was never written."""
+    return _RECORD.validate_json(file.read_bytes()) if file.is_file() else {}
+
+
+def write_record(file: Path, record: Record) -> None:
+    """Write it whole or not at all."""
+    write_text(file, _RECORD.dump_json(record, indent=1).decode() + "\n")

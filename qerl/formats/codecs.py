@@ -1,0 +1,237 @@
+"""Codecs of the 4-bit weight formats: plain PyTorch, the reference that kernels are checked against.
+
+A weight W [out_features, in_features] is stored as 4-bit codes and scales (paper section 2):
+
+* NVFP4: W = e2m1 * e4m3 / global_scale, one E4M3 scale for 16 weights of a row, one FP32 global scale a tensor;
+* MXFP4: W = e2m1 * 2^(e8m0 - 127), one E8M0 scale for 32 weights of a row;
+* NF4: W = quant_map[code] * absmax, one absmax for 64 weights (`qerl.formats.nf4`; on a GPU by bitsandbytes).
+
+NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from qerl.formats import nf4
+from qerl.formats.errors import FormatError
+from qerl.formats.group_size import GROUP_SIZE
+
+#: Formats with packed weights.
+PACKED_FORMATS = tuple(GROUP_SIZE)
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MAX = 6.0
+_E4M3_MAX = 448.0
+#: Stands in for an E4M3 scale that rounds to zero.
+_E4M3_ZERO = 0.125
+_E8M0_BIAS = 127
+_LARGEST = 2.0**126
+#: floor(log2(6)): exponent of the largest E2M1 value.
+_E2M1_EXPONENT = 2
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out_features, in_features] in a 4-bit format.
+
+    Tensors by format (n = out * in):
+      nvfp4: weight_packed uint8 [out, in/2], weight_scale float8_e4m3fn [out, in/16], weight_global_scale float32 [1];
+      mxfp4: weight_packed uint8 [out, in/2], weight_scale uint8 [out, in/32];
+      nf4: weight_packed uint8 [n/2, 1], weight_absmax float32 [n/64], weight_quant_map float32 [16]; with double
+        quantization weight_absmax uint8 [n/64], weight_nested_absmax float32 [ceil(n/64/256)],
+        weight_nested_quant_map float32 [256], weight_nested_offset float32 [1].
+    """
+
+    weights_format: str
+    shape: tuple[int, int]
+    tensors: dict[str, Tensor]
+
+
+def tensor_specs(
+    weights_format: str, shape: tuple[int, int], nested: bool = True
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a `Packed`; `nested` (NF4 only): with double quantization."""
+    rows, columns = shape
+    _check_group(weights_format, columns)
+    groups = columns // GROUP_SIZE[weights_format]
+    if weights_format == "nf4":
+        return nf4.tensor_specs(rows * columns, nested)
+    codes = {"weight_packed": ((rows, columns // 2), torch.uint8)}
+    if weights_format == "mxfp4":
+        return {**codes, "weight_scale": ((rows, groups), torch.uint8)}
+    return {
+        **codes,
+        "weight_scale": ((rows, groups), torch.float8_e4m3fn),
+        "weight_global_scale": ((1,), torch.float32),
+    }
+
+
+def quantize(
+    weight: Tensor, weights_format: str, *, global_scale: Tensor | None = None, double_quant: bool = True
+) -> Packed:
+    """Round a weight [out, in] (float32 or bfloat16) to the nearest codes, without calibration.
+
+    `global_scale` (NVFP4): float32 [1], shared with the layers that are fused with this one (`nvfp4_global_scale`).
+    `double_quant` (NF4): store absmax in 8 bits. Raises `FormatError` if the format's group doesn't divide `in`, or a
+    weight is none that a format can hold (`check_magnitudes`).
+    """
+    if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise FormatError(
+            f"can't quantize a {weight.dtype} tensor of {weight.dim()} dimensions: pass a float32 or bfloat16 matrix"
+        )
+    _check_group(weights_format, weight.shape[1])
+    weight = weight.detach().contiguous()
+    check_magnitudes(weight, "the weight")
+    if weights_format == "nvfp4":
+        tensors = _quantize_nvfp4(weight, nvfp4_global_scale(weight) if global_scale is None else global_scale)
+    elif weights_format == "mxfp4":
+        tensors = _quantize_mxfp4(weight)
+    else:
+        tensors = nf4.quantize(weight, double_quant)
+    return Packed(weights_format, (weight.shape[0], weight.shape[1]), tensors)
+
+
+def check_magnitudes(weight: Tensor, name: str) -> None:
+    """Raise `FormatError`, which calls the weight `name`, for an empty one, NaN, infinity, or what would become such.
+
+    Over 2^126, a code of 6 or a scale rounded upwards overflows float32.
+    """
+    if not weight.numel() or not weight.abs().max() <= _LARGEST:
+        raise FormatError(f"can't quantize {name}: it is empty, or holds NaN or magnitudes over 2^126")
+
+
+def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] in `dtype`: computed in float32, rounded once."""
+    tensors = packed.tensors
+    if packed.weights_format == "nf4":
+        return nf4.dequantize(tensors, packed.shape, dtype)
+    values = _unpack_e2m1(tensors["weight_packed"])
+    if packed.weights_format == "nvfp4":
+        scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+    else:
+        scale = _e8m0_values(values.device)[tensors["weight_scale"].long()]
+    grouped = values.view(packed.shape[0], -1, GROUP_SIZE[packed.weights_format]) * scale.unsqueeze(-1)
+    return grouped.view(packed.shape).to(dtype)
+
+
+def bits_per_weight(packed: Packed) -> float:
+    """Stored bits of one weight, scales and look-up tables included."""
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors.values())
+    return 8 * stored / math.prod(packed.shape)
+
+
+def _check_group(weights_format: str, columns: int) -> None:
+    if weights_format not in GROUP_SIZE:
+        raise FormatError(f"unknown weights format {weights_format!r}; use one of {', '.join(PACKED_FORMATS)}")
+    size = GROUP_SIZE[weights_format]
+    if columns % size:
+        raise FormatError(
+            f"{weights_format} shares a scale among {size} weights of a row, which doesn't divide the input dimension "
+            f"{columns}; use another format or a model whose dimensions are multiples of {size}"
+        )
+
+
+# --- E2M1: NVFP4 and MXFP4 -------------------------------------------------------------------------------------------
+
+
+def _e2m1_codes(scaled: Tensor) -> Tensor:
+    """Nearest E2M1 code (sign in bit 3) of each value; ties go to the even code, as IEEE 754 rounds."""
+    magnitude = scaled.abs()
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for index, (low, high) in enumerate(pairwise(_E2M1)):
+        middle = (low + high) / 2
+        # The tie belongs to the upper value exactly if its code, index + 1, is even.
+        code += (magnitude >= middle) if index % 2 else (magnitude > middle)
+    return code | ((scaled < 0).to(torch.uint8) << 3)
+
+
+def _pack_low_first(codes: Tensor) -> Tensor:
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def _unpack_e2m1(packed: Tensor) -> Tensor:
+    table = _e2m1_values(packed.device)
+    return table[torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).int()]
+
+
+@cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    return torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=device)
+
+
+@cache
+def _e8m0_values(device: torch.device) -> Tensor:
+    # 255 is infinity here, as compressed-tensors decodes it; the OCP specification makes it a NaN.
+    return torch.tensor([2.0 ** (exponent - _E8M0_BIAS) for exponent in range(256)], dtype=torch.float32, device=device)
+
+
+def _grouped(weight: Tensor, weights_format: str) -> Tensor:
+    return weight.view(weight.shape[0], -1, GROUP_SIZE[weights_format])
+
+
+def nvfp4_global_scale(*weights: Tensor) -> Tensor:
+    """Global scale, float32 [1], shared by weights that run fused (q, k, v; gate, up).
+
+    It maps their largest magnitude to 6 * 448. It is computed in the weights' own dtype; where that overflows it is 1.
+    """
+    largest = torch.stack([weight.abs().max() for weight in weights]).max()
+    scale = _E4M3_MAX * _E2M1_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where(scale.isfinite(), scale, torch.ones_like(scale)).float().reshape(1)
+
+
+def _quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
+    groups = _grouped(weight, "nvfp4")
+    # The division happens in the weight's dtype, the product with the global scale in float32.
+    scale = (groups.abs().amax(-1) / _E2M1_MAX).float() * global_scale
+    stored = scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    stored = torch.where(stored.float() == 0, torch.full_like(scale, _E4M3_ZERO), stored.float())
+    codes = _e2m1_codes(groups.float() / (stored / global_scale).unsqueeze(-1))
+    return {
+        "weight_packed": _pack_low_first(codes).view(weight.shape[0], -1),
+        "weight_scale": stored.to(torch.float8_e4m3fn),
+        "weight_global_scale": global_scale.clone(),
+    }
+
+
+def _quantize_mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    groups = _grouped(weight, "mxfp4").float()
+    # Largest magnitude rounded to a power of two, upwards from 1.75: adding a quarter to the mantissa carries over.
+    exponent = (groups.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
+    scale = (exponent - _E2M1_EXPONENT).clamp(min=0).to(torch.uint8)
+    codes = _e2m1_codes(groups / _e8m0_values(groups.device)[scale.long()].unsqueeze(-1))
+    return {"weight_packed": _pack_low_first(codes).view(weight.shape[0], -1), "weight_scale": scale}
+
+
+# --- names and metadata in a checkpoint ------------------------------------------------------------------------------
+
+
+def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
+    """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
+
+    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module.
+    """
+    if weights_format == "nf4":
+        renamed, shape = nf4.from_checkpoint(tensors)
+        return Packed("nf4", shape, renamed)
+    rows, half = tensors["weight_packed"].shape
+    return Packed(weights_format, (rows, 2 * half), dict(tensors))
+
+
+def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The inverse of `from_checkpoint`; `dtype` is what NF4's metadata names as the unpacked weight's."""
+    if packed.weights_format == "nf4":
+        return nf4.to_checkpoint(packed.tensors, packed.shape, dtype)
+    return dict(packed.tensors)
+
+
+def checkpoint_name(weights_format: str, name: str) -> str:
+    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
+    return nf4.checkpoint_name(name) if weights_format == "nf4" else name

@@ -1,0 +1,9 @@
+"""What a 4-bit format refuses."""
+
+from __future__ import annotations
+
+from qerl.settings.base import UserError
+
+
+class FormatError(UserError):
+    """A tensor, shape or checkpoint that a weight format cannot hold; the message names it."""

@@ -1,0 +1,148 @@
+"""What one process has to itself: GPUs of this node, so that jobs of several workflows never share one by accident,
+and the folder of a run.
+
+A lease is a `filelock` on a file a GPU: an flock, which the kernel drops when the process ends, however it ends. The
+GPUs are found by NVML without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pynvml
+from filelock import FileLock, Timeout
+
+from qerl.host.progress import log
+from qerl.settings.base import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_POLL_SECONDS = 1.0
+
+
+def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The GPUs that this process may use: from their name in CUDA_VISIBLE_DEVICES to their UUID; empty without any.
+
+    Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
+    """
+    found = _uuids()
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return found
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return {name: found.get(name, name) for name in names} if found else {}
+
+
+def _uuids() -> dict[str, str]:
+    """The UUID of every GPU of this machine by its index; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return {str(index): pynvml.nvmlDeviceGetUUID(handle) for index, handle in enumerate(handles)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def lock_folder() -> Path:
+    """One folder a node, for all its users."""
+    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    return folder
+
+
+@contextmanager
+def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
+    """Keep `folder` (made if it isn't there) for the length of the block; a `ConfigError` if another process has it.
+
+    A training goes on when its Snakemake is killed; another one beside it would write the same checkpoints. `lock` is
+    the name of the file that is locked: with another one for each, several share a folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / lock
+    try:
+        kept = FileLock(file, timeout=0).acquire()
+    except Timeout:
+        raise ConfigError(
+            f"process {file.read_text().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
+            "start again: it goes on from what is kept there"
+        ) from None
+    with kept:
+        file.write_text(f"{os.getpid()} on {socket.gethostname()}")
+        yield
+
+
+@contextmanager
+def lease(count: int) -> Iterator[list[str]]:
+    """Wait until `count` GPUs are free, keep them for the length of the block, and show no others to CUDA.
+
+    Yields their names. Without GPUs there is nothing to share: an empty list, at once. Raises `ConfigError` if there
+    are fewer GPUs than asked for.
+    """
+    there = devices()
+    if there and count > len(there):
+        raise ConfigError(
+            f"{count} GPUs are needed, {len(there)} are visible here; lower `processes` or `tensor_parallel`"
+        )
+    if not there or count == 0:
+        yield []
+        return
+    with ExitStack() as held:
+        names = _wait(there, count, held)
+        before = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = ",".join(names)
+        try:
+            yield names
+        finally:
+            if before is None:
+                del os.environ[VISIBLE]
+            else:
+                os.environ[VISIBLE] = before
+
+
+def keep_to_own_cores(gpus: Sequence[str], there: Sequence[str]) -> None:
+    """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `there` has an equal part.
+
+    A compiler of one job then doesn't slow another one's launches. With fewer cores than GPUs nothing changes.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * i // len(there) for i in range(len(there) + 1)]
+    parts = {name: cores[begin:end] for name, begin, end in zip(there, ends, ends[1:], strict=False)}
+    if own := {core for name in gpus for core in parts[name]}:
+        os.sched_setaffinity(0, own)
+
+
+def _wait(there: Mapping[str, str], count: int, held: ExitStack) -> list[str]:
+    """Names of `count` GPUs whose locks are now in `held`: all at once or none, so that two waiting can't block."""
+    told = False
+    while True:
+        with ExitStack() as tried:
+            free = (name for name, uuid in there.items() if _lock(uuid, tried))
+            names = list(itertools.islice(free, count))
+            if len(names) == count:
+                held.push(tried.pop_all())
+                return names
+        if not told:
+            log.info("waiting for %d free of the GPUs %s", count, ", ".join(there))
+            told = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _lock(uuid: str, held: ExitStack) -> bool:
+    # Writable by all users of the node, whoever made the file.
+    lock = FileLock(lock_folder() / f"{uuid}.lock", mode=0o666, timeout=0)
+    try:
+        held.enter_context(lock)
+    except Timeout:
+        return False
+    return True

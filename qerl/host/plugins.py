@@ -1,0 +1,199 @@
+"""Functions that a configuration names by import path (`module:function`): rewards and data sets of the user.
+
+Modules are found among the installed ones, then in the working directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qerl.provenance.code_version import hash_of_code, of_this_package
+from qerl.settings.base import ConfigError
+
+#: What a function is called with, by the key of the configuration that names it.
+ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
+#: What `check_unchanged` found: a module that is imported or reloaded anew has another specification.
+_SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
+
+
+def load(path: str) -> Callable[..., Any]:
+    """Import the function `module:function`; a `ConfigError` says which part of the path is wrong.
+
+    What the module itself raises while it is imported is passed on, with a note that names it.
+    """
+    module_name, _, name = path.partition(":")
+    # The installed command `qerl` hasn't the working directory on its path as `python -m qerl` has. It comes last, so
+    # that a file in it can't take the place of a package.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    module = _imported(module_name, path)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
+    if not callable(function):
+        raise ConfigError(f"{path}: {name} is no function but of type {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def _imported(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
+                "the import"
+            ) from error
+        raise ConfigError(
+            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
+            "install it"
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
+    except SyntaxError as error:
+        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
+    except SystemExit as error:
+        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
+    except Exception as error:
+        error.add_note(f"importing {path} raised this; mend the module, and start again")
+        raise
+
+
+def _place(error: BaseException) -> str:
+    """The file and line of the user that an error comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"
+
+
+def check(path: str, key: str) -> None:
+    """Raise a `ConfigError` unless the function can be imported and called as that of `key` (`ARGUMENTS`) is."""
+    function, arguments = load(path), ARGUMENTS[key]
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name, asked = path.partition(":")[2], ", ".join(arguments)
+        raise ConfigError(
+            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
+            f"write `def {name}({asked})`"
+        ) from None
+
+
+def path_of(function: Callable[..., Any], key: str) -> str:
+    """The import path of a function that was given itself; a `ConfigError` where another process couldn't find it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    path = f"{module}:{name}"
+    if module in (None, "__main__") or not name.isidentifier() or load(path) is not function:
+        raise ConfigError(
+            f"{key} is {path}, which a run that goes on can't import; define the function in a file, such as mine.py, "
+            "and give it from there"
+        )
+    return path
+
+
+def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
+    """What the function returns. `key` is where the configuration names it, and in `limit` seconds it must be done.
+
+    What it raises is passed on with a note that names it; over the limit, or where it ends the process, a
+    `ConfigError` says where it was.
+    """
+    function = load(path)
+    try:
+        with _limited(limit, key):
+            return function(*arguments)
+    except _OverTime as error:
+        place = traceback.extract_tb(error.__traceback__)[-2]  # the last one is the handler of the signal
+        raise ConfigError(
+            f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
+            "or allow it more time: then the run goes on from its last checkpoint"
+        ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
+            "return a value"
+        ) from error
+    except Exception as error:
+        error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")
+        raise
+
+
+class _OverTime(BaseException):
+    """No `Exception`, which the function might catch."""
+
+
+@contextmanager
+def _limited(limit: float | None, key: str) -> Iterator[None]:
+    """Interrupt the block after `limit` seconds, Python code and waiting alike, by SIGALRM."""
+    if limit is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(f"{key} can be limited in time in the main thread only; train there, or set timeout: null")
+
+    def expire(*_: Any) -> None:
+        raise _OverTime
+
+    before = signal.signal(signal.SIGALRM, expire)
+    other_timer = signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *other_timer)
+        signal.signal(signal.SIGALRM, before)
+
+
+def source_version(path: str) -> str:
+    """A hash of the function's module and of the modules that it imports from beside it, blind to comments and layout.
+
+    Beside it is the folder on the path that holds its module or package; of installed ones, their own package. Runs and
+    rules carry it, so that a change of these files counts as a change of the settings.
+    """
+    load(path)
+    name = path.partition(":")[0]
+    source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
+    if source is None:
+        raise ConfigError(f"{path}: the module has no source file, so a change of it couldn't be noticed")
+    file, depth = Path(source), name.count(".")
+    root = file.parents[depth + (file.name == "__init__.py")]
+    top = name.partition(".")[0]
+
+    def counts(other: str) -> bool:
+        return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
+
+    # Importing a module of a package runs the package, and those around it.
+    packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
+    return hash_of_code(packages, root, counts)
+
+
+def check_unchanged(path: str) -> None:
+    """Raise a `ConfigError` where the source isn't what this process imported when it was asked first.
+
+    Python doesn't import a module again, so a notebook would go on with the old function, recorded as the new one.
+    """
+    version, spec = source_version(path), sys.modules[path.partition(":")[0]].__spec__
+    seen_spec, seen_version = _SEEN.get(path, (None, version))
+    if spec is seen_spec and version != seen_version:
+        raise ConfigError(f"{path} has changed since this process imported it; start Python anew, or reload its module")
+    _SEEN[path] = (spec, version)
+
+
+def _is_installed(root: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(root.parts)) or root == Path(sysconfig.get_path("stdlib"))

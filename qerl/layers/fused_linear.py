@@ -1,0 +1,42 @@
+"""Products of a decode step: what an implementation offers, and which one serves given layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
+from qerl.layers.w4_linear import W4Linear, serves
+
+
+class FusedLinear(Protocol):
+    """Layers that read the same input, as one product; their outputs lie one behind the other."""
+
+    #: N, the sum of the layers' outputs.
+    out_features: int
+
+    def sync(self) -> None:
+        """Take over adapters and biases as they are now."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
+        """x [B, K] to out [B, N] = W x + b + B (A x), all in the model's dtype and contiguous.
+
+        `residual`: added to what `out` holds. `silu`: out [B, N/2] = silu(first half) * second half.
+        """
+        ...
+
+
+def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -> FusedLinear:
+    """One product of layers that read the same input: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
+
+    `dtype`: of the activations. `gated`: gate and up, to be called with `silu`.
+    """
+    if serves(layers, dtype):
+        return W4Linear(layers, interleaved=gated)
+    if BitsandbytesLinear.serves(layers, dtype):
+        return BitsandbytesLinear(layers, dtype)
+    return TorchLinear(layers, dtype)

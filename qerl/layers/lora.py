@@ -1,0 +1,175 @@
+"""PEFT's LoRA with a lean forward pass, on dense layers and on `PackedLinear`: parameters and files are PEFT's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qerl.layers.packed_linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The layer under an adapter, and what multiplies the adapter's product."""
+
+    base: nn.Linear | PackedLinear
+    scaling: float
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """[out, in], unpacked if need be."""
+        return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
+
+
+class _LoraProducts(torch.autograd.Function):
+    """x W^T + b + s (d A^T) B^T of layers that read the same x, d being x or x after dropout: [M, in] to [M, out] each.
+
+    What an adapter adds is written first and the base's product is added to it where it lies, in the product itself;
+    likewise all that the gradient of x is a sum of. Nothing as large as the input or an output is written a second time
+    or kept beside it. A and s B count in the dtype of x, which their gradients are rounded to, as under autocast.
+    `adapters` are A and B of the first layer, of the second, and so on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, layers: Sequence[_Frozen], *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
+        down, ups = _cast(layers, adapters, x.dtype)
+        shrunk = (x if dropped is None else dropped) @ down.T
+        outs = []
+        for layer, up, part in zip(layers, ups, _parts(shrunk, ups), strict=True):
+            bias = layer.base.bias
+            out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
+            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+        ctx.save_for_backward(x, dropped, shrunk, *adapters)
+        ctx.layers = layers
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, dropped, shrunk, *adapters = ctx.saved_tensors
+        down, ups = _cast(ctx.layers, adapters, x.dtype)
+        grad_shrunk = torch.empty_like(shrunk)
+        of_adapters: list[Tensor | None] = []
+        parts = zip(ctx.layers, grads, ups, _parts(shrunk, ups), _parts(grad_shrunk, ups), strict=True)
+        for layer, grad, up, part, grad_part in parts:
+            torch.mm(grad, up, out=grad_part)
+            of_adapters += [None, (grad.T @ part).to(adapters[1].dtype).mul_(layer.scaling)]
+        of_down = grad_shrunk.T @ (x if dropped is None else dropped)
+        of_adapters[::2] = _parts(of_down.to(adapters[0].dtype), ups, 0)
+        through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+        if dropped is None:
+            return _add_bases(ctx.layers, grads, through_down), None, None, *of_adapters
+        grad_x = _add_bases(ctx.layers, grads, torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
+        return grad_x, through_down, None, *of_adapters
+
+
+def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """All A one above the other [ranks, in], and each s B [out, rank]."""
+    ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
+    if len(ups) == 1:  # on a CPU small layers take hardly longer than a copy that isn't needed
+        return adapters[0].to(dtype), ups
+    return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
+
+
+def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
+    """What of the ranks side by side is each layer's."""
+    return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
+
+
+def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tensor | None) -> Tensor | None:
+    if grad_x is not None:
+        for layer, grad in zip(layers, grads, strict=True):
+            grad_x.addmm_(grad, layer.weight(grad.dtype))
+    return grad_x
+
+
+class LeanLoraLinear(LoraLinear):
+    """LoRA whose forward and backward passes keep and write no more than they must.
+
+    PEFT's casts the input to the adapter's float32, which autocast casts back: each layer keeps a copy, where q, k and
+    v could share theirs. And it makes B's output, scales it and adds it, three tensors as large as the layer's output.
+    Inputs that autocast doesn't bring to one dtype with the adapter take PEFT's way, and so do several adapters at once
+    and a base that is trained itself.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., in_features] to [..., out_features], in the dtype of the base's output."""
+        if args or kwargs or not self.is_plain(x):
+            return super().forward(x, *args, **kwargs)
+        dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
+        return _products(x, dropped, [self])[0]
+
+    @property
+    def drops(self) -> bool:
+        """Whether the adapter's input goes through dropout now."""
+        return self.training and not isinstance(self.lora_dropout[self.active_adapters[0]], nn.Identity)
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether an output is that of the base and of one adapter, in products of one dtype."""
+        if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
+            return False
+        trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
+        mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        return self.active_adapters[0] in self.lora_A and not trained and not mixed
+
+
+def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Outputs of layers that read the same x [..., in]: with fewer passes where all are plain LoRA without dropout."""
+    lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
+    return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
+
+
+def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
+    frozen, adapters = [], []
+    for layer in layers:
+        name, base = layer.active_adapters[0], layer.base_layer
+        assert isinstance(base, (nn.Linear, PackedLinear))
+        frozen.append(_Frozen(base, layer.scaling[name]))
+        adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
+    outs = _LoraProducts.apply(rows, thinned, frozen, *adapters)
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
+
+
+class PackedLoraLinear(LeanLoraLinear):
+    """LoRA around a `PackedLinear`; A and B are trained in float32, the result has the dtype of the base's output."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Plain LoRA only: the variants (DoRA, ...) read the dense weight."""
+        return {(): None}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        """Packed weights take no update: always an error."""
+        raise ValueError(
+            f"can't merge an adapter into {self.get_base_layer().weights_format} weights without loss; keep it as an "
+            "adapter, or merge it into the dense model"
+        )
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, PackedLinear)
+        return module.in_features, module.out_features
+
+
+def register_lora(config: LoraConfig) -> LoraConfig:
+    """Let `config` target `PackedLinear` layers beside dense ones; returns it.
+
+    Raises ValueError for an initialisation that reads the dense weight.
+    """
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} reads the dense weight, which packed layers don't keep; "
+            "use True or 'gaussian'"
+        )
+    config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LeanLoraLinear})
+    return config

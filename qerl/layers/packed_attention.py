@@ -1,0 +1,120 @@
+"""The attention of a block over packed sequences without transposed views, where a kernel serves the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from qerl.kernels.packed_sequences import Packing, attend_packed
+from qerl.layers.lora import products
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary positions by Triton, which keeps cos and sin for the backward pass; all blocks have the same."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from qerl.kernels.rope import rotate
+
+        ctx.save_for_backward(cos, sin)
+        return rotate(query, key, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        from qerl.kernels.rope import rotate
+
+        return *rotate(of_query, of_key, *ctx.saved_tensors, back=True), None, None
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [L, heads, D] at the positions whose cosines and sines [L, D] transformers gives; on a GPU."""
+    return _Rotation.apply(query, key, cos, sin)
+
+
+def _kernel_serves(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype != torch.float64
+
+
+class PackedAttention(nn.Module):
+    """Before a class of transformers' attention: packed sequences on a GPU go its own way, all else is that class's."""
+
+    # Of the class behind; transformers' own types of these differ from one to the next.
+    config: Any
+    head_dim: Any
+    scaling: Any
+    attention_dropout: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **settings: Any,
+    ) -> tuple[Tensor, Any]:
+        """hidden_states [1, L, H] to the same shape, with None for the weights; cos and sin are [1, L, D]."""
+        packing: Packing | None = settings.get("packing")
+        if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or self._is_special():
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)
+        layers = [self.get_submodule(f"{name}_proj") for name in "qkv"]
+        # Not by [0], whose gradient is copied into zeros.
+        heads = (out.squeeze(0).unflatten(-1, (-1, self.head_dim)) for out in products(hidden_states, layers))
+        query, key, value = (self._normed(name, one) for name, one in zip("qkv", heads, strict=True))
+        cos, sin = position_embeddings
+        query, key = rotate(query, key, cos[0], sin[0])
+        out = attend_packed(query, key, value, packing, self.scaling)
+        return self.get_submodule("o_proj")(out.flatten(1)[None]), None
+
+    def _is_special(self) -> bool:
+        """Whether it may have what `qerl.layers.attention.attend`, at the end of the other way, refuses."""
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        return bool(window) or (self.training and self.attention_dropout > 0)
+
+    def _normed(self, name: str, heads: Tensor) -> Tensor:
+        """Queries, keys or values [L, heads, D], normalised where the class has a norm for them."""
+        norm = getattr(self, f"{name}_norm", None)
+        return heads if norm is None else norm(heads)
+
+
+class PackedQwen2Attention(PackedAttention, Qwen2Attention):
+    """Of Qwen2 and Qwen2.5."""
+
+
+class PackedQwen3Attention(PackedAttention, Qwen3Attention):
+    """Of Qwen3, which normalises queries and keys."""
+
+
+class PackedLlamaAttention(PackedAttention, LlamaAttention):
+    """Of Llama."""
+
+
+class PackedMistralAttention(PackedAttention, MistralAttention):
+    """Of Mistral."""
+
+
+#: Classes of transformers that project, normalise, rotate, attend and project, and do nothing else.
+_PACKED: dict[type, type[PackedAttention]] = {
+    Qwen2Attention: PackedQwen2Attention,
+    Qwen3Attention: PackedQwen3Attention,
+    LlamaAttention: PackedLlamaAttention,
+    MistralAttention: PackedMistralAttention,
+}
+
+
+def fuse_attentions(model: nn.Module) -> None:
+    """Let every attention whose class is known take packed sequences on a GPU its own way.
+
+    The class of the module is changed, not the module: its weights, their names, hooks and configuration stay where
+    they are, whatever transformers puts there. As each class has a name in this file, copies and pickles keep it.
+    """
+    for module in model.modules():
+        if type(module) in _PACKED:
+            module.__class__ = _PACKED[type(module)]

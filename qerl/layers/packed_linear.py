@@ -1,0 +1,158 @@
+"""A linear layer over 4-bit weights that are never kept unpacked: the frozen base under a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qerl.formats import tiles as layout
+from qerl.formats.codecs import Packed, dequantize, tensor_specs
+from qerl.formats.tiles import Tiles
+from qerl.kernels.unpack import dense
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W^T + b that unpacks W anew in the backward pass instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.dense_weight(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ ctx.layer.dense_weight(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_bias, None
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with W [out_features, in_features] in a 4-bit format; x [..., in_features] sets the dtype of y.
+
+    The packed tensors are buffers under the names of `Packed.tensors`; they have no gradient, and `.to(dtype)` leaves
+    them as they are. New layers are uninitialised; `from_packed` fills one.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weights_format: str,
+        *,
+        bias: bool = False,
+        nested: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`nested`: NF4 with double quantization; `dtype`: of the bias.
+
+        Raises `FormatError` for a shape that the format can't hold.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weights_format = weights_format
+        specs = tensor_specs(weights_format, (out_features, in_features), nested)
+        self.packed_names = tuple(specs)
+        for name, (shape, packed_dtype) in specs.items():
+            self.register_buffer(name, torch.empty(shape, dtype=packed_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self._dense: Tensor | None = None
+        #: The weights in the layout of the GPU's kernels, once `use_tiles` has put them in the place of the buffers.
+        self.tiles: Tiles | None = None
+        self._part = 0
+
+    @classmethod
+    def from_packed(cls, packed: Packed, bias: Tensor | None = None) -> PackedLinear:
+        """A layer that holds the tensors of `packed` (not copied) and `bias` [out_features]."""
+        out_features, in_features = packed.shape
+        nested = "weight_nested_absmax" in packed.tensors
+        layer = cls(in_features, out_features, packed.weights_format, nested=nested, device="meta")
+        for name in layer.packed_names:
+            setattr(layer, name, packed.tensors[name])
+        layer.bias = None if bias is None else nn.Parameter(bias)
+        return layer
+
+    def use_tiles(self, tiles: Tiles, part: int) -> None:
+        """Read the weight from `tiles`, which other layers may share, from now on; the layer's own tensors go."""
+        for name in self.packed_names:
+            delattr(self, name)
+        self.tiles, self._part, self.packed_names = tiles, part, ("tiles_data",)
+        self.register_buffer("tiles_data", tiles.data, persistent=False)
+
+    @property
+    def packed(self) -> Packed:
+        """The packed weight (not copied, unless it is in tiles)."""
+        if self.tiles is not None:
+            return layout.unpack(self.tiles, self._part)
+        tensors = {name: self.get_buffer(name) for name in self.packed_names}
+        return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The packed codes, under the name by which PEFT finds the device of a quantized layer."""
+        return self.get_buffer(self.packed_names[0])
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out_features, in_features], unpacked now or kept by `dense_weights`."""
+        if self._dense is not None and self._dense.dtype == dtype:
+            return self._dense
+        if self.tiles is not None and dtype == torch.bfloat16 and self.tiles.data.is_cuda:
+            return dense(self.tiles, self._part)
+        return dequantize(self.packed, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features], in the dtype of x."""
+        return _PackedProduct.apply(x, self.bias, self)
+
+    def extra_repr(self) -> str:
+        """Shape and format, as `nn.Linear` prints them."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"weights_format={self.weights_format}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        # `.to(dtype)` casts floating-point buffers: the scales move between devices as bytes, which no cast touches.
+        packed = {id(self.get_buffer(name)) for name in self.packed_names}
+        self._dense = None
+
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype) if id(tensor) in packed else fn(tensor)
+
+        return super()._apply(move, recurse)
+
+
+def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that `dense_weights` takes."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+
+
+@contextmanager
+def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Keep the weight of every `PackedLinear` of `model` unpacked in `dtype` while the context lasts.
+
+    For samplers and updates that run many passes on one version of the weights and have the memory for it
+    (`unpacked_bytes`); outputs for inputs of `dtype` are those without it, bit by bit.
+    """
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    before = [layer._dense for layer in layers]
+    try:
+        for layer in layers:
+            layer._dense = layer.dense_weight(dtype)
+        yield
+    finally:
+        for layer, dense in zip(layers, before, strict=True):
+            layer._dense = dense

@@ -1,0 +1,98 @@
+"""Linear layers with 4-bit weights and LoRA that run as one product on a Hopper GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qerl.formats import tiles as layout
+from qerl.formats.tiles import Tiles
+from qerl.kernels.w4a16.product import Mode, Operands, multiply
+from qerl.layers.adapters import unwrap
+from qerl.layers.packed_linear import PackedLinear
+
+
+def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Whether `W4Linear` can take these layers: a GPU with the instructions, format, shapes and dtype."""
+    bases = [base for base in (unwrap(layer).base for layer in layers) if isinstance(base, PackedLinear)]
+    if len(bases) < len(layers) or dtype != torch.bfloat16 or len({base.weights_format for base in bases}) > 1:
+        return False
+    device = bases[0].qweight.device
+    shapes = [(base.out_features, base.in_features) for base in bases]
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and layout.fits(bases[0].weights_format, shapes)
+
+
+class W4Linear:
+    """`FusedLinear` over NVFP4 or MXFP4 layers; bfloat16 activations.
+
+    The layers' weights move into `Tiles`, of which the layers read their own part from then on: there is one copy.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
+        """`interleaved`: the layers are gate and up, to be called with `silu`."""
+        adapted = [unwrap(layer) for layer in layers]
+        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+        self.tiles = _tiles_of(bases, interleaved)
+        self.out_features = self.tiles.rows
+        device = self.tiles.data.device
+        self._loras = [layer.lora for layer in adapted]
+        ranks = [len(lora.down) for lora in self._loras if lora is not None]
+        self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
+        shape = (len(layers), self.rank, self.tiles.columns)
+        self._operands = Operands(
+            tiles=self.tiles,
+            bias=_bias(bases, interleaved),
+            lora_a=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            lora_b=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
+            lora_scales=tuple(lora.scale if lora else 0.0 for lora in self._loras),
+        )
+        self.sync()
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """What `sync` copies, (to, from); ranks are padded with zeros to a multiple of 16."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for lora, a, b in zip(self._loras, self._operands.lora_a, self._operands.lora_b, strict=True):
+            if lora is not None:
+                rank = len(lora.down)
+                pairs += [(a[:rank], lora.down), (b[:, :rank], lora.up)]
+        return pairs
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Take over the adapters as they are now, in bfloat16."""
+        for to, from_ in self.copies():
+            to.copy_(from_)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
+        """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""
+        m, columns = x.shape
+        width = self.tiles.rows // 2 if silu else self.tiles.rows
+        if silu != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer (silu={silu})")
+        for tensor in (x, out):
+            if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+                raise ValueError("activations must be contiguous bfloat16")
+        multiply(self._operands, x, out, Mode.SILU if silu else Mode.RESIDUAL if residual else Mode.PLAIN)
+
+
+def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
+    """The tiles that these layers share already, or new ones, which replace the layers' own tensors."""
+    if bases[0].tiles is None:
+        tiles = layout.pack([base.packed for base in bases], interleaved)
+        for part, base in enumerate(bases):
+            base.use_tiles(tiles, part)
+    assert bases[0].tiles is not None
+    return bases[0].tiles
+
+
+def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
+    """Float32, in the order of the tiles' rows."""
+    biases = [base.bias.data.float() for base in bases if base.bias is not None]
+    if not biases:
+        return None
+    if interleaved or len(biases) < len(bases):
+        raise ValueError("layers that are fused need a bias each or none; gate and up have none in known models")
+    return torch.cat(biases)

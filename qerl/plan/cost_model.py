@@ -1,0 +1,195 @@
+"""GPU-hours before anything runs: tokens over speeds that were measured, and estimates where nobody measured.
+
+Hours are upper limits: every completion is taken to be as long as is allowed. Starting, loading, compiling and
+quantization, minutes a job, are not counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl.settings.base import ConfigError
+
+REFERENCE = Path(__file__).parents[1] / "results" / "reference"
+#: Measured tokens a second of one device, by machine, model (the name in the configuration), weights and batch. A row
+#: may have one of the two rates; that of an update holds for runs with the same `gradient_checkpointing`.
+SPEEDS = REFERENCE / "speeds.csv"
+#: Gigabytes (1e9 bytes) of a checkpoint.
+SIZES = REFERENCE / "sizes.csv"
+#: Test problems of the hub's data sets.
+PROBLEMS = REFERENCE / "problems.csv"
+UNMEASURED = "unmeasured"
+
+#: bf16 operations a second of one device, dense, by its data sheet.
+PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
+#: The share of them that an estimate takes an update to reach.
+UTILIZATION = 0.4
+#: Operations a parameter and token of an update: forward and backward; with gradient checkpointing one forward more.
+FLOPS, FLOPS_CHECKPOINTING = 6, 8
+#: Whose rollouts stand in for those of a format that was not measured: both are unpacked in the same kernels.
+STAND_IN = {"mxfp4": "nvfp4"}
+ASSUMED = (
+    "Rollouts: the best rate of a measured batch that isn't larger, of whatever model and training, with a time a "
+    "token that grows with the parameters and doesn't shrink for fewer; MXFP4 as NVFP4. "
+    f"Updates: {FLOPS} operations a parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing) at "
+    f"{UTILIZATION:.0%} of the device's bf16 peak."
+)
+
+
+@dataclass(frozen=True)
+class Hours:
+    """GPU-hours by measured speeds, and besides by estimates, NaN where there is nothing to estimate by."""
+
+    measured: float = 0.0
+    estimated: float = 0.0
+
+    def __add__(self, other: Hours) -> Hours:
+        return Hours(self.measured + other.measured, self.estimated + other.estimated)
+
+    def __str__(self) -> str:
+        """Such as "9.8 + ~120"; the part after ~ is an estimate."""
+        measured = [_rounded(self.measured)] if self.measured else []
+        if math.isnan(self.estimated):
+            return " + ".join([*measured, UNMEASURED])
+        return " + ".join([*measured, *([f"~{_rounded(self.estimated)}"] if self.estimated else [])]) or "0"
+
+
+def _rounded(hours: float) -> str:
+    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}"
+
+
+def total(hours: Iterable[Hours]) -> Hours:
+    """The sum."""
+    return sum(hours, Hours())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a job does at most."""
+
+    model: str
+    weights: str
+    method: str
+    """full, lora, or none for a base."""
+    rank: int
+    sequences: int
+    """Completions drawn together on one GPU."""
+    drawn: float
+    """Tokens of all completions; NaN where that isn't known."""
+    trained: float = 0
+    """Tokens that updates read, each pass counted."""
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """A row of speeds.csv."""
+
+    model: str
+    weights: str
+    method: str
+    rank: int
+    engine: str
+    sequences: int
+    gradient_checkpointing: bool
+    rate: float
+    """Tokens a second, of the rollout or the update."""
+
+
+class Costs:
+    """The speeds of one machine."""
+
+    def __init__(self, machine: str) -> None:
+        measured = _rows(SPEEDS)
+        known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
+        if machine not in known:
+            raise ConfigError(f"no speeds are known of the machine {machine!r}; use one of {', '.join(known)}")
+        rows = [row for row in measured if row["machine"] == machine]
+        self._rollouts, self._updates = (
+            [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
+        )
+        self._peak = PEAK_FLOPS.get(machine, math.nan)
+        self._parameters = {
+            row["model"]: float(row["gigabytes"]) * 1e9 / 2 for row in _rows(SIZES) if row["weights"] == "bf16"
+        }
+
+    def rollout(self, work: Work) -> Hours:
+        """Of the completions."""
+        speed = self.measured_rollout(work)
+        if speed is not None and not math.isnan(work.drawn):
+            return Hours(measured=_hours(work.drawn, speed.rate))
+        return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
+
+    def update(self, work: Work) -> Hours:
+        """Of the updates."""
+        speed = _nearest(work, [s for s in self._updates if s.gradient_checkpointing == work.gradient_checkpointing])
+        if speed is not None:
+            return Hours(measured=_hours(work.trained, speed.rate))
+        return Hours(estimated=_hours(work.trained, self._update_rate(work)))
+
+    def measured_rollout(self, work: Work) -> Speed | None:
+        """The measurement that hours of rollouts come from."""
+        return _nearest(work, self._rollouts)
+
+    def _rollout_rate(self, work: Work) -> float:
+        speeds = [s for s in self._rollouts if s.sequences <= work.sequences and s.model in self._parameters]
+        same = [s for s in speeds if s.weights == work.weights]
+        alike = same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)]
+        size = self._parameters.get(work.model)
+        rates = (s.rate * min(1.0, self._parameters[s.model] / size) for s in alike) if size else ()
+        return max(rates, default=math.nan)
+
+    def _update_rate(self, work: Work) -> float:
+        flops = FLOPS_CHECKPOINTING if work.gradient_checkpointing else FLOPS
+        return UTILIZATION * self._peak / (flops * self._parameters.get(work.model, math.nan))
+
+
+def _nearest(work: Work, speeds: Iterable[Speed]) -> Speed | None:
+    """The measurement of this model, format and training whose rank is nearest, then whose batch is the largest within
+    the job's: a larger batch has a higher rate, so that hours stay upper limits."""
+    same = [
+        speed
+        for speed in speeds
+        if (speed.model, speed.weights, speed.method) == (work.model, work.weights, work.method)
+        and speed.sequences <= work.sequences
+    ]
+    return min(same, key=lambda speed: (abs(speed.rank - work.rank), -speed.sequences), default=None)
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    if not file.is_file():
+        raise ConfigError(f"{file} doesn't exist: measured speeds come with the repository alone; run in a clone of it")
+    with file.open(newline="") as rows:
+        return list(csv.DictReader(rows))
+
+
+def _speed(row: dict[str, str], phase: str) -> Speed:
+    rate = float(row[f"{phase}_tokens_per_second"])
+    checkpointing = row["gradient_checkpointing"]
+    if phase == "update" and checkpointing not in ("true", "false"):
+        raise ConfigError(
+            f"{SPEEDS.name}: the update of {row['source']!r} doesn't say gradient_checkpointing true or false"
+        )
+    return Speed(
+        model=row["model"],
+        weights=row["weights"],
+        method=row["method"],
+        rank=int(row["rank"]),
+        engine=row["engine"],
+        sequences=int(row["sequences"]),
+        gradient_checkpointing=checkpointing == "true",
+        rate=rate,
+    )
+
+
+def problem_counts() -> dict[str, int]:
+    """How many test problems each data set of the hub has."""
+    return {row["repo"]: int(row["problems"]) for row in _rows(PROBLEMS)}
+
+
+def _hours(tokens: float, rate: float) -> float:
+    return tokens / rate / 3600 if tokens else 0.0

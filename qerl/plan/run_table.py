@@ -1,0 +1,135 @@
+"""The sheet of runs for people: what each costs, by speeds that were measured, and what of it is done."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl.plan import Plan, Run
+from qerl.plan.cost_model import SIZES, UNMEASURED, Costs, Hours, Work
+from qerl.results.names import weights_name
+from qerl.results.schema.stored import OK
+
+
+def sheet(plan: Plan, machine: str) -> pd.DataFrame:
+    """A row a run. Hours are of one GPU and upper limits (`qerl.plan.cost_model`).
+
+    Where no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and the estimate
+    stands in a column of its own.
+    """
+    costs = Costs(machine)
+    return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
+
+
+def run_work(run: Run, steps: int | None = None) -> Work:
+    """What the training of a run does at most; or so many steps of it."""
+    settings = run.settings
+    rollout = settings.rollout
+    completions = rollout.prompts * rollout.group_size
+    tokens = (steps or settings.steps) * completions * rollout.sampling.max_tokens
+    return Work(
+        model=settings.model,
+        weights=settings.weights,
+        method=settings.method,
+        rank=settings.adapter.rank,
+        sequences=max(1, completions // settings.processes),
+        drawn=tokens,
+        trained=tokens * settings.loss.updates_per_rollout,
+        gradient_checkpointing=settings.gradient_checkpointing is not False,
+    )
+
+
+def _row(plan: Plan, run: Run, costs: Costs) -> dict[str, Any]:
+    settings, work = run.settings, run_work(run)
+    noise = "" if settings.noise.schedule == "off" else "+aqn"
+    measured = costs.measured_rollout(work)
+    return {
+        "run": run.id,
+        "model": settings.model,
+        "weights": weights_name(settings.weights, settings.recipe),
+        "training": settings.method + noise,
+        "rank": settings.adapter.rank if settings.method == "lora" else 0,
+        "dataset": settings.dataset,
+        "steps": settings.steps,
+        "completions": settings.rollout.prompts * settings.rollout.group_size,
+        "gpus": settings.gpus,
+        **_columns("rollout", costs.rollout(work)),
+        **_columns("update", costs.update(work)),
+        "speed_of": ""
+        if measured is None
+        else f"{measured.engine}, {measured.sequences} sequences, rank {measured.rank}",
+        "done": _done(plan, run),
+    }
+
+
+def _columns(phase: str, hours: Hours) -> dict[str, Any]:
+    return {
+        f"{phase}_hours": round(hours.measured, 2) if hours.measured else UNMEASURED,
+        f"{phase}_estimate": math.nan if hours.measured else round(hours.estimated, 2),
+    }
+
+
+def _done(plan: Plan, run: Run) -> str:
+    trained, evaluated = (
+        Path(plan.folder) / file for file in (f"train/{run.id}/run.json", f"evaluate/{run.id}/result.json")
+    )
+    if not trained.is_file():
+        return ""
+    status = json.loads(trained.read_text()).get("status", OK)
+    if status != OK:
+        return str(status)
+    return "trained, evaluated" if evaluated.is_file() else "trained"
+
+
+def disk(plan: Plan) -> list[dict[str, Any]]:
+    """Gigabytes of each checkpoint, and of the whole models that full fine-tuning leaves behind."""
+    sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes
+
+    def size(model: str, weights: str) -> float | str:
+        return float(sizes.get((model, weights), float("nan"))) if (model, weights) in sizes else UNMEASURED
+
+    rows = [{"checkpoint": c.id, "gigabytes": size(c.model, c.weights)} for c in plan.checkpoints.values()]
+    full = [run for run in plan.runs.values() if run.settings.method == "full"]
+    return rows + [{"checkpoint": run.id, "gigabytes": size(run.settings.model, "bf16")} for run in full]
+
+
+def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
+    """What the sheet adds up to, and what the configuration leaves out, in sentences."""
+    return [
+        f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
+        f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
+        f"rollouts: {_sum(runs, 'rollout')} on {machine}",
+        f"updates: {_sum(runs, 'update')} on {machine}",
+        disk_total(plan),
+        *omitted(plan),
+    ]
+
+
+def disk_total(plan: Plan) -> str:
+    """What the checkpoints add up to."""
+    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
+    return f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted"
+
+
+def omitted(plan: Plan) -> list[str]:
+    """What the configuration leaves out."""
+    return [
+        f"left out of {name}: {arm}: {reason}"
+        for name, experiment in plan.config.experiments.items()
+        for arm, reason in experiment.omitted.items()
+    ]
+
+
+def _sum(runs: pd.DataFrame, phase: str) -> str:
+    known = pd.to_numeric(runs[f"{phase}_hours"], errors="coerce")
+    hours = Hours(known.sum(), runs[f"{phase}_estimate"][known.isna()].sum(skipna=False))
+    if known.isna().all():
+        return UNMEASURED if math.isnan(hours.estimated) else f"{UNMEASURED}, by estimate at most {hours} GPU-hours"
+    others = (
+        f"{known.notna().sum()} of {len(known)} runs, the others by estimate (~)" if known.isna().any() else "all runs"
+    )
+    return f"at most {hours} GPU-hours (every completion at its longest) for {others}"

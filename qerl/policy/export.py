@@ -1,0 +1,105 @@
+"""Checkpoints for other engines: unpacked, or with trained norms written in beside a pure LoRA adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qerl.checkpoints.folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    check_adapter,
+    read_headers,
+    weight_files,
+    weights_format_of,
+)
+from qerl.checkpoints.tensors import stream
+from qerl.formats.codecs import dequantize
+from qerl.layers.noisy_norm import ROLES
+from qerl.policy.loading import packed_layers, read_packed
+from qerl.provenance.files import put
+from qerl.settings.base import ConfigError
+
+_PREFIX = "base_model.model."
+#: Ranks that vLLM reserves room for; an adapter gets the next one.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def lora_room(rank: int) -> int:
+    """The `max_lora_rank` that vLLM needs for an adapter."""
+    room = next((size for size in _RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, the most that vLLM serves; use a lower rank")
+    return room
+
+
+def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write a packed checkpoint into the folder `target` with all weights unpacked to `dtype`."""
+    weights_format = weights_format_of(source)
+    headers = read_headers(source)
+    layers = set(packed_layers(headers, weights_format))
+    kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
+    tensors = {name: tensor.to(dtype) for name, tensor in stream(kept)}
+    for layer, packed in read_packed(headers, weights_format):
+        tensors[f"{layer}.weight"] = dequantize(packed, dtype)
+    _copy_but_weights(source, target)
+    config = json.loads((source / CONFIG).read_text())
+    del config["quantization_config"]
+    (target / CONFIG).write_text(json.dumps(config, indent=1))
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+
+
+def export(checkpoint: Path, trained: Path, out: Path) -> None:
+    """Split a trained policy into what engines without trained norms can load: `out`/base and `out`/adapter.
+
+    The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter is LoRA alone. An engine
+    that computes norms in 16 bits rounds them as it loads them. `trained` is the folder of an adapter in PEFT's layout.
+    `out` appears complete or not at all.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; remove it or give another folder")
+    check_adapter(trained)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        partial = Path(scratch) / out.name
+        adapter = load_file(trained / ADAPTER)
+        norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
+        _write_base(checkpoint, norms, partial / "base")
+        (partial / "adapter").mkdir()
+        lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
+        save_file(lora, partial / "adapter" / ADAPTER, metadata={"format": "pt"})
+        named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
+        config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
+        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        put(partial, out)
+
+
+def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:
+    _copy_but_weights(checkpoint, target)
+    if (checkpoint / INDEX).exists():
+        shutil.copyfile(checkpoint / INDEX, target / INDEX)
+    for path in weight_files(checkpoint):
+        _rewrite(path, target / path.name, norms.get)
+
+
+def _copy_but_weights(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Copy a safetensors file, each tensor passed through `change`."""
+    with safe_open(source, framework="pt") as shard:
+        tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
+        save_file(tensors, target, metadata=shard.metadata())

@@ -1,0 +1,210 @@
+"""Load a dense or packed checkpoint as a Hugging Face model whose packed layers are `PackedLinear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from qerl.checkpoints.folder import CheckpointError, TensorInfo, check_layers, read_headers, weights_format_of
+from qerl.checkpoints.tensors import stream
+from qerl.formats import codecs, nf4
+from qerl.formats.errors import FormatError
+from qerl.layers.packed_linear import PackedLinear
+
+#: What marks a layer as packed, by format: the tensor that is there for packed layers alone.
+_MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The parameter or buffer that a tensor of the checkpoint fills."""
+
+    module: nn.Module
+    name: str
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32: Sequence[str] = ()
+) -> PreTrainedModel:
+    """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
+
+    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Modules whose names end
+    with one of `float32` keep float32 weights; the caller puts modules in their place that compute with these. Tensors
+    are read one at a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file
+    at most. Raises `CheckpointError`, which names the file and the fix.
+    """
+    folder = Path(folder)
+    weights_format = weights_format_of(folder)
+    headers = read_headers(folder)
+    check_layers(folder, headers)
+    model = _skeleton(folder, dtype)
+    if weights_format != "bf16":
+        _insert_packed(model, headers, weights_format, folder, dtype)
+    slots = _slots(model)
+    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    for name, tensor in stream(headers, device):
+        wide = name.rpartition(".")[0].endswith(tuple(float32))
+        _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
+    _tie_head(model, headers)
+    _restore_computed_buffers(model, device)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint; `CheckpointError` where it needs code that comes with the checkpoint."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
+
+
+def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, codecs.Packed]]:
+    """Yield (layer name, packed weight) of a packed checkpoint."""
+    layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
+    for name, info in headers.items():
+        layer, found, _ = name.rpartition(".weight")
+        if found and layer in layers:
+            layers[layer][name] = info
+    for layer, infos in layers.items():
+        tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
+        yield layer, codecs.from_checkpoint(weights_format, tensors)
+
+
+def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
+    """Names of the layers whose weight is packed."""
+    marker = _MARKER[weights_format]
+    return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
+
+
+def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without tensors (all on the meta device) and without the library's own quantization."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _insert_packed(
+    model: PreTrainedModel, headers: dict[str, TensorInfo], weights_format: str, folder: Path, dtype: torch.dtype
+) -> None:
+    """Replace the linear layers that are packed in the file."""
+    modules = dict(model.named_modules())
+    for layer in packed_layers(headers, weights_format):
+        dense = modules.get(layer)
+        if not isinstance(dense, nn.Linear):
+            raise CheckpointError(f"{folder} holds a packed weight for {layer}, which is no linear layer of the model")
+        nested = f"{layer}.weight.nested_absmax" in headers
+        try:
+            packed = PackedLinear(
+                dense.in_features,
+                dense.out_features,
+                weights_format,
+                bias=dense.bias is not None,
+                nested=nested,
+                dtype=dtype,
+                device="meta",
+            )
+        except FormatError as error:
+            raise CheckpointError(f"{folder}: {layer}: {error}") from None
+        model.set_submodule(layer, packed)
+
+
+def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
+    """Every tensor that the checkpoint must hold, by its name there."""
+    slots = {}
+    for prefix, module in model.named_modules():
+        names = [*module._parameters, *module._buffers]
+        for name in names:
+            if getattr(module, name) is None or name in module._non_persistent_buffers_set:
+                continue
+            stored = name
+            if isinstance(module, PackedLinear) and name in module.packed_names:
+                stored = codecs.checkpoint_name(module.weights_format, name)
+            slots[f"{prefix}.{stored}"] = _Slot(module, name)
+        if isinstance(module, PackedLinear) and module.weights_format == "nf4":
+            slots.setdefault(f"{prefix}.{nf4.STATE_NAME}", _Slot(module, "weight_nested_offset"))
+    return slots
+
+
+def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: bool, folder: Path) -> None:
+    missing = [name for name in slots if name not in headers and not (tied and name == _HEAD)]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; "
+            "download the checkpoint again"
+        )
+    superfluous = [name for name in headers if name not in slots]
+    if superfluous:
+        raise CheckpointError(
+            f"{headers[superfluous[0]].shard} holds {len(superfluous)} tensors that its config.json doesn't call for, "
+            f"such as {superfluous[0]}; check that config.json belongs to these weights"
+        )
+
+
+def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
+    """Put a tensor of the file where it belongs."""
+    module = slot.module
+    if name.endswith(nf4.STATE_NAME):
+        _fill_nf4_state(module, tensor, info)
+        return
+    target = getattr(module, slot.name)
+    packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
+    if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
+        raise CheckpointError(
+            f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
+            f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
+        )
+    setattr(module, slot.name, tensor if packed else nn.Parameter(tensor.to(dtype)))
+
+
+def _is_float(tensor: Tensor, packed: bool) -> bool:
+    return packed or tensor.is_floating_point()
+
+
+def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None:
+    assert isinstance(module, PackedLinear)
+    try:
+        state = nf4.read_state(tensor)
+    except FormatError as error:
+        raise CheckpointError(f"{info.shard}: {error}") from None
+    if "nested_offset" in state:
+        module.weight_nested_offset = nf4.offset(state, tensor.device)
+
+
+def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
+    """Share the embedding's tensor with the head; a file that holds both must hold them equal."""
+    if not model.config.tie_word_embeddings:
+        return
+    head = model.get_parameter(_HEAD)
+    if _HEAD in headers and not torch.equal(head, model.get_parameter("model.embed_tokens.weight")):
+        raise CheckpointError(
+            f"{headers[_HEAD].shard} holds a head that differs from the embedding, though config.json ties them; "
+            "set tie_word_embeddings to false there"
+        )
+    model.tie_weights()
+
+
+def _restore_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Rebuild what no checkpoint holds and the meta device lost: the frequencies of the rotary embedding."""
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            model.set_submodule(name, type(module)(model.config).to(device))
+    lost = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if lost:
+        raise RuntimeError(f"no tensor was loaded for {lost[0]}")

@@ -1,0 +1,40 @@
+"""What tokenizer and problems show together, checked before anything long: chat template, lengths, test splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qerl.checkpoints.context import check_room, usable_length
+from qerl.checkpoints.folder import read_config
+from qerl.data.prompts import check_lengths, check_template, longer_than
+from qerl.evals.evaluate import open_task
+from qerl.policy.loading import load_tokenizer
+from qerl.rl.rollouts import Task
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.rollout import RolloutSettings
+
+
+def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> None:
+    """Raise a sentence if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
+    architecture, tokenizer = read_config(model), load_tokenizer(model)
+    check_template(tokenizer, architecture["vocab_size"])
+    for data, rollout in runs:
+        context = usable_length(architecture, rollout)
+        check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
+        Task.of(data).fitting(tokenizer, rollout, context)
+
+
+def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:
+    """Raise a sentence if a task has no problems, or prompts that leave no room to answer.
+
+    Prompts of a harness's own tasks are the harness's: those are looked at when they are drawn from.
+    """
+    context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
+    for task in settings.tasks:
+        asked, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
+        check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
+        if context is not None and asked.stock is None:
+            longer = longer_than(context - limit, tokenizer, asked.problems, asked.instruction)
+            remedy = f"or take these problems out of the test split of {task.dataset}"
+            check_lengths(longer.values(), len(asked.problems), context, limit, remedy)

@@ -1,0 +1,120 @@
+"""Parts of a run's folder, which are made once: data and checkpoint, and the record of what they were made of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from qerl.checkpoints.folder import weights_format_of
+from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
+from qerl.host.progress import log
+from qerl.provenance.files import put
+from qerl.settings.base import ConfigError
+from qerl.settings.run import RunFile
+
+#: What a run's parts were made of, by the keys of its settings: dataset, model, reward.
+INPUTS = "inputs.json"
+DATA = "data"
+CHECKPOINT = "checkpoint"
+REPORT = "report.json"
+
+
+def check_inputs(settings: RunFile) -> None:
+    """Refuse where inputs of a finished run have changed; what is gone, or on the hub, isn't compared."""
+    own, source = settings.dataset.own_file, Path(settings.model)
+    now = {
+        "dataset": _of_data(settings) if own is None or own.exists() else None,
+        "model": _of_checkpoint(settings, source) if source.is_dir() else None,
+        "reward": _of_reward(settings),
+    }
+    record = read_record(settings.out / INPUTS)
+    pairs = {key: (record[key], made) for key, made in now.items() if made and key in record}
+    for key, (before, after) in pairs.items():
+        if changes := before.changes(after):
+            raise ConfigError(
+                f"{settings.out} is finished, and its {key} has changed since ({', '.join(changes)}); "
+                "give another folder as `out`, or delete this one to train anew"
+            )
+    if any(before.code != after.code for before, after in pairs.values()):
+        log.warning("%s was trained by another version of the code; delete it to train anew", settings.out)
+
+
+def make_data(settings: RunFile) -> None:
+    """Prepare the problems."""
+    from qerl.data.records import DataError
+    from qerl.data.sources import prepare, read_meta
+
+    _make(settings, "dataset", DATA, _of_data(settings), lambda folder: prepare(settings.dataset, folder))
+    if not read_meta(settings.out / DATA)["rows"]["train"]:
+        raise DataError("dataset has no training problems; give it a split train")
+
+
+def make_base(settings: RunFile, source: Path) -> None:
+    """Make the checkpoint that the run trains on: linked where `source` is in its format already."""
+    made = _of_checkpoint(settings, source)
+    _make(settings, "model", CHECKPOINT, made, lambda folder: _base(settings, source, folder))
+
+
+def tell_reward(settings: RunFile) -> None:
+    """Record the version of the reward that the run is trained with from now on."""
+    file = settings.out / INPUTS
+    write_record(file, {**read_record(file), "reward": _of_reward(settings)})
+
+
+def whole(target: Path, make: Callable[[Path], object]) -> None:
+    """Have `make` write the folder `target` unless it's there: whole or not at all, whenever the process is killed."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    make(partial / target.name)
+    put(partial / target.name, target)
+    partial.rmdir()
+
+
+def _of_data(settings: RunFile) -> MadeOf:
+    own = settings.dataset.own_file
+    files = hashes_of(data_files(own), own) if own else {}
+    return made_of("qerl.data.sources", files, [getattr(settings.dataset.origin, "function", None)])
+
+
+def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
+    """The base, and the prepared problems that AWQ reads besides."""
+    files = hashes_of(model_files(source), source)
+    if settings.settings.calibrated:
+        files |= hashes_of(data_files(settings.out / DATA), settings.out)
+    return made_of("qerl.quantize.quantize", files, [])
+
+
+def _of_reward(settings: RunFile) -> MadeOf:
+    return made_of("qerl.rl.train", {}, [settings.reward.function])
+
+
+def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:
+    """Have `make` write a folder of the run, unless it's there and made of the same."""
+    target, file = settings.out / name, settings.out / INPUTS
+    record = read_record(file)
+    if target.exists() and record.get(key) == made:
+        return
+    if target.exists():
+        changes = record[key].changes(made) if key in record else []
+        log.info("%s is made anew: %s changed", target, ", ".join(changes) or "the code")
+        # Whenever the process is killed, the record tells of nothing but what is there.
+        write_record(file, {other: of for other, of in record.items() if other != key})
+        shutil.rmtree(target)
+    whole(target, make)
+    write_record(file, {**record, key: made})
+
+
+def _base(settings: RunFile, source: Path, target: Path) -> None:
+    from qerl.prepare.base_checkpoint import link_checkpoint, make_checkpoint
+    from qerl.quantize.awq import Calibration
+
+    if weights_format_of(source) == settings.weights:
+        link_checkpoint(source, target)
+        return
+    made = settings.settings.calibrated
+    texts = Calibration(made, settings.out / DATA) if made else None
+    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts)

@@ -1,0 +1,1 @@
+"""Base policies that are trained from scratch."""

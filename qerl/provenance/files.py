@@ -1,0 +1,94 @@
+"""Files that are written whole or not at all, and clocks that run backwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from qerl.settings.base import ConfigError
+
+#: Seconds that clocks of several machines may differ by.
+CLOCK_SKEW = 60
+
+
+def cache_folder(name: str) -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / name
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a result whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whenever the process is killed or the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    put(partial, path)
+
+
+def put(partial: Path, path: Path) -> None:
+    """Rename a finished file or folder, its content on the disk before its name is."""
+    flush(partial)
+    partial.replace(path)
+    _fsync(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk; links are left alone."""
+    for inner in path.iterdir() if path.is_dir() else ():
+        if not inner.is_symlink():
+            flush(inner)
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` unless a file can be made where `path` is to be: said before hours are spent on it."""
+    path = path.absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir() or (folder != path and folder.exists()))
+    if not folder.is_dir():
+        raise ConfigError(f"{path} can't be made, because {folder} is a file; choose another folder")
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to {folder} ({error.strerror}); make it writable, make room, or choose another folder"
+        ) from None
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A path and, of a folder, all in it."""
+    yield path
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+def check_clock(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError` where a file is from the future: with the clock set back, Snakemake takes stale for new."""
+    now = time.time()
+    for path in paths:
+        for file in _files(path):
+            written = file.lstat().st_mtime if os.path.lexists(file) else now
+            if written > now + CLOCK_SKEW:
+                raise ConfigError(
+                    f"{file} is from the future ({datetime.fromtimestamp(written):%Y-%m-%d %H:%M:%S}), so the clock "
+                    "was set back; set it right, or date the files anew: "
+                    f"find {path} -exec touch -h -d @{now:.0f} {{}} +"
+                )

@@ -1,0 +1,102 @@
+"""AWQ (arXiv 2306.00978) by llmcompressor: equalise a dense model so that rounding it to 4 bits costs less.
+
+Channels of a layer's input that are large on calibration texts are divided by a scale in the layer before (a norm,
+v_proj, up_proj) and the weights that read them are multiplied by it, which leaves the model's function as it is. What
+comes out is a dense checkpoint; `qerl.quantize.writer` rounds it like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl.checkpoints.folder import read_headers
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import DataError
+from qerl.data.sources import read_meta, read_split
+from qerl.policy.loading import load_tokenizer
+from qerl.quantize.writer import DENSE, SCHEMES, quiet, write_config, write_shards
+from qerl.settings.models import CalibrationSettings
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What AWQ measures activations on; `data` is the folder of the prepared data set."""
+
+    settings: CalibrationSettings
+    data: Path
+
+
+def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration) -> list[list[int]]:
+    """Token ids of problems of the training split with their solutions, drawn by the seed, each cut to the length."""
+    settings, data = calibration.settings, calibration.data
+    problems = read_split(data, "train")
+    if not problems:
+        raise DataError(f"{data} has no training problems to calibrate on; name another set as calibration.dataset")
+    instruction = read_meta(data)["instruction"]
+    texts = []
+    for problem in Random(settings.seed).sample(problems, min(settings.samples, len(problems))):
+        prompt = prompt_ids(tokenizer, problem.question, instruction)
+        answer = tokenizer.encode(problem.solution or problem.answer, add_special_tokens=False)
+        texts.append([*prompt, *answer, tokenizer.eos_token_id][: settings.length])
+    return texts
+
+
+def write_equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
+    """Write the dense checkpoint `source`, equalised for rounding to `weights_format`, into the new folder `target`.
+
+    The model is in host memory and, block by block, on the GPU, if there is one. Returns what it was calibrated on.
+    """
+    texts = calibration_ids(load_tokenizer(source), calibration)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
+    equalise(model, weights_format, texts)
+    # One by one: to read a parameter may bring it onto the GPU.
+    write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
+    write_config(source, target)
+    return {
+        **calibration.settings.model_dump(),
+        "texts": len(texts),
+        "tokens": sum(map(len, texts)),
+        "sha256": read_meta(calibration.data)["sha256"]["train"],
+    }
+
+
+def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]) -> None:
+    """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
+    quiet()
+    # The imports take seconds and configure a global logger, so only a process that calibrates pays for them.
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+    rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
+    batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
+    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches)
+
+
+def _modifier() -> Any:
+    """The library's modifier, its activations in host memory: at 256 texts of 2,048 tokens a 7B's take 30 GB."""
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    class Unpinned(IntermediatesCache):
+        def pin_memory(self, *_: Any) -> None: ...
+
+    class CPUModifier(AWQModifier):
+        """llmcompressor 0.14 pins memory in any case, which torch refuses where there is nothing to pin it for."""
+
+        def _setup_activation_cache_hooks(self) -> None:
+            super()._setup_activation_cache_hooks()
+            for module in self._parent_args_cache:
+                self._parent_args_cache[module] = Unpinned(None, _HOST)
+
+    modifier = AWQModifier if torch.accelerator.is_available() else CPUModifier
+    return modifier(offload_device=_HOST)

@@ -1,0 +1,129 @@
+"""Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qerl.checkpoints.folder import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
+from qerl.checkpoints.tensors import stream
+from qerl.formats.codecs import dequantize, tensor_specs
+from qerl.formats.errors import FormatError
+from qerl.provenance.files import put
+from qerl.quantize.writer import linear_layers, write_packed
+
+if TYPE_CHECKING:
+    from qerl.quantize.awq import Calibration
+
+#: rtn: round to nearest, without calibration data.
+_METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
+_LIBRARIES = {
+    "bf16": (),
+    "nvfp4": ("llmcompressor", "compressed-tensors"),
+    "mxfp4": ("llmcompressor", "compressed-tensors"),
+    "nf4": ("bitsandbytes",),
+}
+
+
+def quantize_checkpoint(
+    source: Path, target: Path, weights_format: str, calibration: Calibration | None = None
+) -> dict[str, Any]:
+    """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
+
+    Weights are rounded to nearest; with a `calibration` (NVFP4, MXFP4) the model is equalised by AWQ before.
+    Embeddings, norms and the head stay bfloat16; the tokenizer comes along. `target` appears complete or not at all.
+    "bf16" writes nothing. Returns `quantization_report`, of AWQ against the equalised model. Raises `CheckpointError`
+    if `source` isn't dense, holds NaN or infinity, or `target` exists, `FormatError` if the format's groups don't
+    divide a layer's input dimension, `DataError` if there is nothing to calibrate on.
+    """
+    headers = _dense_headers(source)
+    if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
+        _refuse_what_is_not_finite(headers)
+    if weights_format == "bf16":
+        return quantization_report(source, source, "bf16")
+    for layer in linear_layers(headers):
+        rows, columns = headers[f"{layer}.weight"].shape
+        try:
+            tensor_specs(weights_format, (rows, columns))
+        except FormatError as error:
+            raise FormatError(f"{source}: {layer}: {error}") from None
+    from qerl.policy.loading import load_tokenizer
+
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        partial, dense, awq = Path(scratch) / target.name, source, {}
+        if calibration is not None:
+            from qerl.quantize.awq import write_equalised
+
+            dense = Path(scratch) / "equalised"
+            awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
+        write_packed(dense, partial, weights_format)
+        load_tokenizer(source).save_pretrained(partial)
+        report = quantization_report(dense, partial, weights_format) | awq
+        put(partial, target)
+    return report
+
+
+def quantization_report(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
+    """What quantization saved and cost.
+
+    size_bytes: of the weight files; bits_per_weight: over the linear layers of the blocks, scales included;
+    bits_per_weight_model: over all parameters; relative_error: |W - W_hat| / |W| (Frobenius) by layer type ("q_proj").
+    """
+    dense = _dense_headers(source)
+    headers = read_headers(target)
+    layers = linear_layers(dense)
+    weights = sum(math.prod(dense[f"{layer}.weight"].shape) for layer in layers)
+    parameters = sum(math.prod(info.shape) for info in dense.values())
+    # A bias belongs to the layer, not to its quantized weight.
+    stored = sum(info.size_bytes for name, info in headers.items() if name.rpartition(".weight")[0] in layers)
+    return {
+        "weights_format": weights_format,
+        "method": _METHODS[weights_format],
+        "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
+        "bits_per_weight": 8 * stored / weights,
+        "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,
+        "relative_error": {} if weights_format == "bf16" else _relative_errors(dense, headers, weights_format),
+        "versions": {name: version(name) for name in ("torch", "transformers", *_LIBRARIES[weights_format])},
+    }
+
+
+def _refuse_what_is_not_finite(headers: dict[str, TensorInfo]) -> None:
+    for _ in stream(headers):
+        pass
+
+
+def _dense_headers(source: Path) -> dict[str, TensorInfo]:
+    found = weights_format_of(source)
+    if found != "bf16":
+        raise CheckpointError(f"{source} is quantized already ({found}); give the dense checkpoint")
+    return read_headers(source)
+
+
+def _relative_errors(
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
+) -> dict[str, float]:
+    from qerl.policy.loading import read_packed
+
+    error: dict[str, float] = defaultdict(float)
+    norm: dict[str, float] = defaultdict(float)
+    for layer, packed in read_packed(headers, weights_format):
+        kind = layer.rpartition(".")[2]
+        name = f"{layer}.weight"
+        [(_, weight)] = stream({name: dense[name]})
+        error[kind] += _squares(dequantize(packed, torch.float32).sub_(weight))
+        norm[kind] += _squares(weight)
+    return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
+
+
+def _squares(values: Tensor) -> float:
+    return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2

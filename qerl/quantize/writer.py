@@ -1,0 +1,158 @@
+"""Write a dense checkpoint in 4 bits, shard by shard: the model is never whole in memory.
+
+The libraries pack: llmcompressor NVFP4 and MXFP4, bitsandbytes NF4. What is here is which tensors they get together.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, TensorInfo, by_shard, read_config, read_headers
+from qerl.checkpoints.tensors import stream
+from qerl.formats.codecs import check_magnitudes
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.host.progress import track
+
+#: Weight-only schemes of llmcompressor.
+SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+#: What weights are rounded to before they are packed, and what stays unpacked is stored in.
+DENSE = torch.bfloat16
+
+_GENERATION = "generation_config.json"
+
+
+def linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
+    """Names of the linear layers of the blocks (all that the formats quantize)."""
+    return {
+        name.removesuffix(".weight")
+        for name, info in headers.items()
+        if name.startswith("model.layers.") and name.endswith(".weight") and len(info.shape) == 2
+    }
+
+
+def write_packed(source: Path, target: Path, weights_format: str) -> None:
+    """Write the dense checkpoint `source` into the new folder `target` with the linear layers of its blocks packed.
+
+    In memory at a time: what one file of `target` holds, and the dense weights that share a scale. Packing is on the
+    GPU, if there is one. The tokenizer is not written.
+    """
+    headers = read_headers(source)
+    packer = _NF4() if weights_format == "nf4" else _FP4(weights_format)
+    layers = {f"{layer}.weight" for layer in linear_layers(headers)}
+    partners = {name: packer.partners(name) & layers for name in layers}
+    led = set().union(*partners.values())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensors_of(name: str) -> dict[str, Tensor]:
+        if name in led:
+            return {}
+        group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
+        dense = {member: tensor.to(DENSE, copy=True) for member, tensor in stream(group, device)}
+        if name not in layers:
+            return dense
+        for member, weight in dense.items():
+            check_magnitudes(weight, member)
+        return packer.pack(dense)
+
+    write_shards(headers, target, tensors_of)
+    write_config(source, target, packer.describe())
+
+
+def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
+    """Write into the new folder `target` what `tensors_of` makes of each tensor's name, in as many files as before."""
+    target.mkdir(parents=True)
+    shards = by_shard(headers)
+    weight_map: dict[str, str] = {}
+    size = 0
+    for path, names in track(shards.items(), len(shards), "shards"):
+        tensors = {key: tensor.cpu() for name in names for key, tensor in tensors_of(name).items()}
+        if not tensors:
+            continue
+        save_file(tensors, target / path.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, path.name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+        gc.collect()  # llmcompressor's modules are cycles that hold what they packed
+    if set(weight_map.values()) != {WEIGHTS}:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_config(source: Path, target: Path, quantization: dict[str, Any] | None = None) -> None:
+    """Copy what tells of the model besides its weights, with their new type and quantization."""
+    config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
+    config |= {"dtype": str(DENSE).removeprefix("torch.")}
+    config |= {} if quantization is None else {"quantization_config": quantization}
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if (source / _GENERATION).exists():
+        shutil.copyfile(source / _GENERATION, target / _GENERATION)
+
+
+def quiet() -> None:
+    """Let llmcompressor print errors only, before its import: it warns of a CPU even then, unless its variable says no.
+
+    A level that the user has set stays.
+    """
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+
+
+class _FP4:
+    """NVFP4 and MXFP4 by llmcompressor's quantization without a model."""
+
+    def __init__(self, weights_format: str) -> None:
+        quiet()
+        # The imports take seconds, so only a process that quantizes pays for them.
+        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+        from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
+
+        scheme = preset_name_to_scheme(SCHEMES[weights_format], ["Linear"])
+        self._converter = ModelFreePtqConverter(
+            QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+        )
+
+    def partners(self, name: str) -> set[str]:
+        return self._converter.get_dependencies(name)
+
+    def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._converter.process(weights)
+
+    def describe(self) -> dict[str, Any]:
+        told = self._converter.update_config(None).model_dump(mode="json")
+        named = {"quant_method": "compressed-tensors", "version": version("compressed-tensors")}
+        return {**told, **named, "transform_config": {}}
+
+
+class _NF4:
+    """NF4 with double quantization by bitsandbytes."""
+
+    def partners(self, name: str) -> set[str]:
+        return set()
+
+    def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        from bitsandbytes.functional import quantize_4bit
+
+        [(name, weight)] = weights.items()
+        codes, state = quantize_4bit(weight, blocksize=GROUP_SIZE["nf4"], quant_type="nf4", compress_statistics=True)
+        return {name: codes, **{f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}}
+
+    def describe(self) -> dict[str, Any]:
+        from transformers import BitsAndBytesConfig
+
+        scheme = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=DENSE,
+        )
+        return scheme.to_dict()

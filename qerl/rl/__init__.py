@@ -1,0 +1,1 @@
+"""The RL loop: rollouts, rewards, advantages, losses, updates, noise and training checkpoints."""

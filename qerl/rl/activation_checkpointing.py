@@ -1,0 +1,133 @@
+"""What an update computes again to save memory: as little as memory asks.
+
+Blocks compute their activations again in the backward pass (gradient checkpointing), logits are computed anew, tile by
+tile, and packed weights are unpacked anew in each pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl.host.profiling import allocatable_bytes
+from qerl.kernels.packed_sequences import Packing
+from qerl.layers.attention import packed_hidden
+from qerl.layers.dropout import set_keys
+from qerl.layers.packed_linear import dense_weights, unpacked_bytes
+from qerl.policy.policy import Policy
+
+#: Share of the free memory that is counted on; the rest is for fragments, unpacked weights and tiles of logits.
+USABLE = 0.85
+#: Activations are measured on rows of so many and of twice as many tokens.
+MEASURED_TOKENS = 64
+
+
+@dataclass
+class Saved:
+    """Filled while the block lasts."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
+    """Bytes of all storages that are kept for the backward pass, each once, those of `model`'s weights left out."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = Saved()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            saved.bytes += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def blocks(lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The transformer blocks, in order."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def kept_bytes(policy: Policy) -> float:
+    """Bytes that a block keeps for its backward pass, a token more or less: measured on two short rows."""
+    _recompute_first(policy.lm, 0)
+    grown = _row_bytes(policy, 2 * MEASURED_TOKENS) - _row_bytes(policy, MEASURED_TOKENS)
+    return grown / MEASURED_TOKENS / len(blocks(policy.lm))
+
+
+def _row_bytes(policy: Policy, tokens: int) -> int:
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=policy.device)
+    positions = torch.arange(tokens, device=policy.device)[None]
+    set_keys(policy.lm, [(0,)], [tokens])
+    with policy.autocast(), saved_for_backward(policy.lm) as saved:
+        # Its result holds what was counted until the end: a storage that is freed early could be counted as another.
+        _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))
+    return saved.bytes
+
+
+def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -> int:
+    """How many of `count` blocks must compute their activations again so that all fit into `free` bytes.
+
+    `kept`: bytes of a block that keeps its activations; `recomputed`: of one that keeps its input alone. The block
+    whose backward pass runs needs its activations and about as much for their gradients, recomputed or not.
+    """
+    missing = count * kept - (free - 2 * kept)
+    return min(count, max(0, math.ceil(missing / (kept - recomputed))))
+
+
+def _recompute_first(lm: PreTrainedModel, count: int) -> None:
+    """The first blocks: when their turn comes in the backward pass, the others' activations are gone."""
+    for place, block in enumerate(blocks(lm)):
+        block.gradient_checkpointing = place < count
+
+
+def free_bytes() -> float:
+    """What activations may take."""
+    return USABLE * allocatable_bytes()
+
+
+class Recomputation:
+    """Chooses anew for each update and micro-batch, from what is free just before it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self._kept: float | None = None
+
+    def choose(self, tokens: int) -> int:
+        """For a forward pass over `tokens`; returns how many blocks compute theirs again."""
+        count = self._needed(tokens, free_bytes())
+        _recompute_first(self.policy.lm, count)
+        return count
+
+    def keeps_logits(self, tokens: int) -> bool:
+        """Whether the logits of all of `tokens` fit beside their activations in all blocks."""
+        return self._needed(tokens, free_bytes() - self._logits(tokens)) == 0
+
+    def weights(self, tokens: int) -> AbstractContextManager[None]:
+        """For an update of micro-batches of up to `tokens`: keeps packed weights unpacked while the block lasts.
+
+        Only where they fit beside activations and logits: these cost more to compute again.
+        """
+        lm = self.policy.lm
+        free = free_bytes() - self._logits(tokens) - unpacked_bytes(lm, lm.dtype)
+        return dense_weights(lm, lm.dtype) if self._needed(tokens, free) == 0 else nullcontext()
+
+    def _logits(self, tokens: int) -> int:
+        return tokens * self.policy.lm.config.vocab_size * self.policy.lm.dtype.itemsize
+
+    def _needed(self, tokens: int, free: float) -> int:
+        lm = self.policy.lm
+        if self._kept is None:
+            self._kept = kept_bytes(self.policy)
+        of_input = lm.config.hidden_size * lm.dtype.itemsize
+        return recomputed_blocks(len(blocks(lm)), free, tokens * self._kept, tokens * of_input)

@@ -1,0 +1,136 @@
+"""Data parallelism: the processes of a run, started by torchrun's launcher and joined by accelerate.
+
+Every process holds the whole policy. It samples and scores its share of a step's problems, sees all completions, takes
+its share of the micro-batches, and adds up gradients with the others before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, reduce
+from torch import nn
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from qerl.settings.base import ConfigError
+
+T = TypeVar("T")
+
+
+class KilledError(RuntimeError):
+    """The kernel ended a process of the run, for its memory say; another try goes on from the last checkpoint."""
+
+
+class Processes:
+    """This process among those of its run; one alone where no launcher started it."""
+
+    def __init__(self) -> None:
+        self._state = PartialState(cpu=not torch.cuda.is_available())
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self._state.num_processes)
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return int(self._state.process_index)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
+        """This process's part of `items`, in one piece, and the index of its first."""
+        first, end = (len(items) * rank // self.count for rank in (self.rank, self.rank + 1))
+        return first, items[first:end]
+
+    def gather(self, parts: list[T]) -> list[T]:
+        """The parts of all processes, in the order of their ranks: what `share` divided."""
+        return list(gather_object(parts)) if self.count > 1 else parts
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value added up over the processes."""
+        if self.count == 1:
+            return list(values)
+        total: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=self._state.device), "sum")
+        return total.tolist()
+
+    def max(self, value: float) -> float:
+        """The largest value of any process."""
+        return max(self.gather([value]))
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes; a process without one adds zero."""
+        if self.count == 1:
+            return
+        for parameter in parameters:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(own, "sum")
+
+
+def check_processes(count: int) -> None:
+    """Whether a run can start so many processes here: a `ConfigError` says what is in the way."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "a run starts its processes itself: set `processes` in its settings, and call it without torchrun"
+        )
+    gpus = torch.cuda.device_count()
+    if gpus and gpus < count:
+        raise ConfigError(f"processes={count} needs as many GPUs, and this machine has {gpus}; lower processes")
+
+
+def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments)` in `count` new processes of this machine; in this one, if it is to be one alone."""
+    check_processes(count)
+    if count == 1:
+        function(*arguments)
+    else:
+        _launch(count, function, arguments)
+
+
+def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(launch, _start)(count, function, *arguments)
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGKILL:
+            raise KilledError(
+                f"process {rank} of {count} was killed, as the kernel does when memory is used up; start the run "
+                "again, with fewer processes if that was why: it goes on from its last checkpoint"
+            ) from error
+        raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+
+
+def _start(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    from qerl.host.progress import configure_logging
+
+    gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
+    configure_logging()
+    # The launcher's processes would each take all cores.
+    torch.set_num_threads(max(torch.get_num_threads() // count, 1))
+    function(*arguments)

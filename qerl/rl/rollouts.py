@@ -1,0 +1,175 @@
+"""Rollouts: which problems a step takes, their completions, and what these earn."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.data.prompts import check_lengths, longer_than, prompt_ids
+from qerl.data.records import DataError, Problem
+from qerl.data.sources import read_meta, read_split
+from qerl.policy.policy import Policy
+from qerl.rl.advantages import differ, group_advantages
+from qerl.rl.data_parallel import Processes
+from qerl.rl.rewards import Answer, reward_parts, total
+from qerl.rl.sequence_packing import Sample
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.settings.data import AnswerForm, RecordFormat
+from qerl.settings.rollout import RolloutSettings
+from qerl.settings.run import RunSettings
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the policy is trained on."""
+
+    problems: list[Problem]
+    format: RecordFormat
+    instruction: str
+    answer: AnswerForm = "native"
+    units: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(data: Path) -> Task:
+        """The training problems of a prepared data set."""
+        meta = read_meta(data)
+        asked = meta["format"], meta["instruction"], meta["answer"], tuple(meta["units"])
+        return Task(read_split(data, "train"), *asked)
+
+    def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
+        """Without problems over `rollout.max_prompt_tokens`; a `DataError` if others leave no room in `context`."""
+        kept, most = self.problems, settings.max_prompt_tokens
+        if most is not None:
+            longer = longer_than(most, tokenizer, kept, self.instruction)
+            kept = [problem for problem in kept if problem.id not in longer]
+            if not kept:
+                raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
+        if context is not None:
+            limit = settings.sampling.max_tokens
+            longer = longer_than(context - limit, tokenizer, kept, self.instruction)
+            remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
+            check_lengths(longer.values(), len(kept), context, limit, remedy)
+        return replace(self, problems=kept)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one problem with their rewards."""
+
+    problem: Problem
+    prompt: list[int]
+    completions: list[Completion]
+    texts: list[str]
+    parts: list[dict[str, float]]
+    rewards: list[float]
+
+    @property
+    def informative(self) -> bool:
+        """Whether the rewards differ: equal ones have no advantage over each other and teach nothing."""
+        return bool(differ(torch.tensor([self.rewards])))
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The batch of one step, and statistics of all groups that were drawn for it."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+    groups: list[Group]
+
+
+def problem_index(count: int, seed: int, position: int) -> int:
+    """The problem at a place of the endless sequence of epochs, each a permutation that depends on (seed, epoch)."""
+    epoch, offset = divmod(position, count)
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return int(np.random.Generator(np.random.Philox(key=key)).permutation(count)[offset])
+
+
+class Collector:
+    """Draws the batch of a step from a sampler; it keeps no state, so a continued run goes on where it was."""
+
+    def __init__(self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task) -> None:
+        if not task.problems:
+            raise ValueError(f"data set {settings.dataset} has no training problems")
+        self.settings = settings
+        self.policy = policy
+        self.sampler = sampler
+        self.task = task
+        self.processes = Processes()
+
+    def collect(self, step: int, position: int) -> Rollout:
+        """The batch of `step`, the same in every process; `position` problems were taken before it.
+
+        With `rollout.resample`, groups of equal rewards are replaced by the next problems' while rounds are left; what
+        is then still missing is filled up with such groups.
+        """
+        rollout = self.settings.rollout
+        drawn: list[Group] = []
+        for round_ in range(1 + rollout.resample):
+            missing = rollout.prompts - sum(group.informative for group in drawn)
+            if round_ == 0 or missing > 0:
+                start = position + len(drawn)
+                drawn += self._draw(range(start, start + missing), step, round_)
+        chosen = drawn
+        if rollout.resample:
+            chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
+        return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)}, drawn)
+
+    def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
+        seed, problems = self.settings.seed, self.task.problems
+        first, own = self.processes.share(positions)
+        chosen = [problems[problem_index(len(problems), seed, place)] for place in own]
+        prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
+        sampling = self.settings.rollout.sampling
+        params = SamplingParams(
+            **sampling.model_dump(),
+            count=self.settings.rollout.group_size,
+            seed=step_seed(seed, step, round_),
+            first=first,
+        )
+        groups = self.sampler.generate(prompts, params) if prompts else []
+        return self.processes.gather([self._score(*group) for group in zip(prompts, groups, chosen, strict=True)])
+
+    def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
+        limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
+        texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
+        answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
+        task = self.task
+        parts = [reward_parts(a, problem, task.format, weights, task.answer, task.units) for a in answers]
+        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts])
+
+    def _samples(self, groups: list[Group]) -> list[Sample]:
+        rewards_PG = torch.tensor([group.rewards for group in groups])
+        advantages_PG = torch.zeros_like(rewards_PG)
+        if self.settings.loss.name != "ppo":  # whose advantages come from its values, in the update
+            advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
+        return [
+            Sample(group.prompt, *of_completion)
+            for group, advantages in zip(groups, advantages_PG.tolist(), strict=True)
+            for of_completion in zip(group.completions, group.rewards, advantages, strict=True)
+        ]
+
+
+def step_seed(seed: int, step: int, round_: int = 0) -> int:
+    """One 64-bit seed of a run's seed and step; different for any (seed < 2^32, step < 2^24, round < 2^8)."""
+    return (seed << 32) | (step << 8) | round_
+
+
+def _metrics(groups: list[Group]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group.rewards]
+    parts = [part for group in groups for part in group.parts]
+    completions = [completion for group in groups for completion in group.completions]
+    return {
+        "reward": statistics.fmean(rewards),
+        "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in parts[0]},
+        "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
+        "completion_tokens": sum(len(c.token_ids) for c in completions),
+        "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
+        "truncated": statistics.fmean(not c.finished for c in completions),
+    }

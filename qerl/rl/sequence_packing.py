@@ -1,0 +1,190 @@
+"""From completions to packed micro-batches, and the log-probabilities of their tokens.
+
+N completions, T tokens of the longest, M tokens of all, L tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from qerl.kernels.packed_sequences import Packing
+from qerl.layers import linear_logprobs
+from qerl.layers.attention import packed_hidden
+from qerl.policy.policy import Policy
+from qerl.rollout.sampler import Completion
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with what the loss needs."""
+
+    prompt: list[int]
+    completion: Completion
+    reward: float
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + len(self.completion.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences in one row without padding, a prompt once before all its completions.
+
+    The last token of a completion predicts nothing that is asked for and isn't in the row.
+    """
+
+    index: list[int]  # place of each completion in the batch
+    ids: torch.Tensor  # [1, L]
+    positions: torch.Tensor  # [1, L] place of each token in its own sequence
+    packing: Packing
+    keys: list[tuple[int, int]]  # of each piece: the same wherever it is packed, and of no other of the batch
+    states_M: torch.Tensor  # where in the row the hidden state that predicts a completion token stands
+    targets_M: torch.Tensor  # completion tokens
+    mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
+    finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
+    sampler_logprobs_NT: torch.Tensor  # [N, T]
+    rewards_N: torch.Tensor  # [N]
+    advantages_N: torch.Tensor  # [N]
+
+    def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Figures of the completion tokens as [N, T], zero off the mask."""
+        empty = values_M.new_zeros(self.mask_NT.shape)
+        return empty.masked_scatter(self.mask_NT.bool(), values_M)
+
+
+def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in rows], dtype=torch.float32, device=device)
+
+
+def _digest(ids: list[int]) -> int:
+    """A number of token ids: equal prompts are one, wherever a batch is cut."""
+    return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
+
+
+class _Row:
+    """A packed row in the making."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.states: list[int] = []
+        self.lengths: list[int] = []
+        self.prompts: list[int | None] = []
+        self.keys: list[tuple[int, int]] = []
+
+    def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
+        """`completions` by their place in the batch."""
+        place = self._add(prompt, 0, None, (0, _digest(prompt)))
+        last = len(self.ids) - 1
+        for index, completion in completions.items():
+            own = range(len(self.ids), len(self.ids) + len(completion) - 1)
+            self.states += [last, *own][: len(completion)]
+            if own:
+                self._add(completion[:-1], len(prompt), place, (1, index))
+
+    def _add(self, ids: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> int:
+        self.keys.append(key)
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        self.lengths.append(len(ids))
+        self.prompts.append(prompt)
+        return len(self.lengths) - 1
+
+
+def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
+    """The samples `index` by their prompts, which those of a group follow one another with."""
+    return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
+
+
+def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.device) -> MicroBatch:
+    """Pack the samples `index` of a batch together."""
+    row = _Row()
+    for group in _groups(samples, index):
+        row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
+    chosen = [samples[i] for i in index]
+    completions = [s.completion for s in chosen]
+    whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
+    return MicroBatch(
+        index=index,
+        ids=whole([row.ids]),
+        positions=whole([row.positions]),
+        packing=Packing.of(row.lengths, row.prompts, device),
+        keys=row.keys,
+        states_M=whole(row.states),
+        targets_M=whole([token for c in completions for token in c.token_ids]),
+        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
+        finished_N=real([float(c.finished) for c in completions]),
+        sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
+        rewards_N=real([s.reward for s in chosen]),
+        advantages_N=real([s.advantage for s in chosen]),
+    )
+
+
+def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
+    """Tokens of the row that completions of one prompt make."""
+    return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
+
+
+def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
+    """Indices of the samples of each micro-batch, the largest first.
+
+    None has more than `max_tokens` tokens, or their even share where `parts` processes divide the batch; a completion
+    that is longer is alone. A group that fits stays together; one that doesn't is cut, and each part has the prompt.
+    """
+    groups = list(_groups(samples, range(len(samples))))
+    share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
+    limit = min(max_tokens, share)
+    pieces = [piece for group in groups for piece in _cut(samples, group, limit)]
+    pieces.sort(key=lambda piece: -packed_tokens(samples, piece))
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for piece in pieces:  # first fit
+        size = packed_tokens(samples, piece)
+        place = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if place == len(room):
+            batches.append([])
+            room.append(limit)
+        batches[place] += piece
+        room[place] -= size
+    order = sorted(range(len(batches)), key=lambda i: room[i])
+    return [sorted(batches[i]) for i in order]
+
+
+def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[list[int]]:
+    piece: list[int] = []
+    for i in group:
+        if piece and packed_tokens(samples, [*piece, i]) > limit:
+            yield piece
+            piece = []
+        piece.append(i)
+    yield piece
+
+
+def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
+    """The hidden states [M, H] that predict the completion tokens, in the base's dtype."""
+    with policy.autocast():
+        return packed_hidden(policy.lm, batch.ids, batch.positions, batch.packing)[0][batch.states_M]
+
+
+def logprobs_and_entropy(
+    policy: Policy, batch: MicroBatch, temperature: float, keep_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the completion tokens and entropy of the distributions that they come from.
+
+    Both [N, T] float32 at the sampling temperature, zero on padding; the entropy, H = -sum pi log pi, carries no
+    gradient. `keep_logits`: as `keep` of `qerl.layers.linear_logprobs`.
+    """
+    head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
+    logprobs, entropies = linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
+    return batch.unpacked(logprobs), batch.unpacked(entropies)

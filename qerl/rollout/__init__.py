@@ -1,0 +1,1 @@
+"""Samplers: the protocol, the eager sampler of CPUs, the GPU engine and vLLM."""

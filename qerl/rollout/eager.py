@@ -1,0 +1,183 @@
+"""The native sampler: it reads the policy's own tensors, so there is nothing to merge, copy or synchronise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from qerl.layers.packed_linear import PackedLinear, dense_weights
+from qerl.policy.policy import Policy
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+
+
+def uniforms(seed: int, sequence: int, count: int) -> np.ndarray:
+    """`count` uniform draws of one sequence, a function of (seed, sequence) alone; float64 in [0, 1)."""
+    key = np.array([seed, sequence], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token a row by inverting the cumulative distribution.
+
+    logits [B, V], uniform [B] float64 in [0, 1) -> tokens [B] int64, log-probabilities [B] float32 under the
+    distribution at the sampling temperature, before top-k and top-p cut it.
+    """
+    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    tokens = _invert(logprobs.double().exp(), uniform, params) if params.temperature else logits.argmax(-1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    if params.top_p == 1 and not params.top_k:
+        return _search(probs.cumsum(-1), uniform)
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    cumulative = sorted_probs.cumsum(-1)
+    # A token stays while the mass before it is under top_p: the smallest set that reaches it.
+    kept = (cumulative - sorted_probs) < params.top_p
+    if params.top_k:
+        kept[:, params.top_k :] = False
+    position = _search((sorted_probs * kept).cumsum(-1), uniform)
+    return order.gather(-1, position[:, None])[:, 0]
+
+
+def _search(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First index whose cumulative mass exceeds the draw; draws are below 1, so the index is one with mass."""
+    target = (uniform * cumulative[:, -1])[:, None]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
+
+
+@dataclass
+class _Batch:
+    """Sequences that are decoded together; rows shrink as sequences finish."""
+
+    rows: torch.Tensor  # [B] index of each row's sequence
+    tokens: torch.Tensor  # [B] last token
+    positions: torch.Tensor  # [B] position of the last token
+    mask: torch.Tensor  # [B, length] 1 where the cache holds a token
+    cache: DynamicCache
+
+    def keep(self, alive: torch.Tensor) -> None:
+        """Drop finished rows from the batch and the cache."""
+        index = alive.nonzero()[:, 0]
+        self.rows, self.tokens, self.positions = self.rows[index], self.tokens[index], self.positions[index]
+        self.mask = self.mask[index]
+        self.cache.batch_select_indices(index)
+
+
+@dataclass
+class _Record:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+def _record(
+    records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: frozenset[int]
+) -> torch.Tensor:
+    """Append a token to each unfinished sequence; return which rows go on, [B] bool."""
+    alive = []
+    for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+        record = records[row]
+        if not record.finished:
+            record.token_ids.append(token)
+            record.logprobs.append(logprob)
+            record.finished = token in stops
+        alive.append(not record.finished)
+    return torch.tensor(alive, device=rows.device)
+
+
+class NativeSampler:
+    """Samples with a KV cache in plain PyTorch. The prompt of a group is computed once.
+
+    `max_sequences` bounds how many sequences are decoded together, and so the memory of the cache.
+    """
+
+    #: The batch is compacted once this share of its rows has finished: copying the cache each time costs more.
+    compact_at = 0.25
+
+    def __init__(self, policy: Policy, max_sequences: int = 512) -> None:
+        self.policy = policy
+        self.max_sequences = max_sequences
+
+    @property
+    def served(self) -> str:
+        """Engine, kernel and weights, in words."""
+        packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
+        dtype = str(self.policy.lm.dtype).removeprefix("torch.")
+        return f"native, PyTorch on {' '.join([*packed, 'unpacked to', dtype]) if packed else dtype}"
+
+    def sync(self) -> None:
+        """Nothing to do: it samples from the policy itself."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """See `Sampler`."""
+        if not all(len(prompt) for prompt in prompts):
+            raise ValueError("a prompt without tokens can't be continued")
+        completions: list[list[Completion]] = []
+        stride = max(self.max_sequences // params.count, 1)
+        with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
+            for start in range(0, len(prompts), stride):
+                first = (params.first + start) * params.count
+                completions += self._generate_batch(prompts[start : start + stride], params, first)
+        return completions
+
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, first: int
+    ) -> list[list[Completion]]:
+        total = len(prompts) * params.count
+        draws = np.stack([uniforms(params.seed, first + row, params.max_tokens) for row in range(total)])
+        uniform = torch.from_numpy(draws).to(self.policy.device)
+        records = [_Record() for _ in range(total)]
+        stops = stop_tokens(self.policy, params)
+        batch, logits = self._prefill(prompts, params.count)
+        for step in range(params.max_tokens):
+            tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
+            alive = _record(records, batch.rows, tokens, logprobs, stops)
+            if step + 1 == params.max_tokens or not alive.any():
+                break
+            logits = self._decode(batch, tokens, alive)
+        done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]
+        return [done[i : i + params.count] for i in range(0, total, params.count)]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:
+        """Left-padded prompts through the model once; the cache is then repeated for the group."""
+        device, longest = self.policy.device, max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.policy.lm.config)
+        logits = self._forward(ids, positions, mask, cache)
+        cache.batch_repeat_interleave(count)
+        rows = torch.arange(len(prompts) * count, device=device)
+        last = (lengths - 1).repeat_interleave(count)
+        batch = _Batch(rows, rows, last, mask.repeat_interleave(count, 0), cache)
+        return batch, logits.repeat_interleave(count, 0)
+
+    def _decode(self, batch: _Batch, tokens: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Feed the sampled tokens; logits [B, V] of what follows."""
+        batch.tokens = tokens
+        if (~alive).sum() >= self.compact_at * len(alive):
+            batch.keep(alive)
+        batch.positions = batch.positions + 1
+        batch.mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], dim=-1)
+        return self._forward(batch.tokens[:, None], batch.positions[:, None], batch.mask, batch.cache)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last token of each row."""
+        output = self.policy.lm(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

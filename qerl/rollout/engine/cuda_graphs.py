@@ -1,0 +1,65 @@
+"""Decode steps of any batch size: CUDA graphs on a GPU, eager elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.graphs import captured
+from qerl.kernels.slots import DecodeState, SamplingState
+from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.transfer import upload
+
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def bucket_of(rows: int) -> int:
+    """The batch size that serves `rows`: few sizes, so few graphs."""
+    return next((size for size in _SMALL if size >= rows), -(-rows // 128) * 128)
+
+
+class DecodeGraphs:
+    """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
+
+    `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
+    `memory`: the pool of the graphs' memory, None where there are no graphs.
+    """
+
+    def __init__(
+        self, decoder: Decoder, state: DecodeState, cache: Tensor, sampling: SamplingState, whole: bool, memory: Any
+    ) -> None:
+        self._decoder = decoder
+        self._whole = whole
+        self._state, self._cache, self._sampling = state, cache, sampling
+        self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
+        self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._memory = memory
+
+    @torch.no_grad()
+    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
+        """`count` steps of the slots `chosen`; no wait for the device."""
+        if not count:
+            return
+        bucket = bucket_of(self._state.count if self._whole else len(chosen))
+        step = self._step(bucket, splits, truncated)
+        padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
+        self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
+        for _ in range(count):
+            step()
+
+    def _step(self, bucket: int, splits: int, truncated: bool) -> Callable[[], None]:
+        key = bucket, splits, truncated
+        if key not in self._captured:
+            rows = self._rows[:bucket]
+            eager: Callable[[], None] = partial(
+                self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated
+            )
+            if self._memory is not None:
+                rows.fill_(self._state.count)  # capturing runs the step on the idle slot alone
+                eager = captured(eager, self._memory)
+            self._captured[key] = eager
+        return self._captured[key]

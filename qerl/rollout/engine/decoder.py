@@ -1,0 +1,208 @@
+"""A policy's blocks for prompts and for decode steps: products fused, over its own weights and a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+
+from qerl.kernels.geometry import Heads
+from qerl.kernels.graphs import captured
+from qerl.kernels.operations import operations
+from qerl.kernels.prompts import PromptRow
+from qerl.kernels.slots import DecodeState, SamplingState
+from qerl.layers.adapters import POLICY_ADAPTER
+from qerl.layers.fused_linear import FusedLinear, fuse
+from qerl.layers.w4_linear import W4Linear
+from qerl.policy.policy import Policy
+from qerl.settings.base import ConfigError
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+#: Their frequencies depend on the length of the text.
+_CHANGING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor
+    noise: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class _Block:
+    heads: Heads
+    input_norm: _Norm
+    qkv: FusedLinear
+    out: FusedLinear
+    mlp_norm: _Norm
+    gate_up: FusedLinear
+    down: FusedLinear
+
+
+class Decoder:
+    """The policy's blocks, head and draw. Norms and noise are read in place, adapters at each `sync`."""
+
+    def __init__(self, policy: Policy) -> None:
+        config = policy.lm.config
+        _check(config)
+        self.dtype = policy.lm.dtype
+        self.device = policy.device
+        self.operations = operations(policy.device)
+        self._model: Any = policy.lm.model
+        self._embedding: Any = policy.lm.get_input_embeddings().weight
+        self._blocks = [_block(layer, config, self.dtype) for layer in self._model.layers]
+        self._norm = _norm(self._model.norm)
+        self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
+        self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
+        self._rope = self._rope_table(1)
+        self._adapted = policy.peft is not None
+        self._parameters = list(policy.lm.parameters())
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._sync: Callable[[], None] | None = None
+        self._copies: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def width(self) -> int:
+        """Features of a hidden state."""
+        return int(self._embedding.shape[1])
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        """All products of a step."""
+        return [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)] + [self._head]
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads of a block; all blocks have the same."""
+        return self._blocks[0].heads
+
+    def new_cache(self, pages: int, size: int) -> Tensor:
+        """A cache [layers, pages, 2, Hkv, size, D] in the model's dtype; zeros: masked tokens are multiplied by 0."""
+        shape = (len(self._blocks), pages, 2, self.heads.kv, size, self.heads.dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Take over adapters and biases as they are now; RuntimeError if the policy's tensors were moved."""
+        if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
+            raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new one")
+        if self._sync is None:
+            # Without adapters there may be nothing to capture.
+            in_graph = self.device.type == "cuda" and self._adapted
+            self._sync = captured(self._sync_all) if in_graph else self._sync_all
+        self._sync()
+
+    def _sync_all(self) -> None:
+        pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
+        alike = [(to, from_) for to, from_ in pairs if to.is_contiguous() and from_.dtype == torch.float32]
+        if len(alike) < len(pairs) or not pairs:
+            for linear in self.linears:
+                linear.sync()
+            return
+        if self._copies is None:
+            from qerl.kernels.copies import Copies
+
+            self._copies = Copies(*zip(*pairs, strict=True))
+        self._copies()
+        for linear in self.linears:
+            if not isinstance(linear, W4Linear):
+                linear.sync()
+
+    def reach(self, tokens: int) -> None:
+        """Prepare for sequences of up to `tokens`; captured graphs that read the table before are void if it grows."""
+        if tokens > len(self._rope[0]):
+            self._rope = self._rope_table(tokens)
+
+    def _rope_table(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, D / 2] of the model's own rotary module, rounded to its dtype as it does."""
+        positions = torch.arange(tokens, device=self.device)[None]
+        cos, sin = self._model.rotary_emb(self._embedding[:1, None], positions)
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def step(
+        self, rows: Tensor, state: DecodeState, cache: Tensor, sampling: SamplingState, splits: int, truncated: bool
+    ) -> None:
+        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
+        ops = self.operations
+        x = self._embedding[state.token[rows]]
+        self._through_blocks(
+            x, cache, lambda qkv, held, heads: ops.attend(qkv, held, state, rows, self._rope, heads, splits)
+        )
+        ops.draw(self.logits(x), rows, state, sampling, truncated)
+
+    def hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
+        """Hidden states [n, H] behind the last block of prompts, whose keys and values `cache` then holds."""
+        ops = self.operations
+        x = self._embedding[row.ids]
+        self._through_blocks(x, cache, lambda qkv, held, heads: ops.attend_prompts(qkv, held, row, self._rope, heads))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, V] of hidden states [B, H] behind the last block."""
+        logits = hidden.new_empty(len(hidden), self._vocabulary)
+        self._head(self._normed(hidden, self._norm), logits)
+        return logits
+
+    def _through_blocks(self, x: Tensor, cache: Tensor, attend: Callable[[Tensor, Tensor, Heads], Tensor]) -> None:
+        """x [B, H] in its place; `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads."""
+        for block, layer_cache in zip(self._blocks, cache, strict=True):
+            normed = self._normed(x, block.input_norm)
+            qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
+            block.qkv(normed, qkv)
+            block.out(attend(qkv, layer_cache, block.heads), x, residual=True)
+            normed = self._normed(x, block.mlp_norm)
+            gated = x.new_empty(len(x), self._intermediate)
+            block.gate_up(normed, gated, silu=True)
+            block.down(gated, x, residual=True)
+
+    def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
+        return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)
+
+
+def _check(config: Any) -> None:
+    kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"the native engine knows {', '.join(ARCHITECTURES)}, not {kind!r}; use engine=vllm")
+    if rope.get("rope_type") in _CHANGING_ROPE:
+        raise ConfigError(f"the native engine has no {rope['rope_type']} rotary positions; use engine=vllm")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError("the native engine has no sliding-window attention; use engine=vllm")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise ConfigError("the native engine knows SiLU only as the activation; use engine=vllm")
+
+
+def _block(layer: Any, config: Any, dtype: torch.dtype) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Block(
+        heads=_heads(attention, config),
+        input_norm=_norm(layer.input_layernorm),
+        qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        out=fuse([attention.o_proj], dtype),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, gated=True),
+        down=fuse([mlp.down_proj], dtype),
+    )
+
+
+def _heads(attention: Any, config: Any) -> Heads:
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling)
+    if not hasattr(attention, "q_norm"):
+        return heads
+    q_norm, k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
+    return Heads(heads.query, heads.kv, heads.dim, heads.scale, q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+def _norm(norm: Any) -> _Norm:
+    """A norm with its noise; the policy's trained copy where PEFT keeps one."""
+    if isinstance(norm, ModulesToSaveWrapper):
+        norm = norm.modules_to_save[POLICY_ADAPTER]
+    return _Norm(norm.weight, getattr(norm, "noise", None), norm.variance_epsilon)

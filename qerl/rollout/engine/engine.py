@@ -1,0 +1,158 @@
+"""The native engine: it samples with fused products over the policy's own tensors, in CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qerl.host.profiling import allocatable_bytes
+from qerl.kernels.geometry import PAGE
+from qerl.kernels.slots import DecodeState, SamplingState
+from qerl.layers.packed_linear import PackedLinear
+from qerl.policy.policy import Policy
+from qerl.rollout.engine.cuda_graphs import DecodeGraphs
+from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.paging import Pages
+from qerl.rollout.engine.prefill import Prefill
+from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import NativeSettings
+
+#: Tokens of prompts that are computed together.
+PREFILL_TOKENS = 8192
+#: Share of the free memory that the cache may take where no size is set.
+FREE_SHARE = 0.6
+_TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
+
+
+class EngineSampler:
+    """Samples from the policy's own weights. Cache and CUDA graphs stay from call to call until `release`.
+
+    `max_sequences` bounds how many sequences are decoded together; others wait and take the place of ended ones.
+    """
+
+    def __init__(self, policy: Policy, settings: NativeSettings, max_sequences: int = 512) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.max_sequences = max_sequences
+        self._decoder = Decoder(policy)
+        self._pool: Pool | None = None
+        self._bounded = False
+        #: Bytes of the newest KV cache, released or not.
+        self.cache_bytes = 0
+
+    @property
+    def served(self) -> str:
+        """Engine, kernels and weights, in words."""
+        packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
+        kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
+        weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
+        return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory of cache and CUDA graphs is given back."""
+        return self._pool is None
+
+    def sync(self) -> None:
+        """Take over the adapter; norms and noise are read in place."""
+        self._decoder.sync()
+
+    def release(self) -> None:
+        """Give the memory of cache and CUDA graphs back; the next call sets them up again."""
+        self._pool = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """See `Sampler`. It takes over the adapter as `sync` does, so none can be forgotten.
+
+        Raises ConfigError where the cache can't hold a sequence, torch.OutOfMemoryError with what to lower where the
+        GPU's memory is used up.
+        """
+        if not all(len(prompt) for prompt in prompts):
+            raise ValueError("a prompt without tokens can't be continued")
+        if not prompts:
+            return []
+        self.sync()
+        try:
+            completions = self._generate(prompts, params)
+        except BaseException as error:
+            self.release()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(f"the GPU's memory is used up by the rollout; {_TO_LOWER}") from error
+            raise
+        if self.settings.sleep or self._scarce:
+            self.release()
+        return completions
+
+    @property
+    def _scarce(self) -> bool:
+        """Whether the cache has all the memory that it may take, and could use more: then an update needs that, too."""
+        return self._bounded and self.settings.kv_cache_gib is None
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)
+        pool.sampling.set(
+            temperature=params.temperature,
+            seed=params.seed,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stops=stops,
+        )
+        prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
+        completions = Scheduler(pool, prompts, params, prefill_tokens).run(stops)
+        if pool.pages.available != pool.pages.count - 1:
+            raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
+        return completions
+
+    def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
+        """The pool as it is where it does, or a new one."""
+        sequences = self.max_sequences
+        if not self.settings.batch_invariant:
+            sequences = min(sequences, len(prompts) * params.count)
+        alone, wanted = pages_for(prompts, params.max_tokens, sequences)
+        if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):
+            self.release()
+            self._pool = self._new_pool(alone, wanted, params.max_tokens, sequences)
+        if self._pool.pages.count < alone:
+            raise ConfigError(
+                f"a sequence of {(alone - 2) * PAGE} tokens needs {alone} pages of the KV cache, which has "
+                f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
+            )
+        return self._pool
+
+    def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
+        state = pool.state
+        fits = state.tokens.shape[1] >= max_tokens and state.pages.shape[1] >= alone - 2
+        return fits and state.count >= sequences and (self._bounded or pool.pages.count >= wanted)
+
+    def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
+        decoder, heads = self._decoder, self._decoder.heads
+        page_bytes = len(decoder) * 2 * heads.kv * PAGE * heads.dim * decoder.dtype.itemsize
+        affordable = self._cache_bytes() // page_bytes
+        self._bounded = affordable < wanted
+        # Powers of two, so that a rollout a little longer than the last needs no new graphs.
+        pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
+        decoder.reach(pages_each * PAGE)
+        state = DecodeState.empty(sequences, tokens, pages_each, decoder.device)
+        cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
+        self.cache_bytes = cache.nbytes
+        # Graphs follow one another, so they can share their memory.
+        memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        steps = DecodeGraphs(decoder, state, cache, sampling, self.settings.batch_invariant, memory)
+        return Pool(decoder, state, cache, Pages(len(cache[0]), PAGE), sampling, steps, Prefill(decoder, cache, memory))
+
+    def _cache_bytes(self) -> int:
+        """Most bytes that the cache may have."""
+        if self.settings.kv_cache_gib is not None:
+            return int(self.settings.kv_cache_gib * 2**30)
+        if self.policy.device.type != "cuda":
+            return 2**62
+        return int(FREE_SHARE * allocatable_bytes())
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,86 @@
+"""Prompts through the decoder's blocks, one behind the other, their keys and values into pages.
+
+Up to 1,024 tokens launching takes longer than computing: all launches are captured in CUDA graphs, one for each of a
+few numbers of tokens. More tokens keep the GPU busy while the next products are launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.graphs import captured
+from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.prompts import PromptRow, pack
+from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.transfer import upload
+
+#: Tokens of a graph, padding included.
+BUCKETS = (32, 64, 128, 256, 512, 768, 1024)
+#: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
+MOST_PROMPTS = 32
+
+
+def bucket_of(tokens: int, prompts: int) -> int | None:
+    """The size of the graph that serves `tokens` of `prompts`; None where none does."""
+    return next((size for size in BUCKETS if size >= tokens), None) if prompts <= MOST_PROMPTS else None
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """Computes `hidden` [bucket, H] of what `row` holds."""
+
+    row: Tensor
+    hidden: Tensor
+    replay: Callable[[], None]
+
+
+class Prefill:
+    """Computes prompts for a cache [layers, pages, 2, Hkv, PAGE, D]; a graph is captured when it is first needed.
+
+    `memory`: the pool of the graphs' memory, None where there are no graphs.
+    """
+
+    def __init__(self, decoder: Decoder, cache: Tensor, memory: Any) -> None:
+        self._decoder, self._cache, self._memory = decoder, cache, memory
+        self._graphs: dict[int, _Graph] = {}
+        # Attention in float32 goes prompt by prompt, whose lengths a graph doesn't know.
+        self._captures = memory is not None and cache.element_size() == 2
+
+    @torch.no_grad()
+    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [prompts, V] after each prompt, whose `pages` of the cache then hold it; no wait for the device."""
+        lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
+        tokens, page = sum(lengths), self._cache.shape[-2]
+        bucket = bucket_of(tokens, len(prompts)) if self._captures else None
+        if bucket is None:
+            row = upload(pack(prompts, pages, page, tokens), torch.int32, device)
+            packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
+            hidden = self._decoder.hidden(PromptRow.of(row, tokens, packing), self._cache)
+        else:
+            row = upload(pack(prompts, pages, page, bucket, MOST_PROMPTS), torch.int32, device)
+            hidden = self._replayed(bucket, row)
+        last = upload([end - 1 for end in accumulate(lengths)], torch.int64, device)
+        return self._decoder.logits(hidden[last])
+
+    def _replayed(self, bucket: int, row: Tensor) -> Tensor:
+        if bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(bucket, row.clone())
+        graph = self._graphs[bucket]
+        graph.row.copy_(row)
+        graph.replay()
+        return graph.hidden
+
+    def _capture(self, bucket: int, row: Tensor) -> _Graph:
+        prompts = PromptRow.of(row, bucket, None)
+        hidden = torch.empty(bucket, self._decoder.width, dtype=self._decoder.dtype, device=self._decoder.device)
+
+        def compute() -> None:
+            hidden.copy_(self._decoder.hidden(prompts, self._cache))
+
+        return _Graph(row, hidden, captured(compute, self._memory))

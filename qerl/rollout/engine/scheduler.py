@@ -1,0 +1,308 @@
+"""Which sequences are decoded when: continuous refill over a paged cache, with a group's prompt computed once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.kernels.geometry import PAGE, splits_of
+from qerl.kernels.slots import IDLE, DecodeState, SamplingState
+from qerl.rollout.engine.cuda_graphs import DecodeGraphs
+from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.paging import Pages
+from qerl.rollout.engine.prefill import Prefill
+from qerl.rollout.engine.transfer import Download, upload
+from qerl.rollout.sampler import Completion, SamplingParams
+
+#: Decode steps between two looks at which sequences have ended; a look is answered while the next steps run.
+CHECK_EVERY = 8
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Device memory of a sampler: cache and slots, with who holds the cache's pages, steps and prompts over both."""
+
+    decoder: Decoder
+    state: DecodeState
+    cache: Tensor
+    pages: Pages
+    sampling: SamplingState
+    steps: DecodeGraphs
+    prefill: Prefill
+
+
+@dataclass
+class _Sequence:
+    """A completion on its way; `tokens` and `logprobs` are what the host has of it.
+
+    `drawn` counts those of the steps that were launched; a stop token may have ended it before.
+    """
+
+    index: int
+    key: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    slot: int = IDLE
+    pages: list[int] = field(default_factory=list)
+    drawn: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt) + self.drawn
+
+
+@dataclass
+class _Group:
+    """Completions that wait to continue the same tokens; `pages` and `logits` once these were computed."""
+
+    prompt: list[int]
+    waiting: deque[_Sequence]
+    pages: list[int] = field(default_factory=list)
+    logits: Tensor | None = None
+
+
+class Scheduler:
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
+
+    def __init__(
+        self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
+    ) -> None:
+        self._prefill_tokens = prefill_tokens
+        self._pool, self._params = pool, params
+        self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+        self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
+        self._active: dict[int, _Sequence] = {}
+        self._free = list(range(pool.state.count - 1, -1, -1))
+        self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
+        self._done: dict[int, _Sequence] = {}
+        #: What the device has been asked for: positions of the slots of sequences, and what they drew.
+        self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
+        self._fetched: deque[tuple[Sequence[_Sequence], Download]] = deque()
+        groups = [self._group(number, list(prompt)) for number, prompt in enumerate(prompts)]
+        # The longest first, so that the batch's tail is short.
+        self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
+
+    def _group(self, number: int, prompt: list[int]) -> _Group:
+        count, first = self._params.count, self._params.first
+        return _Group(
+            prompt,
+            deque(_Sequence(number * count + c, (first + number) * count + c, prompt) for c in range(count)),
+        )
+
+    @torch.no_grad()
+    def run(self, stops: frozenset[int]) -> list[list[Completion]]:
+        """Draw all completions, in the order of the prompts."""
+        while self._queue or self._active:
+            self._admit()
+            self._decode()
+            self._collect()
+        self._catch_up()
+        count = self._params.count
+        done = [self._done[index] for index in range(len(self._done))]
+        completions = [Completion(s.tokens, s.logprobs, s.tokens[-1] in stops) for s in done]
+        return [completions[start : start + count] for start in range(0, len(completions), count)]
+
+    # --- sequences enter ---
+
+    def _admit(self) -> None:
+        """Fill free slots with waiting sequences, as far as there are pages; draw their first token."""
+        fresh: list[_Group] = []
+        starting: list[tuple[_Sequence, _Group]] = []
+        copies: list[tuple[int, int]] = []
+        while self._queue and self._free and self._has_room(self._queue[0], len(starting)):
+            group = self._queue[0]
+            if not group.pages:
+                group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))
+                fresh.append(group)
+            sequence = group.waiting.popleft()
+            sequence.slot = self._free.pop()
+            copies += self._hand_over(group, sequence)
+            starting.append((sequence, group))
+            if not group.waiting:
+                self._queue.popleft()
+        for batch in _batches(fresh, self._prefill_tokens):
+            logits = self._pool.prefill.logits([g.prompt for g in batch], [g.pages for g in batch])
+            for group, row in zip(batch, logits, strict=True):
+                group.logits = row
+        if starting:
+            self._copy_pages(copies)
+            self._start(starting)
+
+    def _has_room(self, group: _Group, starting: int) -> bool:
+        """Whether the next sequence of `group` finds pages, and each sequence before it one more to grow."""
+        pages, others = self._pool.pages, len(self._active) + starting
+        cost = 0 if group.pages else pages.needed(len(group.prompt))
+        cost += len(group.waiting) > 1 and len(group.prompt) % pages.size > 0
+        if not others and cost + 1 > pages.available:
+            for held in self._queue:
+                if held is not group and held.pages:
+                    pages.give_back(held.pages)
+                    held.pages, held.logits = [], None
+        return cost + others <= pages.available
+
+    def _hand_over(self, group: _Group, sequence: _Sequence) -> list[tuple[int, int]]:
+        """Give the sequence the prompt's pages: whole ones are shared, one that it will write to is copied.
+
+        Returns the copies to make, (from, to). The last sequence of a group takes over what the group held.
+        """
+        pages = self._pool.pages
+        if not group.waiting:
+            sequence.pages = list(group.pages)
+            return []
+        whole = len(group.prompt) // pages.size
+        sequence.pages = pages.share(group.pages[:whole])
+        rest = group.pages[whole:]
+        sequence.pages += pages.take(len(rest))
+        return list(zip(rest, sequence.pages[whole:], strict=True))
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            source, target = upload(copies, torch.int64, self._pool.cache.device).T
+            for layer in self._pool.cache:
+                layer[target] = layer[source]
+
+    def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
+        """Put sequences into their slots and draw their first token."""
+        state = self._pool.state
+        sequences = [sequence for sequence, _ in starting]
+        for sequence in sequences:
+            self._active[sequence.slot] = sequence
+            self._show_pages(sequence)
+        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key) for s in sequences]
+        rows, position, drawn, key = upload(columns, torch.int64, state.token.device).T
+        state.position[rows], state.drawn[rows] = position.int(), drawn.int()
+        state.limit[rows], state.sequence[rows] = self._params.max_tokens, key
+        self._upload_pages()
+        logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
+        self._pool.decoder.operations.draw(logits, rows.int(), state, self._pool.sampling, self._truncated)
+        for sequence in sequences:
+            sequence.drawn += 1
+
+    def _show_pages(self, sequence: _Sequence) -> None:
+        self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+
+    def _upload_pages(self) -> None:
+        pages = self._pool.state.pages
+        pages.copy_(upload(self._table, torch.int32, pages.device))
+
+    # --- sequences go on ---
+
+    def _decode(self) -> None:
+        """Launch the next steps of all sequences; those that have all their tokens then leave."""
+        most = self._params.max_tokens
+        count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
+        self._grow(count)
+        self._pool.steps.run(list(self._active), count, self._splits, self._truncated)
+        for sequence in self._active.values():
+            sequence.drawn = min(sequence.drawn + count, most)
+        self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
+
+    def _grow(self, steps: int) -> None:
+        """Pages for the tokens of `steps` steps; the sequences that started last make way where there are too few."""
+        pages, grown = self._pool.pages, False
+        for sequence in list(self._active.values()):
+            most = min(steps, self._params.max_tokens - sequence.drawn)
+            missing = pages.needed(sequence.length - 1 + most) - len(sequence.pages)
+            if missing > pages.available:
+                self._catch_up()  # some may have ended
+            while missing > pages.available and sequence.slot in self._active:
+                self._interrupt(next(reversed(self._active.values())))
+            if missing > 0 and sequence.slot in self._active:
+                sequence.pages += pages.take(missing)
+                self._show_pages(sequence)
+                grown = True
+        if grown:
+            self._upload_pages()
+
+    def _interrupt(self, sequence: _Sequence) -> None:
+        """Take a sequence off the device; it goes on later from its tokens so far, which are computed anew.
+
+        The host has caught up before, so the sequence hasn't ended. In no other case does the device wait.
+        """
+        self._pool.state.position[sequence.slot] = IDLE
+        self._fetch([sequence])
+        self._leave(sequence)
+        self._catch_up()
+        self._queue.appendleft(_Group(sequence.prompt + sequence.tokens, deque([sequence])))
+
+    # --- sequences leave ---
+
+    def _collect(self) -> None:
+        """Look which sequences have ended, while the device goes on: the answer is taken after the next steps."""
+        if self._active:
+            self._looks.append((dict(self._active), Download.of(self._pool.state.progress[0, :-1])))
+        while len(self._looks) > 1:
+            self._see(*self._looks.popleft())
+        while self._fetched and self._fetched[0][1].arrived:
+            self._store(*self._fetched.popleft())
+
+    def _catch_up(self) -> None:
+        """Wait for the device and take all that it was asked for."""
+        while self._looks:
+            self._see(*self._looks.popleft())
+        while self._fetched:
+            self._store(*self._fetched.popleft())
+
+    def _see(self, active: dict[int, _Sequence], positions: Download) -> None:
+        """End what has ended of the sequences that were in the slots; some may have left since."""
+        position = positions.wait().tolist()
+        self._end([s for slot, s in active.items() if self._active.get(slot) is s and position[slot] == IDLE])
+
+    def _end(self, sequences: Sequence[_Sequence]) -> None:
+        self._fetch(sequences)
+        for sequence in sequences:
+            self._leave(sequence)
+            self._done[sequence.index] = sequence
+
+    def _fetch(self, sequences: Sequence[_Sequence]) -> None:
+        """Begin to fetch what the sequences drew on the device, before others take their slots."""
+        if not sequences:
+            return
+        state, most = self._pool.state, max(s.drawn for s in sequences)
+        rows = upload([s.slot for s in sequences], torch.int64, state.token.device)
+        logprobs = state.logprobs[rows, :most].view(torch.int32)
+        drawn = torch.cat([state.drawn[rows, None], state.tokens[rows, :most], logprobs], 1)
+        self._fetched.append((sequences, Download.of(drawn)))
+
+    def _store(self, sequences: Sequence[_Sequence], drawn: Download) -> None:
+        host = drawn.wait()
+        numbers, tokens, logprobs = host.tensor_split([1, 1 + host.shape[1] // 2], 1)
+        rows = zip(numbers[:, 0].tolist(), tokens.tolist(), logprobs.view(torch.float32).tolist(), strict=True)
+        for sequence, (count, own_tokens, own_logprobs) in zip(sequences, rows, strict=True):
+            known = len(sequence.tokens)
+            sequence.tokens += own_tokens[known:count]
+            sequence.logprobs += own_logprobs[known:count]
+
+    def _leave(self, sequence: _Sequence) -> None:
+        del self._active[sequence.slot]
+        self._free.append(sequence.slot)
+        self._pool.pages.give_back(sequence.pages)
+        sequence.slot, sequence.pages = IDLE, []
+
+
+def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
+    """Groups in parts of at most `most` tokens, or of one group."""
+    batch: list[_Group] = []
+    tokens = 0
+    for group in groups:
+        if batch and tokens + len(group.prompt) > most:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(group)
+        tokens += len(group.prompt)
+    if batch:
+        yield batch
+
+
+def pages_for(prompts: Sequence[Sequence[int]], max_tokens: int, sequences: int) -> tuple[int, int]:
+    """Pages of the longest sequence alone, and those with which no sequence ever waits; page 0 and a copy included."""
+    longest = max(map(len, prompts)) + max_tokens
+    each = -(-longest // PAGE)
+    return each + 2, (each + 1) * sequences + each + 2

@@ -1,0 +1,248 @@
+"""vLLM as a sampler: an engine within this process, fed with the adapter and the norms in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from qerl.checkpoints.folder import weights_format_of
+from qerl.host.profiling import seconds
+from qerl.host.progress import log
+from qerl.policy.export import lora_room, write_dense
+from qerl.policy.policy import Policy
+from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.vllm.seeds import prompt_seed
+from qerl.rollout.vllm.weight_sync import adapter_config, lora_tensors, norm_weights
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import VllmSettings
+
+_ENVIRONMENT = {
+    # The engine in this process: weights are handed over as tensors.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The older of two model runners: its sampler can be asked for untruncated log-probabilities (`vllm_hooks`).
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # On a CPU, leave the threads of this process, which also trains, where they are.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_INSTALL = "vLLM isn't installed; README.md (One GPU) tells how, or use rollout.engine=native"
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One hand-over of weights: seconds, bytes sent, and the checksum that policy and engine agree on."""
+
+    seconds: float
+    bytes: int
+    checksum: str
+
+
+def _import_vllm() -> Any:
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ConfigError(_INSTALL) from None
+    # Refuses releases that it wasn't tested with, before an engine starts.
+    import qerl.rollout.vllm.worker_hooks  # noqa: F401
+
+    return vllm
+
+
+class VllmSampler:
+    """Samples with an in-process vLLM engine that starts from the policy's base checkpoint.
+
+    `sync` hands adapter, norms and noise over; it is called once here. `kernel` names what multiplies by the weights,
+    `weights` says what the engine holds ("nvfp4", or "nvfp4 as bfloat16" where the device has no kernel for it).
+    Raises `ConfigError` where vLLM is missing, of an untested release, or can't serve the format.
+    """
+
+    def __init__(self, policy: Policy, settings: VllmSettings) -> None:
+        self.policy = policy
+        self.settings = settings
+        self._vllm = _import_vllm()
+        self._cpu = policy.device.type == "cpu"
+        self._asleep = False
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ConfigError(
+                "an engine of vLLM within each of several processes isn't supported; use one process, engine=native or "
+                "engine=vllm-server"
+            )
+        gpus = torch.cuda.device_count()
+        if not self._cpu and gpus < settings.tensor_parallel:
+            raise ConfigError(
+                f"vllm.tensor_parallel={settings.tensor_parallel} needs as many GPUs, and this process sees {gpus}; "
+                "lower it"
+            )
+        if settings.sleep and self._cpu:
+            raise ConfigError("vLLM can't sleep on a CPU; set vllm.sleep=false")
+        folder = Path(str(policy.lm.name_or_path))
+        self.weights = weights_format_of(folder)
+        with _served_checkpoint(folder, self.weights, policy) as (served, self.weights), self._no_compiler():
+            self.engine = self._vllm.LLM(model=str(served), **self._engine_arguments())
+        self.kernel: str = self._call("qerl_prepare")
+        self.last_sync = self._sync()
+        log.info("completions come from %s", self.served)
+
+    @property
+    def served(self) -> str:
+        """Engine, kernel and weights, in words."""
+        return f"vLLM {self._vllm.__version__}, {self.kernel} on {self.weights}"
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        from qerl.rollout.vllm.worker_hooks import ADDITIONAL_CONFIG
+
+        config, cache = adapter_config(self.policy), self.settings.kv_cache_gib or (1.0 if self._cpu else None)
+        adapter = {"enable_lora": True, "max_lora_rank": lora_room(config.r), "max_loras": 1} if config else {}
+        return {
+            **adapter,
+            "dtype": str(self.policy.lm.dtype).removeprefix("torch."),
+            "gpu_memory_utilization": self.settings.utilization,
+            "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+            "tensor_parallel_size": self.settings.tensor_parallel,
+            "max_model_len": self.settings.max_model_len,
+            "max_num_seqs": self.settings.max_sequences,
+            "enable_sleep_mode": self.settings.sleep,
+            "enforce_eager": self.settings.eager or self._cpu,
+            # All completions of a prompt read its cache.
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "qerl.rollout.vllm.worker_hooks.WorkerExtension",
+            "additional_config": ADDITIONAL_CONFIG,
+        }
+
+    def _no_compiler(self) -> AbstractContextManager:
+        """vLLM compiles small helpers even where it is told not to, which takes a C++ compiler on a CPU."""
+        return torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """What the first rank answers; all of them must answer the same."""
+        first, *others = self.engine.collective_rpc(method, args=arguments)
+        if any(other != first for other in others):
+            raise RuntimeError(f"the ranks of vLLM answer differently to {method}: a defect of qerl")
+        return first
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """See `Sampler`."""
+        if not all(len(prompt) for prompt in prompts):
+            raise ValueError("a prompt without tokens can't be continued")
+        self._wake()
+        requests = [self._request(params, params.first + index) for index in range(len(prompts))]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        with self._no_compiler():
+            outputs = self.engine.generate(inputs, requests, lora_request=self._adapter(), use_tqdm=False)
+        if self.settings.sleep:
+            self.engine.sleep(level=1)
+            self._asleep = True
+        groups = [[_completion(choice) for choice in output.outputs] for output in outputs]
+        # vLLM refuses to draw the same greedy completion several times.
+        return groups if params.temperature else [group * params.count for group in groups]
+
+    def _request(self, params: SamplingParams, prompt: int) -> Any:
+        return self._vllm.SamplingParams(
+            n=params.count if params.temperature else 1,
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=prompt_seed(params.seed, prompt),
+            stop_token_ids=sorted(stop_tokens(self.policy, params)),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _adapter(self) -> Any:
+        if self.policy.peft is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        from qerl.rollout.vllm.worker_hooks import ADAPTER_ID
+
+        # The engine holds this id already and so never looks for a file.
+        return LoRARequest("qerl", ADAPTER_ID, "in memory")
+
+    def _wake(self) -> None:
+        if self._asleep:
+            torch.cuda.empty_cache()  # what the update had and PyTorch keeps is what the engine takes back
+            self.engine.wake_up()
+            self._asleep = False
+
+    def sync(self) -> None:
+        """Hand the policy's adapter and `w + z` over; what the engine had cached with the old ones is dropped.
+
+        Raises RuntimeError if the engine then holds other values than the policy.
+        """
+        self.last_sync = self._sync()
+        report = self.last_sync
+        log.debug("sync: %.1f ms, %d bytes, checksum %s", 1e3 * report.seconds, report.bytes, report.checksum)
+
+    @torch.no_grad()
+    def _sync(self) -> SyncReport:
+        from qerl.rollout.vllm.worker_hooks import checksum
+
+        self._wake()
+        with seconds() as elapsed:
+            config, norms = adapter_config(self.policy), norm_weights(self.policy)
+            lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
+            targets = sorted(config.target_modules or []) if config else []
+            if self.settings.tensor_parallel > 1:  # to other processes, which have other GPUs
+                lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
+            held = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
+            sent = checksum({**norms, **lora})
+            if different := [name for name in sent if sent[name] != held[name]]:
+                raise RuntimeError(f"vLLM holds other values than the policy for {different[0]}: a defect of qerl")
+            if not self.engine.reset_prefix_cache():
+                raise RuntimeError("vLLM kept its prefix cache: it is still at work on requests")
+        size = sum(t.numel() * t.element_size() for t in (*norms.values(), *lora.values()))
+        return SyncReport(elapsed.value, size, sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16])
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self.engine.llm_engine.engine_core.shutdown()
+        del self.engine
+
+
+def _completion(choice: Any) -> Completion:
+    logprobs = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+    return Completion(list(choice.token_ids), logprobs, choice.finish_reason == "stop")
+
+
+@contextmanager
+def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[tuple[Path, str]]:
+    """The folder that the engine loads, and what it then holds.
+
+    vLLM has no kernels for 4-bit weights on a CPU: there it gets an unpacked copy, which is gone after the start.
+    """
+    if weights == "bf16" or policy.device.type != "cpu":
+        _check_served(weights)
+        yield folder, weights
+        return
+    dtype = str(policy.lm.dtype).removeprefix("torch.")
+    log.warning("vLLM has no kernel for %s on a CPU: it gets the weights unpacked to %s", weights, dtype)
+    with TemporaryDirectory() as scratch:
+        write_dense(folder, Path(scratch), policy.lm.dtype)
+        yield Path(scratch), f"{weights} as {dtype}"
+
+
+def _check_served(weights: str) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    if weights == "nf4" and "bitsandbytes" not in QUANTIZATION_METHODS:
+        raise ConfigError(
+            "this vLLM has no bitsandbytes weights (they left it with 0.28); install vllm-bnb-plugin or vllm 0.24, or "
+            "use rollout.engine=native for weights=nf4"
+        )

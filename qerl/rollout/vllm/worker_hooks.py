@@ -1,0 +1,165 @@
+"""All that reaches into vLLM's internals: runs inside its worker, and nowhere else.
+
+vLLM loads `WorkerExtension` by its name (`worker_extension_cls`), in the process of the worker. Importing this module
+there registers `Float32RMSNorm` in place of vLLM's RMSNorm (`CustomOp.register_oot`) before the model is built; it acts
+only in engines that ask for it by `ADDITIONAL_CONFIG`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.sample.sampler import Sampler
+
+from qerl.settings.base import ConfigError
+
+#: Releases whose internals were read and whose results were tested.
+TESTED = ("0.24", "0.31")
+_FLOAT32_NORMS = "qerl_float32_norms"
+ADDITIONAL_CONFIG = {_FLOAT32_NORMS: True}
+#: The one adapter of the engine.
+ADAPTER_ID = 1
+
+if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
+    raise ConfigError(
+        f"qerl pushes weights into vLLM {' and '.join(TESTED)}, and vLLM {vllm.__version__} is installed; install a "
+        "tested release, or use rollout.engine=native or vllm-server"
+    )
+
+
+@RMSNorm.register_oot(name="RMSNorm")
+class Float32RMSNorm(RMSNorm):
+    """RMSNorm whose weight is float32 whatever the model's dtype, so that noise added to it isn't rounded away.
+
+    vLLM's fused CUDA kernel needs weight and input of one dtype; for others its operator takes the definition in
+    PyTorch (which the compiler fuses): normalised and multiplied in float32, rounded once, as `NoisyRMSNorm` does.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if get_current_vllm_config().additional_config.get(_FLOAT32_NORMS):
+            kwargs["dtype"] = torch.float32
+        super().__init__(*args, **kwargs)
+
+
+class UntruncatedSampler(Sampler):
+    """Log-probabilities at the sampling temperature, before top-k and top-p cut the distribution."""
+
+    def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As vLLM's; it computes "processed" log-probabilities, which are renormalised over what was kept."""
+        truncated = sampling_metadata.top_k is not None or sampling_metadata.top_p is not None
+        if not truncated or sampling_metadata.all_greedy or sampling_metadata.max_num_logprobs is None:
+            return super().sample(logits, sampling_metadata, *args, **kwargs)
+        scaled = self.apply_temperature(logits.clone(), sampling_metadata.temperature, sampling_metadata.all_random)
+        sampled, _ = super().sample(logits, sampling_metadata, *args, **kwargs)
+        return sampled, self.compute_logprobs(scaled)
+
+
+def checksum(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """A 64-bit sum over each tensor's bits, every element weighed by its place; equal tensors have equal sums."""
+    alike: dict[tuple, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        alike[tensor.shape, tensor.dtype].append(name)
+    # Tensors of one shape go together: a model has hundreds, and each call to the GPU costs.
+    sums = torch.cat([_bit_sums(torch.stack([tensors[name] for name in names])) for names in alike.values()])
+    order = (name for names in alike.values() for name in names)
+    return dict(zip(order, sums.tolist(), strict=True))
+
+
+def _bit_sums(stacked: Tensor) -> Tensor:
+    """[N, ...] of a 2- or 4-byte dtype to [N] int64, modulo 2^64."""
+    width = torch.int32 if stacked.element_size() == 4 else torch.int16
+    bits = stacked.detach().flatten(1).view(width).long()
+    return (bits * (2 * torch.arange(bits.shape[1], device=bits.device) + 1)).sum(1)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; called through `LLM.collective_rpc`."""
+
+    model_runner: Any
+    device: torch.device
+
+    def qerl_prepare(self) -> str:
+        """Install the sampler; returns which kernels multiply by the weights of the blocks."""
+        stock = self.model_runner.sampler
+        self.model_runner.sampler = UntruncatedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
+        return _kernel(self._qerl_blocks()[0].self_attn.qkv_proj)
+
+    def qerl_lora_dtype(self) -> torch.dtype:
+        """The dtype in which the engine holds adapters."""
+        return self.model_runner.lora_manager.lora_config.lora_dtype
+
+    def qerl_push(self, lora: dict[str, Tensor], rank: int, targets: list[str], norms: dict[str, Tensor]) -> dict:
+        """Replace the adapter by `lora` (PEFT's names, scaling included) and the norms' weights by `norms`, by name.
+
+        Returns the checksum of what the engine holds afterwards, under the same names. Of several ranks each holds its
+        part of an adapter: the checksum is then of the whole that came, or -1 where the part here isn't of it.
+        """
+        with torch.no_grad():
+            for name, tensor in norms.items():
+                self._qerl_model().get_parameter(name).copy_(tensor)
+            if lora:
+                self._qerl_replace_adapter(lora, rank, targets)
+            parts = self._qerl_parts(lora) if lora else {}
+            held = {name: self._qerl_model().get_parameter(name) for name in norms}
+            sums = checksum(held | {name: place for name, (_, place) in parts.items()})
+            if all(part is lora[name] for name, (part, _) in parts.items()):
+                return sums
+            whole, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
+            return {name: whole[name] if sums[name] == here[name] else -1 for name in sums}
+
+    def _qerl_model(self) -> nn.Module:
+        return self.model_runner.get_model()
+
+    def _qerl_blocks(self) -> Any:
+        return self._qerl_model().model.layers  # type: ignore[union-attr]
+
+    def _qerl_replace_adapter(self, lora: dict[str, Tensor], rank: int, targets: list[str]) -> None:
+        manager = self.model_runner.lora_manager._adapter_manager
+        # Scaling 1, since it is in B already: vLLM would multiply B in place, be it the caller's own tensor.
+        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=targets)
+        dtype = self.qerl_lora_dtype()
+        model = LoRAModel.from_lora_tensors(ADAPTER_ID, lora, helper, device=str(self.device), dtype=dtype)
+        manager.remove_all_adapters()
+        manager.add_adapter(model)
+        manager.activate_adapter(ADAPTER_ID)
+
+    def _qerl_parts(self, lora: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """By the names of `lora`: the part of each tensor that is this rank's, and the view that its kernels read."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        found = {}
+        for layer, module in manager.modules.items():
+            names = manager.packed_modules.get(layer, [layer])
+            for matrix in ("lora_A", "lora_B"):
+                keys = [f"base_model.model.{name}.{matrix}.weight" for name in names]
+                stacked = module.lora_a_stacked if matrix == "lora_A" else module.lora_b_stacked
+                parts = _cut(module, matrix, [lora.get(key) for key in keys])
+                for key, part, place in zip(keys, parts, stacked, strict=True):
+                    if part is not None:
+                        found[key] = (part, place[slot, 0, : part.shape[0], : part.shape[1]])
+        return found
+
+
+def _cut(module: Any, matrix: str, tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """This rank's part of a layer's matrices (several in a packed layer), by vLLM's own rule for the layer."""
+    if module.tp_size == 1 or not any(tensor is not None for tensor in tensors):
+        return tensors
+    cut = module.slice_lora_a if matrix == "lora_A" else module.slice_lora_b
+    return cut(tensors) if module.n_slices > 1 else [cut(tensors[0])]
+
+
+def _kernel(layer: nn.Module) -> str:
+    """Names of the method, scheme and kernel of a linear layer, as far as the engine tells them apart."""
+    base = getattr(layer, "base_layer", layer)
+    scheme = getattr(base, "scheme", None)
+    parts: Iterable[Any] = (base.quant_method, scheme, getattr(scheme, "kernel", None))
+    return "/".join(type(part).__name__ for part in parts if part is not None)

@@ -1,0 +1,120 @@
+"""What all settings share: their base class, errors in one sentence, and types of values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from qerl.settings.errors import sentence
+from qerl.settings.yaml_values import as_meant
+
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
+
+
+#: What every consumer takes: a step's seed of 64 bits holds the run's in its upper half.
+SEEDS = 2**32
+
+
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+S = TypeVar("S", bound="Settings")
+
+
+T = TypeVar("T")
+
+
+NonEmpty = Annotated[list[T], Field(min_length=1)]
+
+
+class UserError(ValueError):
+    """An error that the user can correct. Its message is one line, shortened in the middle where it quotes much."""
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 2000 else f"{line[:1500]} ... {line[-450:]}")
+
+
+class ConfigError(UserError):
+    """A configuration that can't run. The message is one sentence for the user."""
+
+
+class Settings(BaseModel):
+    """Base class of all settings, which are immutable. An unknown key, NaN and infinity are errors.
+
+    Where a setting can be off, `off`, `none` and `false` all mean off. True and false don't count as numbers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        return as_meant(cls, values)
+
+
+def _names_a_function(path: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", path) or ".py:" in path:
+        raise ValueError(f"{path!r} is no import path; write `module:function` (no .py)")
+    return path
+
+
+FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
+
+
+def can_name_a_file(path: Path) -> Path:
+    """The path, unless no file system accepts it: looking for such a file would raise errors of many kinds."""
+    text = str(path)
+    unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
+    if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
+        raise ValueError("no file has such a name: it is too long, or holds what is no character")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(can_name_a_file)]
+
+
+def _is_a_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}", name):
+        raise ValueError(
+            f"{name[:100]!r} names folders and files of results: use at most 100 letters, digits and . _ + -, "
+            "and none of . + - first"
+        )
+    return name
+
+
+#: A key of a configuration that becomes a part of paths and commands.
+Name = Annotated[str, AfterValidator(_is_a_name)]
+
+
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` unless every consumer of seeds accepts `seed`."""
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed}")
+
+
+def parse(
+    settings: type[S], values: Mapping[str, Any], where: str, written: Callable[[str], str] = lambda key: key
+) -> S:
+    """Validate `values`, or raise a `ConfigError` of one sentence that names `where`, if any, and the offending key.
+
+    `written` turns a dotted key of `settings` into the key that the user wrote.
+    """
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError((f"{where}: " if where else "") + sentence(error, settings, written)) from None

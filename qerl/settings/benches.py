@@ -1,0 +1,123 @@
+"""Settings of measurements: rollouts, steps, the speed grid and the regression gates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+)
+
+from qerl.settings.base import FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.models import WeightFormat
+from qerl.settings.rollout import EngineSettings
+
+
+class RolloutBench(EngineSettings):
+    """Rollout throughput by weight format and LoRA rank (paper Tables 5 to 9), in one process."""
+
+    kind: Literal["rollout"]
+    model: str
+    weights: list[WeightFormat] = ["bf16", "nf4", "mxfp4", "nvfp4"]
+    ranks: list[Annotated[int, Field(ge=0)]] = [16, 32, 64]
+    sequences: PositiveInt = 32
+    prompt_tokens: PositiveInt = 256
+    completion_tokens: PositiveInt = 2048
+    repeats: PositiveInt = 3
+    interleave: bool = True
+    """Keep all points in memory and time them in turn, so that other load on the machine affects all alike. False times
+    one point after another, each alone in memory. Large models and exact memory peaks need that."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: Seed = 0
+
+
+class StepBench(Settings):
+    """Seconds and peak memory of one GRPO step (paper Tables 3 and 5 to 8).
+
+    Each arm of an experiment is timed at each point of its grid, with one seed."""
+
+    kind: Literal["step"]
+    experiment: str
+    repeats: PositiveInt = 3
+    interleave: bool = True
+    """As in RolloutBench."""
+
+
+BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
+
+
+class GateSettings(Settings):
+    """Regression gates (docs/gates.md). With them the workflow makes a verdict in place of tables."""
+
+    file: FilePath
+    """Table of the gates, one per row."""
+    baselines: FilePath
+    """Folder of the baselines, one file per class of machines. `qerl gate accept` writes them."""
+    vectors: FilePath
+    """Folder of the reference vectors for codecs, kernels and graders."""
+    experiment: str
+    """Experiment whose runs are compared with the baseline's, seed by seed."""
+    stored: FilePath
+    """Folder with one folder per trained policy. These policies are evaluated without training."""
+    bench: str
+    """A measurement of kind `rollout` with bf16 and one other format."""
+    rounds: PositiveInt = 10
+    """Number of turns of this code and of the baseline's, for rollouts and for updates."""
+
+
+class DecodeGrid(Settings):
+    """Decode speed of an engine on random weights of Qwen2.5's shapes.
+
+    Each size, format, rank and prompt length is a job of its own."""
+
+    engine: Literal["native", "vllm", "transformers"]
+    sizes: NonEmpty[Name]
+    """Sizes of the model: 1.5B, 3B, 7B, 14B or 32B (`qerl.random_models.architectures`)."""
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]]
+    """Ranks of the adapter. 0 means no adapter."""
+    sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
+    """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
+    number."""
+    prompt: NonEmpty[PositiveInt] = [128]
+    """Lengths of the prompts in tokens."""
+    tokens: PositiveInt = 256
+    """Number of tokens decoded after the prompt."""
+
+
+class StepGrid(Settings):
+    """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
+
+    system: Literal["qerl", "trl"]
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[PositiveInt] = [16]
+    recompute: NonEmpty[bool | Literal["auto"]] = [True]
+    """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
+    memory_gb: list[Annotated[float, Field(gt=0)]] = []
+    """Caps on the GPU's memory in GB, one job each, for this project only. Without a cap, a job may use all memory."""
+    prompts: NonEmpty[PositiveInt] = [16]
+    """Numbers of prompts per step."""
+    group_size: NonEmpty[PositiveInt] = [8]
+    """Numbers of completions per prompt."""
+    prompt: PositiveInt = 128
+    """Length of each prompt in tokens."""
+    tokens: PositiveInt = 1024
+    """Length of each completion in tokens."""
+    micro_batch: PositiveInt = 16
+    """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
+    recomputed. A step with fewer completions has one pass."""
+    repeats: PositiveInt = 3
+
+
+class ShapesSettings(Settings):
+    """Speed and memory on real shapes (docs/results/h200.md).
+
+    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures the
+    missing ones."""
+
+    samples: Path
+    """Folder of the committed points."""
+    decode: list[DecodeGrid]
+    steps: list[StepGrid] = []

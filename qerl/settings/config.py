@@ -1,0 +1,173 @@
+"""A whole configuration: models, data sets, experiments, evaluation and measurements.
+
+Importing this package costs no torch: the workflow parses the configuration on every call of Snakemake.
+Unknown keys and impossible combinations are errors that name the key and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from qerl.settings.base import ConfigError, FilePath, Name, Settings
+from qerl.settings.benches import BenchSettings, GateSettings, RolloutBench, ShapesSettings
+from qerl.settings.data import DatasetSettings
+from qerl.settings.errors import nearest
+from qerl.settings.evaluation import EvaluationSettings, check_scored
+from qerl.settings.models import ModelSettings, PretrainSettings
+
+
+class Experiment(Settings):
+    """Base settings, named arms that override them, and a grid over any keys (dotted: `adapter.rank`)."""
+
+    base: dict[str, Any]
+    arms: dict[Name, dict[str, Any]] = {"run": {}}
+    """Settings of each arm over the base. An arm of null is left out, so that a protocol can remove one."""
+    grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    """Values of each key. Every combination is a run of every arm."""
+    train: bool = True
+    """False leaves training out: the runs are only timed, by measurements of kind `step`."""
+    tasks: list[str] | None = None
+    """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
+    list, only the training curves are reported."""
+    on_failure: Literal["stop", "row"] = "stop"
+    """What happens to a run that is out of memory or over `time_limit`. With `stop` its job fails. With `row` the
+    failure is its result, which tables show as a row, and the workflow continues. To try again on another machine,
+    delete the run's folder `train/<run>` in the results."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Hours that the steps of a run may take in all attempts together, checked before each step. A start with a higher
+    limit continues where the lower one stopped."""
+    omitted: dict[str, str] = {}
+    """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _null_is_left_out(cls, arms: Any) -> Any:
+        return {name: arm for name, arm in arms.items() if arm is not None} if isinstance(arms, Mapping) else arms
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_are_left(cls, arms: dict[Name, dict[str, Any]]) -> dict[Name, dict[str, Any]]:
+        if not arms:
+            raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
+        return arms
+
+    @field_validator("grid")
+    @classmethod
+    def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in grid.items():
+            if not values:
+                raise ValueError(f"grid.{key} is empty, which leaves no run; give at least one value")
+        return grid
+
+
+Protocol = Literal["paper", "upstream-scripts"]
+
+
+class Config(Settings):
+    """A whole configuration file."""
+
+    name: str
+    """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
+    protocol: Protocol = "paper"
+    """The source to follow where they disagree. `paper` takes the file as it stands. Another protocol lays its entry of
+    `protocols` over the file and has a folder of results of its own."""
+    protocols: dict[Protocol, dict[str, Any]] = {}
+    """The keys in which each other protocol differs, placed as in the whole file."""
+    lock: FilePath | None = None
+    """File of the commits and hashes of everything from the hub. `qerl lock CONFIG` writes it."""
+    models: dict[Name, ModelSettings]
+    datasets: dict[Name, DatasetSettings]
+    experiments: dict[Name, Experiment]
+    evaluation: EvaluationSettings
+    benches: dict[Name, BenchSettings] = {}
+    gates: GateSettings | None = None
+    shapes: ShapesSettings | None = None
+    """Measurements of speed and memory. With this key, models, data sets, experiments and evaluation may be left
+    out."""
+    fit_to_model: bool = False
+    """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
+    by whether there is a GPU. They replace the defaults below (`qerl/plan/own_model.py`)."""
+    model: FilePath | None = None
+    """Checkpoint folder for every run. It is given on the command line."""
+    problems: FilePath | None = None
+    """File of problems for every run. It is given on the command line."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shapes_need_nothing_else(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not values.get("shapes"):
+            return values
+        return {"models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}, **values}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_protocol(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("protocol", "paper") == "paper":
+            return values
+        protocol, parts = values["protocol"], values.get("protocols") or {}
+        if not isinstance(protocol, str) or not isinstance(parts, Mapping) or "name" not in values:
+            return values  # which is no configuration, as the fields will say
+        if not isinstance(parts.get(protocol), Mapping):
+            raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(map(str, parts)) or 'empty'})")
+        rest = {key: value for key, value in values.items() if key != "protocols"}
+        return {**merged(rest, parts[protocol]), "name": f"{values['name']}-{protocol}"}
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, name: str) -> str:
+        if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
+            raise ValueError(
+                f"{name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Config:
+        for number, task in enumerate(self.evaluation.tasks):
+            require(task.dataset, self.datasets, f"evaluation.tasks[{number}].dataset", "datasets")
+            check_scored(task, self.datasets[task.dataset].format, f"evaluation.tasks[{number}]")
+        asked = {task.dataset: None for task in self.evaluation.tasks}
+        for name, experiment in self.experiments.items():
+            for dataset in experiment.tasks or ():
+                require(dataset, asked, f"experiments.{name}.tasks", "evaluation.tasks")
+        for name, model in self.models.items():
+            if isinstance(model, PretrainSettings):
+                for dataset in model.datasets:
+                    require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                    if self.datasets[dataset].answer == "tags":
+                        raise ValueError(
+                            f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                            "without tags; give it a data set with answer: native"
+                        )
+        for name, bench in self.benches.items():
+            if isinstance(bench, RolloutBench):
+                require(bench.model, self.models, f"benches.{name}.model", "models")
+            else:
+                require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        if self.gates:
+            require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            require(self.gates.bench, self.benches, "gates.bench", "benches")
+        return self
+
+
+def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `override` over it. Nested mappings are merged in the same way."""
+    result = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:
+    """Raise `ConfigError` unless the value `name` of `key` is a key of `section`."""
+    if name not in known:
+        among = ", ".join(known) or "empty"
+        raise ConfigError(f"{key} names {name!r}, which is not in `{section}` ({among}){nearest(name, known)}")

@@ -1,0 +1,164 @@
+"""Settings of data sets: where records come from, and how problems are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from qerl.settings.base import FilePath, Fraction, FunctionPath, PositiveInt, Seed, Settings
+
+RecordFormat = Literal["gsm8k", "math", "aime"]
+
+
+Split = Literal["train", "validation", "test"]
+
+
+AnswerForm = Literal["native", "tags"]
+
+
+class Generated(Settings):
+    """Arithmetic word problems made by `qerl.data.arithmetic`."""
+
+    source: Literal["generated"] = "generated"
+    seed: Seed = 0
+    train: PositiveInt = 4096
+    validation: PositiveInt = 256
+    test: PositiveInt = 256
+    terse: Fraction = 0.55
+    """Share of the training solutions that state the answer at once, without the steps. The other splits have no such
+    solutions."""
+
+
+class LocalData(Settings):
+    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file per
+    split."""
+
+    source: Literal["local"]
+    path: FilePath
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.2
+
+
+class HubData(Settings):
+    """A data set of the Hugging Face hub at a pinned revision: from the hub, its cache or a local copy."""
+
+    source: Literal["hub"]
+    repo: str
+    revision: str | None = None
+    """A commit. It may be a branch or tag, or be left out, if a lock file (the key `lock`) resolves it to a commit."""
+    subset: str | None = None
+    """The repository's name of the subset, such as `main` of openai/gsm8k."""
+    splits: dict[Split, str] = {"train": "train", "test": "test"}
+    """Maps each split of this project to one of the repository. `{test: train}` tests on a repository's only split,
+    called train."""
+    folder: FilePath | None = None
+    """A local copy of the repository, read in place of the hub. `hf download --repo-type dataset REPO --local-dir
+    FOLDER` makes one."""
+
+
+class FunctionData(Settings):
+    """Records that a function of the user returns.
+
+    It returns a list, which is split by a hash of the question, or a mapping from split names (train, validation, test)
+    to lists."""
+
+    source: Literal["python"]
+    function: FunctionPath
+    """`module:function`, importable from the working directory or installed. It is called without an argument. It may
+    also be a generator, or return a `datasets.Dataset`."""
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.2
+
+
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class FilterSettings(Settings):
+    """Conditions on training records. Records that fail one are dropped. Validation and test are never filtered."""
+
+    max_characters: PositiveInt | None = None
+    """Longest question that is kept, in characters. The released scripts use 1024 on BigMath."""
+    levels: list[int] | None = None
+    """Levels (column `level`) that are kept. A record without a level is dropped."""
+    within: dict[str, tuple[Bound, Bound]] = {}
+    """Columns whose number must lie between two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`. A record
+    without that number is dropped."""
+
+
+#: What a data set's instruction is where none is given, by the form of the answers and the record format. A policy that
+#: isn't told how to state its answer states it in some other way, and earns nothing.
+_TAGGED = "Reason between <think> and </think>, then give the final answer alone between <answer> and </answer>."
+
+
+_BOXED = "Let's think step by step and output the final answer within \\boxed{}."
+
+
+INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
+    "native": {
+        "gsm8k": 'Let\'s think step by step and output the final answer after "####".',
+        "math": _BOXED,
+        "aime": _BOXED,
+    },
+    "tags": {"gsm8k": _TAGGED, "math": _TAGGED, "aime": _TAGGED},
+}
+
+
+def _instruction_of(values: dict[str, Any]) -> str:
+    """The default of `DatasetSettings.instruction`; `values` are the fields before it."""
+    return INSTRUCTIONS[values["answer"]][values["format"]]
+
+
+class DatasetSettings(Settings):
+    """A set of problems with verifiable answers.
+
+    Each question counts once, in the first of test, validation and train that has it. A question with contradictory
+    answers is dropped with a warning."""
+
+    format: RecordFormat
+    columns: dict[str, str] = {}
+    """Maps the format's column names to those of the records, where they differ: `{problem: prompt, answer:
+    solution}`."""
+    filter: FilterSettings = FilterSettings()
+    origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
+    answer: AnswerForm = "native"
+    """How completions state their answer. `native` reads it as the records state it (`#### n`, `\\boxed{}`). `tags`
+    reads `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records don't change."""
+    instruction: str = Field(default_factory=_instruction_of)
+    """Text appended to each question, on a line of its own, that tells the policy how to state the answer. The default
+    asks for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
+    appends nothing."""
+    units: list[str] = []
+    """Words and signs that may follow a number without changing it, such as `["%", points]`. They add to the built-in
+    units (docs/evaluation.md). A number followed by any other word doesn't count as an answer."""
+
+    @property
+    def own_file(self) -> Path | None:
+        """The user's own file or folder that the data set is made of."""
+        if isinstance(self.origin, LocalData):
+            return self.origin.path
+        return self.origin.folder if isinstance(self.origin, HubData) else None
+
+    @field_validator("units")
+    @classmethod
+    def _units_hold_no_digits(cls, units: list[str]) -> list[str]:
+        for unit in units:
+            if not unit.strip() or any(sign in "0123456789.,<>" for sign in unit):
+                raise ValueError(
+                    f"a unit is a word or a sign such as '%', without digits, points and commas; got {unit!r}"
+                )
+        return [unit.strip() for unit in units]
+
+    @model_validator(mode="after")
+    def _tags_are_asked_for(self) -> DatasetSettings:
+        if self.answer == "tags" and not all(tag in self.instruction for tag in ("<think>", "<answer>")):
+            raise ValueError(
+                "answer: tags needs an instruction that asks for <think>...</think><answer>...</answer>; "
+                "the given one doesn't name both tags"
+            )
+        return self

@@ -1,0 +1,93 @@
+"""Settings of models: where a base comes from, and its 4-bit weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
+
+WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
+
+
+Recipe = Literal["rtn", "awq"]
+
+
+class PretrainSettings(Settings):
+    """A miniature Qwen2 that is trained from scratch, supervised, on worked solutions. RL then improves it."""
+
+    source: Literal["pretrain"]
+    datasets: list[str]
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 512
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    vocab_size: PositiveInt = 768
+    max_steps: PositiveInt = 800
+    batch_size: PositiveInt = 32
+    learning_rate: float = 5e-3
+    target_accuracy: Fraction = 0.50
+    """Training stops when the policy solves this share of the first data set's validation problems, checked every
+    `check_every` steps. A final accuracy outside `accepted` is an error."""
+    accepted: tuple[float, float] = (0.30, 0.60)
+    check_every: PositiveInt = 200
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _dimensions_fit_the_blocks(self) -> PretrainSettings:
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) % 64:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of 64, the widest quantization block"
+                )
+        return self
+
+
+class LocalModel(Settings):
+    """A folder in the hub's layout: config.json, safetensors (sharded or not), tokenizer.json."""
+
+    source: Literal["local"]
+    path: FilePath
+
+
+class HubModel(Settings):
+    """A model of the Hugging Face hub at a pinned revision."""
+
+    source: Literal["hub"]
+    repo: str
+    revision: str
+    """A commit. A branch or tag needs a lock file (the key `lock`) that resolves it to a commit."""
+
+
+class LockedRepo(Settings):
+    """An entry of a lock file, which maps each repository of the hub to these keys.
+
+    Data sets have names such as `datasets/org/name`. `qerl lock CONFIG` writes the file."""
+
+    revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+    """The commit."""
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    """SHA-256 of each file. Each download is checked against it."""
+
+
+ModelSettings = Annotated[PretrainSettings | LocalModel | HubModel, Field(discriminator="source")]
+
+
+class CalibrationSettings(Settings):
+    """The texts on which `recipe: awq` measures activations: training problems and solutions in the chat template.
+
+    The paper uses 256 texts of 2,048 tokens from another data set."""
+
+    dataset: str | None = None
+    """Data set of the texts. None takes the run's own."""
+    samples: PositiveInt = 256
+    """Number of texts. A smaller data set is used whole."""
+    length: PositiveInt = 2048
+    """Longest text, in tokens. Longer ones are cut."""
+    seed: Seed = 0
+    """Seed of the draw of texts."""

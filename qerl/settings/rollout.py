@@ -1,0 +1,107 @@
+"""Settings of samplers: the engine, and the draw of completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from qerl.settings.base import FilePath, PositiveInt, Settings
+
+
+class SamplingSettings(Settings):
+    """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_tokens: PositiveInt = 4096
+
+
+class VllmSettings(Settings):
+    """vLLM as the sampler."""
+
+    utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Size of the KV cache in GiB. None takes what `utilization` leaves, on a CPU 1 GiB."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt with its completion, in tokens. None takes the model's context."""
+    max_sequences: PositiveInt = 256
+    """Largest number of sequences that are decoded together."""
+    sleep: bool = False
+    """Release the engine's memory between rollouts: weights move to host memory, the cache is dropped."""
+    eager: bool = False
+    """Neither compile nor capture CUDA graphs. The engine starts faster and runs slower."""
+    tensor_parallel: PositiveInt = 1
+    """Number of GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first
+    one."""
+    url: str | None = None
+    """Address of the server, such as http://host:8000, for `vllm-server`."""
+    adapters: FilePath | None = None
+    """Folder for adapters, at the same path on this host and the server's, for `vllm-server`."""
+
+
+class NativeSettings(Settings):
+    """The native engine, which samples from the trainer's own weights on a GPU."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
+    it. If that limit is reached, the cache's memory is released after each rollout, as with `sleep`."""
+    sleep: bool = False
+    """Release the cache's memory after each rollout. The next rollout takes about a second longer."""
+    batch_invariant: bool = False
+    """Make each completion independent of its batch, to the bit. Prompts are then computed one by one and every step
+    has the size of a full batch, which is slower."""
+
+
+class EngineSettings(Settings):
+    """The engine that draws the completions."""
+
+    engine: Literal["native", "vllm", "vllm-server"] = "native"
+    """`native` is this project's engine. `vllm` is vLLM within this process. `vllm-server` is a running
+    OpenAI-compatible server of vLLM."""
+    native: NativeSettings = NativeSettings()
+    vllm: VllmSettings = VllmSettings()
+
+    @property
+    def engine_gpus(self) -> int:
+        """Number of GPUs that sampling takes."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
+
+    @model_validator(mode="after")
+    def _server_is_known(self) -> EngineSettings:
+        if self.engine == "vllm-server" and not (self.vllm.url and self.vllm.adapters):
+            raise ValueError("engine=vllm-server needs vllm.url and vllm.adapters, a folder that both hosts see")
+        return self
+
+
+class RolloutSettings(EngineSettings):
+    """The rollout of each step: `prompts` problems with `group_size` completions each (G of Eq. 3)."""
+
+    prompts: PositiveInt = 16
+    group_size: PositiveInt = 8
+    resample: Annotated[int, Field(ge=0, lt=256)] = 0
+    """Number of further rounds of DAPO's dynamic sampling. Each round replaces problems whose completions all earn the
+    same reward by the next problems."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
+    must fit into the model's context together with `sampling.max_tokens`."""
+    sampling: SamplingSettings = SamplingSettings()
+
+    @model_validator(mode="after")
+    def _draws_at_a_temperature(self) -> RolloutSettings:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature=0 is greedy: all completions of a problem are the same, and training "
+                "divides by it; use a temperature above 0, such as 1.0 (an evaluation may have 0)"
+            )
+        return self
+
+
+#: Keys of `EngineSettings` that change no completion. Not the size of the cache or of the batch: what is decoded
+#: together decides how sums are rounded.
+UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}

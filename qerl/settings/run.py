@@ -1,0 +1,158 @@
+"""Settings of a training run, in a grid or by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    field_validator,
+    model_validator,
+)
+
+from qerl.settings.base import FilePath, PositiveInt, Seed, Settings, can_name_a_file
+from qerl.settings.data import DatasetSettings, HubData, LocalData
+from qerl.settings.models import CalibrationSettings, Recipe, WeightFormat
+from qerl.settings.reward import RewardSettings
+from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
+from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings
+
+#: Keys of `RunSettings` that decide neither the outcome of a run nor what its steps take.
+UNDECIDING_OF_STEPS: Any = {"reward": {"timeout"}, "on_no_signal": True, "checkpoint_every": True}
+
+
+#: Keys of `RunSettings` that don't decide the outcome of a run: changed, a finished run stays, a killed one goes on.
+UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
+
+
+class RunSettings(Settings):
+    """All settings that determine a training run."""
+
+    model: str
+    dataset: str
+    weights: WeightFormat = "nvfp4"
+    recipe: Recipe = "rtn"
+    """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
+    by their activations on calibration texts."""
+    calibration: CalibrationSettings = CalibrationSettings()
+    """Settings that only `recipe: awq` uses."""
+    method: Literal["full", "lora"] = "lora"
+    adapter: AdapterSettings = AdapterSettings()
+    noise: NoiseSettings = NoiseSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    steps: PositiveInt = 200
+    micro_batch_tokens: PositiveInt = 16384
+    """Largest number of tokens in one forward and backward pass. A prompt counts once for all its completions there.
+    Gradients accumulate over as many passes as the batch needs."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Keep only the input of each block and compute the rest again in the backward pass, for less memory and more time.
+    `auto` does so for as many blocks as the GPU's free memory requires, and for none on a CPU. With memory to spare it
+    also keeps logits, and unpacks weights once per update."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    checkpoint_every: PositiveInt = 10
+    on_no_signal: Literal["warn", "stop"] = "warn"
+    """What happens to a run whose rewards teach nothing. That is so if no completion of the first step states a
+    readable answer, or if rewards are equal within every group for three steps. `warn` prints one warning with a
+    completion. `stop` ends the run."""
+    processes: PositiveInt = 1
+    """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
+    process up to the order in which gradients are added."""
+    seed: Seed = 0
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the run takes."""
+        return max(self.processes, self.rollout.engine_gpus)
+
+    @model_validator(mode="after")
+    def _combination_is_possible(self) -> RunSettings:
+        if self.method == "full" and self.weights != "bf16":
+            raise ValueError(
+                f"method=full can't train weights={self.weights}, which are frozen; use weights=bf16 or method=lora"
+            )
+        if self.recipe == "awq" and self.weights not in ("nvfp4", "mxfp4"):
+            raise ValueError(f"recipe=awq scales for nvfp4 and mxfp4, not for weights={self.weights}; use recipe=rtn")
+        if self.method == "lora" and self.adapter.rank == 0:
+            raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
+        if self.method == "full" and self.rollout.engine != "native":
+            raise ValueError(
+                f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
+                "method=full"
+            )
+        if self.rollout.engine == "vllm-server" and (self.adapter.train_norms or self.noise.schedule != "off"):
+            raise ValueError(
+                "rollout.engine=vllm-server can't take norms, trained or noisy; set adapter.train_norms=false and "
+                "noise.schedule=off, or use rollout.engine=vllm"
+            )
+        if self.loss.kl and self.method == "full":
+            raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
+        if self.loss.name == "ppo" and self.method == "full":
+            raise ValueError("loss.name=ppo needs method=lora: policy and value function share a frozen base")
+        if self.rollout.group_size == 1 and self.loss.name != "ppo":
+            raise ValueError(
+                f"rollout.group_size=1 leaves loss.name={self.loss.name} nothing to compare a completion with; "
+                "use at least 2, or loss.name=ppo"
+            )
+        if self.rollout.group_size == 1 and self.rollout.resample:
+            raise ValueError("rollout.resample compares rewards within a group; use rollout.group_size >= 2")
+        if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
+            raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
+        return self
+
+    @property
+    def calibrated(self) -> CalibrationSettings | None:
+        """The calibration of the run's checkpoint, with its data set's name, or none."""
+        if self.recipe == "rtn":
+            return None
+        return self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
+
+
+class RunFile(RunSettings):
+    """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
+
+    Relative paths count from the working directory and are stored as absolute paths.
+    """
+
+    model: str
+    """A folder in the hub's layout, dense or already quantized to `weights`, or `org/name` of the hub. `@revision`
+    after the name takes another revision than the main branch."""
+    dataset: DatasetSettings  # type: ignore[assignment]
+    """A file or folder of records, or a mapping with the keys of DatasetSettings."""
+    out: FilePath
+    """A new folder for all that the run makes. A killed run continues from its content."""
+
+    @field_validator("calibration", mode="after")
+    @classmethod
+    def _calibrates_on_its_own_data(cls, calibration: CalibrationSettings) -> CalibrationSettings:
+        if calibration.dataset is not None:
+            raise ValueError("dataset can't be given here: a run by hand is calibrated on its own data; leave it out")
+        return calibration
+
+    @field_validator("model", mode="after")
+    @classmethod
+    def _folder_is_absolute(cls, model: str) -> str:
+        return str(path.resolve()) if (path := can_name_a_file(Path(model))).is_dir() else model
+
+    @field_validator("dataset", mode="after")
+    @classmethod
+    def _data_path_is_absolute(cls, dataset: DatasetSettings) -> DatasetSettings:
+        origin = dataset.origin
+        if isinstance(origin, LocalData):
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"path": origin.path.resolve()})})
+        if isinstance(origin, HubData) and origin.folder is not None:
+            return dataset.model_copy(update={"origin": origin.model_copy(update={"folder": origin.folder.resolve()})})
+        return dataset
+
+    @field_validator("out", mode="after")
+    @classmethod
+    def _out_is_absolute(cls, out: Path) -> Path:
+        return out.resolve()
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings that determine the run, without its folder."""
+        values = {name: getattr(self, name) for name in RunSettings.model_fields}
+        return RunSettings(**{**values, "dataset": "data"})

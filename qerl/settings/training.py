@@ -1,0 +1,126 @@
+"""Settings of training: adapter, noise, loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from qerl.settings.base import Fraction, NonEmpty, PositiveInt, Settings
+
+#: The linear layers of a block, in every architecture that is supported.
+Layer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class AdapterSettings(Settings):
+    """LoRA. Defaults are those of the paper's Table 4 and section 4.1, which don't state alpha."""
+
+    rank: Annotated[int, Field(ge=0)] = 32
+    alpha: PositiveInt = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that an update drops. The mask is a function of seed, step, completion and layer,
+    however the batch is cut or shared among processes."""
+    train_norms: bool = True
+    """Whether the two RMSNorms of each block are trained too, as in the released scripts."""
+    targets: NonEmpty[Layer] = list(get_args(Layer))
+
+
+class NoiseSettings(Settings):
+    """Adaptive Quantization Noise (paper section 3.3, Eq. 7 to 12)."""
+
+    schedule: Literal["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"] = (
+        "off"
+    )
+    sigma_start: Annotated[float, Field(ge=0)] = 1e-2
+    sigma_end: Annotated[float, Field(ge=0)] = 5e-4
+    stages: PositiveInt = 10
+    """K of Eq. 8. The first stage has no noise. In a run with fewer steps than stages each step is a stage, and the
+    last stages are left out."""
+    mode: Literal["sampler", "consistent"] = "sampler"
+    """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
+    forward pass too."""
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> NoiseSettings:
+        if self.schedule in ("off", "constant"):
+            return self
+        if self.stages < 3:
+            raise ValueError(f"noise.stages={self.stages} leaves no schedule between start and end; use at least 3")
+        if not 0 < self.sigma_end <= self.sigma_start:
+            raise ValueError("noise.sigma_end must be above 0 and not above noise.sigma_start for a decaying schedule")
+        return self
+
+
+class PPOSettings(Settings):
+    """Value function and advantages of PPO (`qerl.rl.ppo` has the formulas). The paper has no PPO.
+
+    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for rewards at the
+    end of a text.
+    """
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of the generalized advantage estimation (arXiv 1506.02438, Eq. 16)."""
+    whiten: bool = True
+    """Scale advantages to mean 0 and variance 1 over the tokens of each step's batch."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """Largest change of a value that the loss counts, from the value before the first update on the rollout (as
+    `clip_low`)."""
+    value_coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the value's loss, which already has a factor of 0.5. The value function shares no trained weight with
+    the policy."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Learning rate of the value function, with the policy's schedule. The default is ten times the policy's. In
+    OpenRLHF it is nine times."""
+    rank: PositiveInt = 32
+    """Rank of the value function's LoRA adapter. The adapter has the policy's targets, no dropout and no trained
+    norms."""
+    alpha: PositiveInt = 64
+
+
+class LossSettings(Settings):
+    """The policy's loss (`qerl.rl.losses` has the formulas).
+
+    The default is GRPO (paper Eq. 3) without a KL term (Appendix E)."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
+    """Name of the loss. The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference, which is the base without the adapter."""
+    scale_advantages: bool = True
+    """Divide advantages by the group's standard deviation (Eq. 4). The default of `dr_grpo` is false."""
+    mask_truncated: bool = False
+    """Exclude completions that reached the length limit from the loss (DAPO's overlong filtering)."""
+    updates_per_rollout: PositiveInt = 1
+    """Number of passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
+    correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
+    """Importance weights that correct for the difference between sampler and trainer. The paper has none."""
+    correction_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
+    ppo: PPOSettings = PPOSettings()
+    """Settings that only `ppo` uses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dr_grpo_does_not_scale(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("name") != "dr_grpo":
+            return values
+        return {"scale_advantages": False, **values}
+
+
+class OptimizerSettings(Settings):
+    """Optimizer and schedule (paper Table 4; warm-up, decay and clipping from the released scripts)."""
+
+    name: Literal["adamw", "adamw8bit"] = "adamw8bit"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    warmup_ratio: Fraction = 0.1
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
