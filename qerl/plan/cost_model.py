@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qerl.settings.base import ConfigError
 
-REFERENCE = Path(__file__).parents[1] / "results" / "reference"
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 #: Measured tokens a second of one device, by machine, model (the name in the configuration), weights and batch. A row
 #: may have one of the two rates; that of an update holds for runs with the same `gradient_checkpointing`.
 SPEEDS = REFERENCE / "speeds.csv"

@@ -150,7 +150,10 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
         (["eval", "run", "--out", "e", "--task", "gms8k"], "there is no stock task 'gms8k'"),
         (["eval", "run", "--out", "e", "--fewshot", "2"], "--fewshot counts the examples of a --task"),
         (["train", "absent.yaml"], "configuration file absent.yaml doesn't exist"),
-        (["train", "run.yaml"], "run.yaml: `out` is missing; give a path (A new folder for all that the run makes)"),
+        (
+            ["train", "run.yaml"],
+            "run.yaml: `out` is missing; give a path (A new folder for all that the run makes)",
+        ),
         (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),
         (["sample", "model"], "nothing to sample from"),
         (["sample", "model", "hello", "--seed", "-5"], "`--seed` must be a whole number from 0 to 4294967295, not"),

@@ -1,17 +1,20 @@
 """Settings: sentences for mistakes, and a reference page in step with the models."""
 
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import yaml
 
+from qerl import settings
 from qerl.bench.grid import jobs
 from qerl.cli import config_reference
 from qerl.host import plugins
 from qerl.plan import plan
-from qerl.settings import config
 from qerl.settings.base import ConfigError, Settings, parse
 from qerl.settings.config import Config
+from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
 
@@ -35,8 +38,12 @@ def test_the_reference_page_is_made_from_the_settings():
 
 
 def test_the_reference_page_knows_every_settings_class():
+    modules = [import_module(f"{settings.__name__}.{module.name}") for module in iter_modules(settings.__path__)]
     classes = {
-        c for c in vars(config).values() if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
+        c
+        for module in modules
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
     }
     assert set(config_reference.SECTIONS) == classes
 
@@ -130,5 +137,5 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation_unless_it_is_told_to(
 def test_a_unit_is_a_word_or_a_sign(unit):
     values = {"format": "gsm8k", "origin": {"source": "generated"}, "units": [unit]}
     with pytest.raises(ConfigError, match="`units`: a unit is a word or a sign such as '%'"):
-        parse(config.DatasetSettings, values, "datasets.d")
-    assert parse(config.DatasetSettings, values | {"units": [" % ", "widgets"]}, "d").units == ["%", "widgets"]
+        parse(DatasetSettings, values, "datasets.d")
+    assert parse(DatasetSettings, values | {"units": [" % ", "widgets"]}, "d").units == ["%", "widgets"]
