@@ -7,7 +7,7 @@ from qerl.layers import packed_attention
 from qerl.layers.packed_attention import rotate
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
-from tests.unit.test_packing import samples
+from tests.unit.rl.test_sequence_packing import samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -16,7 +16,7 @@ from qerl.evals.lm_eval import task_config
 from qerl.evals.policy import EvaluationSet, Policy
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.evaluation import harness_of
-from tests.unit.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
+from tests.unit.data.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
 
 GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
 #: A completion, and whether strict match counts it, by hand from the stock regex and ignore rules.

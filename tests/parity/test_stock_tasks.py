@@ -13,7 +13,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings
 from tests.hub_layouts import REPOSITORIES, settings
-from tests.unit.test_evals import make_tokenizer
+from tests.unit.evals.test_evaluate import make_tokenizer
 
 REPOSITORY = {
     "gsm8k": "openai/gsm8k",

@@ -1,0 +1,121 @@
+"""What the measurements write is what the report reads: real ones, of a tiny policy, in the tables and cells."""
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+
+from qerl.bench import step
+from qerl.bench.rollout import bench_rollout
+from qerl.bench.step import bench_step
+from qerl.data.sources import prepare
+from qerl.quantize.quantize import quantize_checkpoint
+from qerl.report import paper, tables
+from qerl.results import readers
+from qerl.settings.base import parse
+from qerl.settings.benches import RolloutBench, StepBench
+from qerl.settings.data import DatasetSettings
+from tests.synthetic_results import rollout_point, step_point
+from tests.tiny import tiny_qwen2
+
+MODEL = "qwen2.5-7b"
+RUN = {
+    "model": MODEL,
+    "dataset": "sums",
+    "dtype": "float32",
+    "steps": 4,
+    "adapter": {"rank": 4},
+}
+GENERATED = {"format": "gsm8k", "origin": {"source": "generated", "train": 8, "validation": 2, "test": 2}}
+#: (prompts, group size, gradient checkpointing); the first two have as many completions.
+GRID = [(1, 4, False), (2, 2, False), (1, 4, True)]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    dense = tiny_qwen2(folder / "bf16", max_position_embeddings=1024)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+    (dense / "chat_template.jinja").write_text(template)
+    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    prepare(parse(DatasetSettings, GENERATED, "test"), folder / "data")
+    return folder
+
+
+def step_row(bases, weights: str, prompts: int, group_size: int, again: bool) -> dict:
+    rollout = {"prompts": prompts, "group_size": group_size, "sampling": {"max_tokens": 3}}
+    return {
+        "id": f"{weights}-{prompts}-{group_size}-{again}",
+        "arm": f"{weights}-lora",
+        "varied": {"rollout.group_size": group_size, "gradient_checkpointing": again, "seed": 0},
+        "settings": {**RUN, "weights": weights, "rollout": rollout, "gradient_checkpointing": again},
+        "checkpoint": str(bases / weights),
+        "data": str(bases / "data"),
+    }
+
+
+@pytest.fixture(scope="module")
+def steps(bases):
+    """The file of a measurement of two arms at each point of the grid."""
+    rows = [step_row(bases, weights, *point) for weights, point in product(("bf16", "nvfp4"), GRID)]
+    bench_step("s", StepBench(kind="step", experiment="e", repeats=2), rows, bases / "step.json")
+    return bases / "step.json"
+
+
+@pytest.fixture(scope="module")
+def rollouts(bases):
+    settings = RolloutBench(
+        kind="rollout", model=MODEL, weights=["bf16", "nvfp4"], ranks=[0, 4], sequences=2, prompt_tokens=3,
+        completion_tokens=2, repeats=2, dtype="float32",
+    )  # fmt: skip
+    bench_rollout("r", settings, {"bf16": bases / "bf16", "nvfp4": bases / "nvfp4"}, bases / "rollout.json")
+    return bases / "rollout.json"
+
+
+def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
+    raw = json.loads(steps.read_text())["points"]
+    table = tables.memory_speed(readers.load_benches([steps], "step"), readers.load_quantization([]))
+    medians = [np.median(point["samples"]) for point in raw]
+    expected = [1, 1, 1, *(medians[i] / medians[i + 3] for i in range(3))]
+    assert table["speedup"].tolist() == pytest.approx(expected)
+    shown = ["prompts", "group_size", "gradient_checkpointing"]
+    assert list(table[shown].itertuples(index=False, name=None)) == 2 * GRID
+
+
+def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
+    found = list(paper.steps(readers.load_benches([steps], "step")))
+    speedups = [result for result in found if result.metric == "step_speedup" and result.weights == "nvfp4"]
+    assert {result.model for result in found} == {MODEL}
+    assert [result.setting for result in speedups] == [{"bs": "4", "gc": gc} for gc in ("off", "off", "on")]
+    assert all(result.status == "ok" for result in found)
+
+
+def test_rollouts_join_the_paper_s_cells_by_sequences(rollouts):
+    raw = json.loads(rollouts.read_text())["points"]
+    found = list(paper.rollouts(readers.load_benches([rollouts], "rollout")))
+    rates = [result for result in found if result.metric == "rollout_rate"]
+    assert [(r.model, r.weights, r.rank, r.setting) for r in rates] == [
+        (MODEL, weights, rank, {"bs": "2"}) for rank in (0, 4) for weights in ("bf16", "nvfp4")
+    ]
+    assert [result.measure().mean for result in rates] == [np.median(point["samples"]) for point in raw]
+    assert all("native" in point["sampler"] for point in raw)
+
+
+def test_points_out_of_memory_are_read(bases, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(step, "make_trainer", fails)
+    monkeypatch.setattr("qerl.bench.rollout.make_sampler", fails)
+    out = bases / "failed.json"
+    bench_step("s", StepBench(kind="step", experiment="e"), [step_row(bases, "bf16", *GRID[0])], out)
+    assert readers.load_benches([out], "step")["status"].tolist() == ["out of memory"]
+    settings = RolloutBench(kind="rollout", model=MODEL, weights=["bf16"], ranks=[4], dtype="float32")
+    bench_rollout("r", settings, {"bf16": bases / "bf16"}, out)
+    assert readers.load_benches([out], "rollout")["status"].tolist() == ["out of memory"]
+
+
+def test_synthetic_points_have_the_keys_of_measured_ones(steps, rollouts):
+    for file, synthetic in ((steps, step_point("bf16-lora", [1.0])), (rollouts, rollout_point("bf16", 4, [1.0]))):
+        assert all(point.keys() == synthetic.keys() for point in json.loads(file.read_text())["points"])

@@ -1,0 +1,251 @@
+"""The command line: what people call is the library, what rules call is set apart, a mistake is one sentence."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import qerl
+from qerl.cli import commands as cli
+from qerl.host.progress import configure_logging
+from tests.tiny import tiny_qwen2
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint, problems, and a finished run of them."""
+    folder = tmp_path_factory.mktemp("cli")
+    model = tiny_qwen2(folder / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(30)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    origin = {"source": "local", "path": str(folder / "sums.jsonl")}
+    values = {
+        "model": str(model),
+        "dataset": {"format": "gsm8k", "origin": origin, "instruction": "Be brief."},
+        "weights": "bf16",
+        "dtype": "float32",
+        "steps": 1,
+        "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 4}},
+    }
+    (folder / "run.yaml").write_text(json.dumps(values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        qerl.train(folder / "run.yaml", folder / "run")
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.chdir(folder)
+
+    def call(*arguments: str) -> str:
+        result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return call
+
+
+def test_what_rules_call_is_set_apart(call):
+    people, _, workflow = call("--help").partition("The workflow")
+    assert all(f" {name} " in people for name in ("quantize", "train", "sample", "eval"))
+    assert " rule " in workflow
+    assert " pretrain " not in people + workflow
+    assert " pretrain " in call("rule", "--help")
+
+
+def test_every_rule_calls_a_command_that_there_is():
+    typer_apps = {"rule": cli.rules.app, "gate": cli.gate_app}
+    commands = {
+        (group, (command.name or command.callback.__name__).replace("_", "-"))
+        for group, app in typer_apps.items()
+        for command in app.registered_commands
+    }
+    called = [
+        line.split("python -m qerl ")[1].split()[:2]
+        for file in (ROOT / "workflow/rules").glob("*.smk")
+        for line in file.read_text().splitlines()
+        if "python -m qerl " in line
+    ]
+    # A baseline is accepted by a person.
+    assert set(map(tuple, called)) == commands - {("gate", "accept")}
+
+
+def test_train_again_shows_where_the_finished_run_lies(call, folder):
+    said = call("train", "run.yaml", "--out", "run")
+    assert str(folder / "run/metrics.jsonl") in said.replace("\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypatch):
+    """The trained policy, and the command that serves it."""
+    said = call("export", "run", "exported").split()
+    assert said[:4] == ["vllm", "serve", "exported/base", "--enable-lora"]
+    assert said[4:] == ["--max-lora-rank", "32", "--lora-modules", "policy=exported/adapter"]
+    stored = json.loads((folder / "exported/adapter/adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(folder / "exported/base")
+    stock = AutoModelForCausalLM.from_pretrained(folder / "exported/base", dtype=torch.float32)
+    stock = PeftModel.from_pretrained(stock, folder / "exported/adapter").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(stock(input_ids=ids).logits, qerl.Run(folder / "run").policy.lm(ids).logits)
+    for arguments, sentence in {
+        ("run", "exported"): "exported exists already",
+        ("model", "other"): "model is not the folder of a run: it has no run.yaml",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["qerl", "export", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert sentence in capsys.readouterr().err
+    assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
+
+
+def test_sample_prints_one_json_object_a_completion(call):
+    said = call("sample", "run", "first", "second", "--count", "2", "--max-tokens", "3", "--json")
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row["prompt"] for row in rows] == ["first", "first", "second", "second"]
+    policy = qerl.Run(Path("run")).policy
+    expected = qerl.sample(policy, ["first", "second"], count=2, max_tokens=3, instruction="Be brief.")
+    assert [row["completion"] for row in rows] == [drawn.text for group in expected for drawn in group]
+
+
+def test_sample_reads_prompts_from_a_file_and_prints_them_for_people(call, folder):
+    (folder / "prompts.txt").write_text("one [bold]\n\ntwo\n")
+    said = call("sample", "model", "--prompts", "prompts.txt", "--max-tokens", "3")
+    assert said.index("one [bold]") < said.index("two")
+    assert said.count("token") == 2
+
+
+def test_eval_asks_what_was_held_out_of_the_run(call, folder):
+    said = call("eval", "run", "--out", "held-out", "--repeats", "1", "--max-tokens", "3")
+    held_out = (folder / "run/data/test.jsonl").read_text().splitlines()
+    outcome = qerl.Evaluation(folder / "held-out")
+    assert outcome.metrics["problems"] == len(held_out) > 0
+    assert f"{100 * outcome.accuracy.mean:.1f} [" in said
+    assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
+
+
+def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
+    arguments = ("--repeats", "1", "--max-tokens", "3", "--task", "gsm8k", "--fewshot", "2")
+    call("eval", "run", "--out", "stock", *arguments)
+    prompt = "".join(qerl.Evaluation(folder / "stock").samples["prompt"][0].split())
+    assert (prompt.count("Question:"), "Bebrief." in prompt) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["eval", "run", "--out", "e", "--task", "gms8k"], "there is no stock task 'gms8k'"),
+        (["eval", "run", "--out", "e", "--fewshot", "2"], "--fewshot counts the examples of a --task"),
+        (["train", "absent.yaml"], "configuration file absent.yaml doesn't exist"),
+        (
+            ["train", "run.yaml"],
+            "run.yaml: `out` is missing; give a path (A new folder for all that the run makes)",
+        ),
+        (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),
+        (["sample", "model"], "nothing to sample from"),
+        (["sample", "model", "hello", "--seed", "-5"], "`--seed` must be a whole number from 0 to 4294967295, not"),
+        (["sample", "model", "hello", "--temperature", "-1"], "`--temperature` must be a number of at least 0, not"),
+        (["eval", "run", "--out", "e", "--seed", str(2**40)], "`--seed` must be a whole number from 0 to 4294967295"),
+        (["eval", "run", "--out", "e", "--top-p", "2"], "`--top-p` must be a number above 0 and of at most 1"),
+        (["eval", "run", "--out", "e", "--temperature", "0", "--repeats", "2"], "use repeats=1"),
+        (["plan", str(ROOT / "config/mini.yaml"), "--machine", "a100"], "'a100'; use one of cpu, h100, h200"),
+        (["eval", "model", "--out", "e"], "nothing to evaluate on"),
+        (["eval", "model", "--out", "e", "--problems", "absent.jsonl"], "absent.jsonl doesn't exist"),
+        (["eval", "model", "--out", "e", "--dataset", "gsm8k"], "--dataset must be a mapping"),
+        (
+            ["eval", "model", "--out", "e", "--dataset", "{format: gsm}"],
+            "--dataset: `format` must be one",
+        ),
+        (["plan", str(ROOT / "config/mini.yaml"), "modle=x"], "mini.yaml with modle of the command line: unknown key"),
+        (["eval", "run", "--out", "run"], "run exists and is not the folder of an evaluation; give a new folder"),
+        (["eval", "run", "--out", "sums.jsonl"], "sums.jsonl exists and is not the folder of an evaluation"),
+        (["eval", "run", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),
+        (
+            ["eval", "run", "--out", "e", "--task", "gsm8k", "--problems", "sums.jsonl"],
+            "task gsm8k shows 5 solved problems of a training split, and sums.jsonl is all asked; set fewshot to 0",
+        ),
+        (["quantize", "run", "--out", "e"], "run is the folder of a run, which is no checkpoint; its base is "),
+        (["quantize", "model", "--out", "/proc/e"], "can't write to /proc"),
+        (["train", "run.yaml", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),
+    ],
+)
+def test_a_mistake_is_one_sentence(call, folder, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.setattr(sys, "argv", ["qerl", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("qerl: ")
+    assert said.count("\n") == 1
+    assert not (folder / "e").exists()
+
+
+def test_the_installed_command_imports_from_the_working_directory(tmp_path):
+    """A script's own folder is on the path, the working directory isn't; and it may not hide a package."""
+    (tmp_path / "mine.py").write_text("def value():\n    return 7\n")
+    (tmp_path / "pydantic.py").write_text("raise SystemExit('hidden')\n")
+    (tmp_path / "bin").mkdir()
+    code = "from qerl.host.plugins import load\nimport pydantic\nprint(load('mine:value')())\n"
+    (tmp_path / "bin/qerl").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "bin/qerl")]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "7"
+
+
+MINI = str(ROOT / "config/mini.yaml")
+
+
+def test_plan_is_a_table_for_people_and_rows_for_programs(call):
+    text = call("plan", MINI)
+    assert "main-nvfp4-lora-aqn-seed2" in text
+    assert "18 runs, 0 of them trained; 22 evaluations; 2 measurements" in text
+    rows = [json.loads(line) for line in call("plan", MINI, "--json").splitlines()]
+    table = call("plan", MINI, "--csv").splitlines()
+    assert len(rows) == len(table) - 1 == 18
+    assert table[0].split(",") == list(rows[0])
+    assert {(row["weights"], row["training"]) for row in rows} >= {("nvfp4", "lora+aqn"), ("bf16", "full")}
+
+
+def test_plan_takes_keys_as_the_workflow_does(call, folder):
+    (row, *_) = map(json.loads, call("plan", MINI, f"problems={folder / 'sums.jsonl'}", "--json").splitlines())
+    assert row["dataset"] == "sums"
+    assert re.fullmatch("results/mini-sums-[0-9a-f]{8}\n", call("where", MINI, f"problems={folder / 'sums.jsonl'}"))
+
+
+def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, tmp_path):
+    """Wherever Ctrl-C comes: here in the loading of a base, in its quantization, and in an evaluation."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    model, out = str(folder / "model"), str(tmp_path / "evaluated")
+    commands = {
+        "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
+        "qerl.prepare.base_checkpoint.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
+        "qerl.evals.job.evaluate": ("eval", str(folder / "run"), "--max-tokens", "2", "--repeats", "1", "--out", out),
+    }
+    for within, command in commands.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(within, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            interrupted = CliRunner().invoke(cli.app, command)
+        assert interrupted.exit_code == 130
+        assert interrupted.stderr.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
+        assert "Traceback" not in interrupted.output
+        assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0, command
+
+
+def test_bitsandbytes_does_not_warn_of_a_package_that_is_not_used():
+    configure_logging()
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

@@ -1,0 +1,414 @@
+"""The evaluation on samplers whose answers are known, so that every metric has an oracle."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.sources import prepare, read_meta, read_split
+from qerl.evals.evaluate import EvaluationError, evaluate
+from qerl.rollout.sampler import Completion
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.evaluation import EvaluationSettings, TaskSettings
+from qerl.settings.rollout import SamplingSettings
+
+PROBLEMS = 8
+HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}
+INSTRUCTION = {
+    "gsm8k": "State the answer as #### n.",
+    "math": "State the answer in \\boxed{} {{question}}.",
+    "aime": "",
+}
+TAGS = " Think in <think></think>, answer in <answer></answer>."
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer():
+    """One token a byte, the two special tokens of the chat template, and a start token that no chat may hold twice."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
+    fast.chat_template = TEMPLATE
+    start = fast.bos_token
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, fast.bos_token_id)]
+    )
+    assert fast.encode("a")[0] == fast.bos_token_id
+    return fast
+
+
+@dataclass
+class Scripted:
+    """A sampler that answers by a script: `answer(question number, repeat)` is the text of a completion."""
+
+    tokenizer: object
+    numbers: dict[tuple[int, ...], tuple[str, int]]
+    answer: object
+    calls: list = field(default_factory=list)
+
+    def generate(self, prompts, params):
+        self.calls.append(params)
+        return [[self._complete(prompt, repeat) for repeat in range(params.count)] for prompt in prompts]
+
+    def _complete(self, prompt, repeat):
+        text = self.answer(*self.numbers[tuple(prompt)], repeat)
+        tokens = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        return Completion(tokens, [0.0] * len(tokens), finished=True)
+
+
+def number_prompts(tokenizer, datasets):
+    """Data set and number of the problem that each prompt asks."""
+    return {
+        tuple(prompt_ids(tokenizer, problem.question, read_meta(folder)["instruction"])): (name, number)
+        for name, folder in datasets.items()
+        for number, problem in enumerate(read_split(folder, "test"))
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def prepared_in(root, answer="native", units=()):
+    for name, instruction in INSTRUCTION.items():
+        origin = Generated(train=4, validation=4, test=PROBLEMS)
+        asked = instruction + (TAGS if answer == "tags" else "")
+        prepare(
+            DatasetSettings(format=name, origin=origin, instruction=asked, answer=answer, units=list(units)),
+            root / name,
+        )
+    return {name: root / name for name in INSTRUCTION}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    return prepared_in(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    """The same problems, whose answers are expected in tags."""
+    return prepared_in(tmp_path_factory.mktemp("tagged"), answer="tags")
+
+
+@pytest.fixture
+def run(tokenizer, datasets, tmp_path):
+    """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
+
+    def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6, datasets=datasets):
+        sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), script)
+        settings = EvaluationSettings(
+            tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
+            sampling=SamplingSettings(temperature=temperature, top_p=0.9, max_tokens=77),
+            repeats=repeats,
+            seed=5,
+        )
+        result = evaluate(sampler, tokenizer, settings, datasets, tmp_path / "out", lambda message: None)
+        samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+        return result, samples, sampler
+
+    return run
+
+
+@pytest.fixture
+def problems(datasets):
+    return {name: read_split(folder, "test") for name, folder in datasets.items()}
+
+
+def stated(name, answer):
+    return f"So it is\n#### {answer}" if name == "gsm8k" else f"So it is \\boxed{{{answer}}}"
+
+
+def same_first_digit(answer):
+    return answer + "7" if len(answer) == 1 else answer[0] + str((int(answer[1]) + 1) % 10)
+
+
+def test_reference_solutions_score_one(run, problems):
+    metrics, samples, _ = run(lambda name, number, repeat: problems[name][number].solution)
+    for task in metrics.values():
+        assert (task["accuracy"], task["accuracies"], task["extracted"]) == (1.0, [1.0, 1.0], 1.0)
+        assert (task["problems"], task["repeats"], task["truncated"]) == (PROBLEMS, 2, 0.0)
+    assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
+
+
+def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
+    def script(name, number, repeat):
+        return stated(name, same_first_digit(problems[name][number].answer))
+
+    metrics, samples, _ = run(script)
+    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0, 0.0]
+    assert all(sample["extracted"][0] == sample["gold"][0] for sample in samples)
+    assert all(sample["agrees"] for sample in samples)
+
+
+def test_each_repeat_is_scored_on_its_own(run, problems):
+    """Repeat 0 solves every second problem, repeat 1 the first one only, repeat 2 none."""
+
+    def script(name, number, repeat):
+        right = [number % 2 == 0, number == 0, False][repeat]
+        return stated(name, problems[name][number].answer if right else "98765")
+
+    metrics, samples, _ = run(script, repeats=3)
+    for task in metrics.values():
+        assert task["accuracies"] == [0.5, 1 / PROBLEMS, 0.0]
+        assert task["accuracy"] == pytest.approx((0.5 + 1 / PROBLEMS) / 3)
+    number = {problem.id: i for name in problems for i, problem in enumerate(problems[name])}
+    for sample in samples:
+        i = number[sample["problem"]]
+        assert sample["correct"] == [i % 2 == 0, i == 0, False][sample["repeat"]]
+
+
+def test_samples_hold_every_completion(run, problems, tokenizer):
+    def script(name, number, repeat):
+        return f"{name} {number} {repeat} {stated(name, 12)}"
+
+    metrics, samples, sampler = run(script)
+    expected = {(name, problem.id, r) for name in problems for problem in problems[name] for r in range(2)}
+    assert len(samples) == len(expected)
+    assert {(s["dataset"], s["problem"], s["repeat"]) for s in samples} == expected
+    for sample in samples:
+        name, repeat = sample["dataset"], sample["repeat"]
+        [number] = [i for i, p in enumerate(problems[name]) if p.id == sample["problem"]]
+        problem = problems[name][number]
+        assert sample["completion"] == script(name, number, repeat)
+        assert sample["prompt"] == tokenizer.decode(prompt_ids(tokenizer, problem.question, INSTRUCTION[name]))
+        assert prompt_text(problem.question, INSTRUCTION[name]) in sample["prompt"]
+        assert (sample["harness"], sample["gold"], sample["extracted"]) == (HARNESS[name], problem.answer, "12")
+        assert sample["tokens"] == len(sample["completion"]) + 1
+        assert sample["finished"] is True
+    assert metrics["gsm8k"]["completion_tokens"] == sum(s["tokens"] for s in samples[: 2 * PROBLEMS]) / PROBLEMS / 2
+    # One call a task, at the settings of the evaluation.
+    assert len(sampler.calls) == 3
+    for params in sampler.calls:
+        assert (params.count, params.seed, params.max_tokens) == (2, 5, 77)
+        assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 0)
+
+
+def test_completions_without_an_answer_are_counted(run):
+    metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"))
+    assert [task["extracted"] for task in metrics.values()] == [0.5, 0.5, 0.5]
+    assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
+
+
+def test_truncated_share(monkeypatch, run):
+    complete = Scripted._complete
+    monkeypatch.setattr(
+        Scripted, "_complete", lambda self, p, r: Completion(complete(self, p, r).token_ids[:-1], [], finished=r == 0)
+    )
+    metrics, _, _ = run(lambda name, number, repeat: "#### 5", names=("gsm8k",), repeats=4)
+    assert metrics["gsm8k"]["truncated"] == 0.75
+
+
+def test_stop_strings_of_the_task_end_a_completion(run, problems):
+    """The stock task stops at the next "Question:": an answer written after it doesn't count."""
+
+    def script(name, number, repeat):
+        return f"I think\nQuestion: what now?\n#### {problems[name][number].answer}"
+
+    metrics, samples, _ = run(script, names=("gsm8k",))
+    assert metrics["gsm8k"]["accuracy"] == 0.0
+    assert {sample["completion"] for sample in samples} == {"I think\n"}
+
+
+def test_lighteval_does_not_score_the_thinking(run, problems):
+    def script(name, number, repeat):
+        return f"<think>{stated(name, problems[name][number].answer)}</think>" + (
+            "Done." if repeat else "\\boxed{99999}"
+        )
+
+    metrics, samples, _ = run(script, names=("math", "aime"))
+    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0]
+    assert all("<think>" in sample["completion"] for sample in samples)
+
+
+def test_agreement_shows_where_the_project_grades_differently(run, problems):
+    """lighteval takes a last number outside of a box; the project's own grader doesn't."""
+    metrics, samples, _ = run(lambda name, number, repeat: f"it is {problems[name][number].answer}", names=("math",))
+    assert metrics["math"]["accuracy"] == 1.0
+    assert metrics["math"]["agreement"] == 0.0
+    assert not any(sample["agrees"] for sample in samples)
+
+
+#: What a completion says of the answer {n}; whether it is right; what the harness extracts.
+IN_TAGS = [
+    ("<think>well</think><answer>{n}</answer>", True, "{n}"),
+    ("<think>well</think>\n<answer> {n} </answer>\n", True, "{n}"),
+    ("so</think><answer>${n}$</answer>", True, "{n}"),
+    ("<answer>$\\boxed{{{n}}}$</answer>", True, "{n}"),
+    ("<answer>98765</answer> no, <answer>{n}</answer>", True, "{n}"),
+    ("<answer>{n}</answer> no, <answer>98765</answer>", False, "98765"),
+    ("<think><answer>{n}</answer></think><answer>98765</answer>", False, "98765"),
+    ("<think><answer>{n}</answer></think>", False, None),
+    ("<think>\\boxed{{{n}}}\n#### {n}</think>Done.", False, None),
+    ("<answer>{n}</answer> no, <answer>98765", False, None),
+    ("<answer>{n}", False, None),
+    ("<answer></answer>", False, None),
+    ("<answer>unknown {n} 7</answer>", False, None),
+    ("#### {n}", False, None),
+    ("\\boxed{{{n}}}", False, None),
+    ("{n}", False, None),
+    ("", False, None),
+]
+
+
+@pytest.mark.parametrize("name", HARNESS)
+def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, name):
+    """Every completion as one repeat of every problem; the harness, the expected verdict and the own grader agree."""
+    cases = [case for case in IN_TAGS if not (name == "math" and "unknown" in case[0])]
+
+    def script(name, number, repeat):
+        return cases[repeat][0].format(n=problems[name][number].answer)
+
+    metrics, samples, _ = run(script, repeats=len(cases), names=(name,), datasets=tagged)
+    assert metrics[name]["accuracies"] == [float(right) for _, right, _ in cases]
+    assert metrics[name]["agreement"] == 1.0
+    for sample in samples:
+        _, _, extracted = cases[sample["repeat"]]
+        if name != "aime" or extracted != "98765":  # no answer of an AIME problem
+            assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
+
+
+def test_tagged_amounts_are_read_alike(run, problems, tagged):
+    forms = [
+        "{n} apples",
+        "${n}.",
+        "{n} km/h",
+        "x = {n}",
+        "+{n}",
+        "{n} or 98765",
+        "-{n}",
+        "{n}7",
+        "{n}%",
+        "{n} thousand",
+    ]
+
+    def script(name, number, repeat):
+        return f"<think></think><answer>{forms[repeat].format(n=problems[name][number].answer)}</answer>"
+
+    metrics, _, _ = run(script, repeats=len(forms), names=("gsm8k",), datasets=tagged)
+    assert metrics["gsm8k"]["accuracies"] == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert metrics["gsm8k"]["agreement"] == 1.0
+
+
+def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path):
+    def script(name, number, repeat):
+        return f"<think></think><answer>{problems[name][number].answer}%</answer>"
+
+    folders = prepared_in(tmp_path, answer="tags", units=["%"])
+    metrics, _, _ = run(script, repeats=1, names=("gsm8k",), datasets=folders)
+    assert (metrics["gsm8k"]["accuracy"], metrics["gsm8k"]["agreement"]) == (1.0, 1.0)
+
+
+def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
+    about = read_meta(datasets["gsm8k"])
+    del about["units"]
+    (tmp_path / "dataset.json").write_text(json.dumps(about))
+    assert read_meta(tmp_path)["units"] == []
+
+
+def test_greedy_with_one_repeat(run, problems):
+    metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
+    assert all(task["accuracies"] == [1.0] for task in metrics.values())
+    assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
+
+
+def test_greedy_repeats_are_an_error():
+    with pytest.raises(ConfigError, match=r"repeats=2 at sampling\.temperature=0"):
+        parse(EvaluationSettings, {"tasks": [], "sampling": {"temperature": 0}, "repeats": 2}, "evaluation")
+
+
+def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
+    from lm_eval.evaluator import evaluate as harness_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from qerl.evals.lm_eval import SamplerLM, task_config
+    from qerl.evals.policy import EvaluationSet, Policy
+    from qerl.rollout.sampler import SamplingParams
+
+    instruction = " State  it as {{question}} \\boxed{n} {% raw %} <|im_end|> é "
+    test_problems = read_split(datasets["gsm8k"], "test")
+    seen = []
+
+    class Recorder:
+        def generate(self, prompts, params):
+            seen.extend(prompts)
+            return [[Completion([1], [0.0], True)] * params.count for _ in prompts]
+
+    dataset = EvaluationSet("words", "gsm8k", instruction, test_problems)
+    policy = Policy(Recorder(), tokenizer, SamplingParams(max_tokens=5, count=2))
+    tasks = TaskManager(include_defaults=False).load([task_config(dataset, 2)])
+    harness_evaluate(SamplerLM(policy), tasks, bootstrap_iters=0, apply_chat_template=True)
+    assert seen == [prompt_ids(tokenizer, problem.question, instruction) for problem in test_problems]
+
+
+def test_harness_must_fit_the_format(tokenizer, datasets, tmp_path):
+    for name, harness, fix in (("math", "lm-eval", "lighteval"), ("gsm8k", "lighteval", "lm-eval")):
+        settings = EvaluationSettings(tasks=[TaskSettings(dataset=name, harness=harness)])
+        with pytest.raises(ConfigError, match=f"'{name}'.*use harness: {fix}"):
+            evaluate(None, tokenizer, settings, datasets, tmp_path, print)
+
+
+def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path):
+    settings = EvaluationSettings(tasks=[TaskSettings(dataset="other", harness="lm-eval")])
+    with pytest.raises(EvaluationError, match=r"evaluation\.tasks names 'other'"):
+        evaluate(None, tokenizer, settings, datasets, tmp_path, print)
+    (tmp_path / "test.jsonl").write_text("")
+    (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": "", "rows": {"test": 0}}')
+    with pytest.raises(EvaluationError, match="no test problems"):
+        evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
+
+
+def test_harnesses_refuse_likelihoods(tokenizer):
+    from qerl.evals.lighteval import SamplerModel
+    from qerl.evals.lm_eval import SamplerLM
+    from qerl.evals.policy import Policy
+
+    policy = Policy(None, tokenizer, None)
+    for model in (SamplerLM(policy), SamplerModel(policy)):
+        for method in (model.loglikelihood, model.loglikelihood_rolling):
+            with pytest.raises(NotImplementedError, match="draws completions only"):
+                method([])
+
+
+OFFLINE = """
+import socket
+from pathlib import Path
+
+def refuse(*args, **kwargs):
+    raise AssertionError(f"network access: {args}")
+
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+from test_evals import *
+
+tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
+solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
+sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), lambda name, number, repeat: solutions[name][number])
+tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
+metrics = evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), lambda _: None)
+print(*(task["accuracy"] for task in metrics.values()))
+"""
+
+
+def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
+    root = next(iter(datasets.values())).parent
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
+    environment = {**kept, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", OFFLINE]
+    run = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "1.0 1.0 1.0"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

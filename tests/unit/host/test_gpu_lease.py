@@ -1,0 +1,212 @@
+"""GPU leases between real processes, with a made-up NVML."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qerl.host.gpu_lease import alone, devices, lease
+from qerl.settings.base import ConfigError
+
+ROOT = Path(__file__).parents[3]
+HOLD = """
+import os, sys, time
+from qerl.host.gpu_lease import lease
+
+sleep = time.sleep
+
+def told(seconds):
+    print("waits", flush=True)
+    sleep(seconds)
+
+time.sleep = told
+with lease(int(sys.argv[1])) as names:
+    assert "torch" not in sys.modules
+    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ",".join(names)
+    print(",".join(names), flush=True)
+    sleep(float(sys.argv[2]))
+"""
+
+
+NVML = """
+class NVMLError(Exception):
+    pass
+
+
+def nvmlInit():
+    if not COUNT:
+        raise NVMLError("no driver")
+
+
+def nvmlShutdown():
+    pass
+
+
+def nvmlDeviceGetCount():
+    return COUNT
+
+
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+
+
+def nvmlDeviceGetUUID(index):
+    return f"GPU-{index:04x}-abcd"
+"""
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A node with as many GPUs as asked for, and a lock folder of its own."""
+
+    def make(count: int) -> None:
+        (tmp_path / "pynvml.py").write_text(f"COUNT = {count}\n{NVML}")
+        made = types.ModuleType("pynvml")
+        exec((tmp_path / "pynvml.py").read_text(), vars(made))
+        monkeypatch.setattr("qerl.host.gpu_lease.pynvml", made)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return make
+
+
+@pytest.fixture
+def hold():
+    """Start a process that holds GPUs; `.held()` waits for them."""
+    started = []
+
+    def start(count: int, seconds: float = 3600, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(count), str(seconds)]
+        environment = {**os.environ, **environment}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def held(process: subprocess.Popen) -> set[str]:
+    while (line := process.stdout.readline().strip()) == "waits":
+        pass
+    return set(line.split(","))
+
+
+def waits(process: subprocess.Popen) -> bool:
+    """Whether what it says next is that it waits."""
+    return process.stdout.readline() == "waits\n"
+
+
+def test_two_processes_never_hold_the_same_gpu(node, hold):
+    node(3)
+    first, second = hold(1), hold(2)
+    assert held(first) | held(second) == {"0", "1", "2"}
+
+
+def test_a_third_waits_until_one_is_killed(node, hold):
+    node(2)
+    holders = [hold(1), hold(1)]
+    names = [held(process) for process in holders]
+    waiting = hold(1)
+    assert all(waits(waiting) for _ in range(3))
+    holders[1].send_signal(signal.SIGKILL)
+    assert held(waiting) == names[1]
+    assert holders[0].poll() is None
+
+
+def test_many_at_once_are_served_one_after_another(node, hold):
+    node(2)
+    processes = [hold(2, seconds=0.2) for _ in range(4)]
+    assert [held(process) for process in processes] == [{"0", "1"}] * 4
+
+
+def test_the_users_choice_of_gpus_is_kept(node, hold):
+    node(4)
+    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,1")) == {"3", "1"}
+    assert held(hold(2)) == {"0", "2"}
+
+
+def test_the_same_gpu_under_two_names_is_one(node, hold):
+    node(1)
+    first = hold(1, CUDA_VISIBLE_DEVICES="GPU-0000-abcd")
+    assert held(first) == {"GPU-0000-abcd"}
+    second = hold(1)
+    assert waits(second)
+    first.kill()
+    assert held(second) == {"0"}
+
+
+def test_no_gpu_no_lease(node):
+    node(0)
+    with lease(4) as names:
+        assert names == []
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    node(2)
+    assert devices({"CUDA_VISIBLE_DEVICES": ""}) == {}
+
+
+def test_more_than_there_are_is_an_error(node):
+    node(2)
+    with pytest.raises(ConfigError, match="3 GPUs are needed, 2 are visible"), lease(3):
+        pass
+
+
+def test_the_variable_is_as_before_afterwards(node, monkeypatch):
+    node(2)
+    with lease(1) as names:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(names)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    with lease(1):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+PROBE = """
+import os, sys, time
+from pathlib import Path
+assert "torch" not in sys.modules
+folder = Path(sys.argv[2]).parents[1]
+Path(sys.argv[2]).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {sorted(os.sched_getaffinity(0))} {sys.argv[1]}")
+while len(list(folder.glob("*/points.json"))) < 2:  # until both are at work
+    time.sleep(0.05)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
+    node(2)
+    (tmp_path / "probe.py").write_text(PROBE)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    files = [tmp_path / name / "points.json" for name in ("first", "second")]
+    command = [sys.executable, "-m", "qerl", "rule", "point", "probe --option"]
+    started = [subprocess.Popen([*command, file], cwd=tmp_path, env=environment) for file in files]
+    assert [process.wait(timeout=60) for process in started] == [3, 3]
+    told = [re.fullmatch(r"(\d) \[(.+)\] --option", file.read_text()) for file in files]
+    assert {match[1] for match in told} == {"0", "1"}
+    cores = [set(map(int, match[2].split(", "))) for match in told]
+    assert cores[0] | cores[1] == os.sched_getaffinity(0)
+    assert not cores[0] & cores[1]
+
+
+def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
+    """And no other file of the folder."""
+    node(0)
+    (tmp_path / "probe.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-m", "qerl", "rule", "point", "probe", tmp_path / "work" / "points.json"]
+    with alone(tmp_path / "work", ".points.lock"):
+        refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        other = [*command[:-1], tmp_path / "work" / "other.json"]
+        assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
+    assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0

@@ -1,0 +1,164 @@
+"""What each table of the paper takes, and what it costs: measured speeds and estimates, never mixed."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qerl.cli import commands as cli
+from qerl.plan import cost_model, plan
+from qerl.plan.cost_model import SPEEDS, Costs, Hours, Work
+from qerl.plan.paper_costs import Needs, by_table
+from qerl.results.printed import CURVE_FIGURES, NAMES, TABLES
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+
+ROOT = Path(__file__).parents[3]
+SEEDS = range(3)
+TOKENS = 600 * 128  # completions of a run; times the longest
+
+
+@pytest.fixture(scope="module")
+def papers():
+    return plan(parse(Config, yaml.safe_load((ROOT / "config/paper.yaml").read_text()), "paper"))
+
+
+def rows() -> list[dict[str, str]]:
+    with SPEEDS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(model: str, weights: str, sequences: int) -> float:
+    (row,) = [r for r in rows() if (r["model"], r["weights"], r["sequences"]) == (model, weights, str(sequences))]
+    return float(row["rollout_tokens_per_second"])
+
+
+def work(**changes) -> Work:
+    given = {"model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "rank": 16, "sequences": 64, "drawn": 3600.0}
+    return Work(**{**given, **changes})
+
+
+# --- which
+
+
+def test_runs_of_a_figure_are_the_arms_that_its_series_ask_for(papers):
+    ranks = [f"ranks-3b-rank-{rank}-seed{seed}" for rank in (16, 64, 128) for seed in SEEDS]
+    assert Needs(papers).of("figure10").runs == {*ranks, *(f"gsm8k-3b-nvfp4-lora-aqn-seed{seed}" for seed in SEEDS)}
+    decays = ("linear", "exponential", "cosine", "logarithmic")
+    schedules = {f"schedules-3b-{name}-seed{seed}" for name in decays for seed in SEEDS}
+    assert Needs(papers).of("figure9").runs == schedules
+
+
+def test_a_table_of_scores_takes_runs_their_evaluations_and_the_bases(papers):
+    need = Needs(papers).of("table1")
+    assert len(need.runs) == 2 * 6 * 3
+    bases = {f"base-qwen2.5-{size}-{w}" for size in ("3b", "7b") for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
+    assert need.evaluations == need.runs | bases
+    assert not need.benches
+    assert not any("consistent" in run or "bf16-lora-aqn" in run for run in need.runs)
+
+
+def test_a_table_of_speeds_takes_measurements_of_its_model_and_batch(papers):
+    needs = Needs(papers)
+    assert needs.of("table6").benches == {"rollout-7b-2", "rollout-7b-8", "step-7b"}
+    assert needs.of("table9").benches == {f"rollout-{size}-1" for size in ("3b", "7b", "14b", "32b")}
+    assert not needs.of("table6").runs
+
+
+def test_every_table_and_figure_has_a_row_and_everything_is_in_some_row(papers):
+    table = by_table(papers, "h200").set_index("table, figure")
+    assert {f"Table {n}" for n in range(1, len(TABLES) + 1)} <= set(table.index)
+    assert {name.title().replace("re", "re ") for name in CURVE_FIGURES} <= set(table.index)
+    needs = Needs(papers)
+    taken = set().union(*(needs.of(name).runs for name in [*papers.tables, *papers.figures] if name in NAMES))
+    assert table.loc["none of the paper", "runs"] == len(set(papers.runs) - taken)
+    assert table.loc["all, each once", "runs"] == len(papers.runs)
+
+
+# --- costs
+
+
+def test_hours_of_a_figure_are_those_of_its_runs(papers):
+    """Figure 12: NVFP4 with AQN and BF16 LoRA of the 7B on BigMath, three seeds, at 64 of 128 measured sequences."""
+    tokens = TOKENS * 8192
+    rates = [measured("qwen2.5-7b", weights, 64) for weights in ("nvfp4", "bf16")]
+    rollouts = 3 * sum(tokens / rate for rate in rates) / 3600
+    (update,) = [row for row in rows() if row["update_tokens_per_second"]]  # NVFP4's; BF16's is estimated
+    assert (update["model"], update["weights"], update["gradient_checkpointing"]) == ("qwen2.5-7b", "nvfp4", "false")
+    measured_hours = 3 * tokens / float(update["update_tokens_per_second"]) / 3600
+    estimated_hours = 3 * tokens * 6 * 15.23e9 / 2 / (0.4 * 989e12) / 3600
+    row = by_table(papers, "h200").set_index("table, figure").loc["Figure 12"]
+    assert row["rollouts, h"] == f"{rollouts:.0f}"
+    assert row["updates, h"] == f"{measured_hours:.0f} + ~{estimated_hours:.0f}"
+
+
+def test_an_evaluation_costs_its_problems_times_repeats_at_their_longest(papers):
+    from qerl.plan.paper_costs import evaluation_work
+
+    drawn = [w.drawn for w in evaluation_work(papers, papers.evaluations["base-qwen2.5-14b-bf16"])]
+    assert drawn == [n * repeats * 4096 for n, repeats in ((500, 4), (30, 32), (30, 32), (40, 32))]
+
+
+def test_estimates_are_told_from_measurements():
+    assert str(Hours(12.34, 0)) == "12"
+    assert str(Hours(0, 1.26) + Hours(3.0, 0)) == "3.0 + ~1.3"
+    assert str(Hours(0, math.nan) + Hours(3.0, 0)) == "3.0 + unmeasured"
+    assert Costs("h200").rollout(work()).estimated == 0
+    assert Costs("h200").rollout(work(model="qwen2.5-14b")).measured == 0
+    assert math.isnan(Costs("h200").rollout(work(model="miniature")).estimated)
+    assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
+
+
+def test_an_estimate_of_what_was_measured_would_have_been_an_upper_limit(monkeypatch, tmp_path):
+    """Each measured 32B speed against the estimate from the other models."""
+    known = [row for row in rows() if row["model"] == "qwen2.5-32b" and row["rollout_tokens_per_second"]]
+    write(monkeypatch, tmp_path, [row for row in rows() if row["model"] != "qwen2.5-32b"])
+    assert len(known) >= 6
+    for row in known:
+        asked = work(model="qwen2.5-32b", weights=row["weights"], sequences=int(row["sequences"]))
+        hours = Costs("h200").rollout(asked)
+        assert hours.measured == 0
+        assert hours.estimated >= 1 / float(row["rollout_tokens_per_second"])
+
+
+def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
+    path = folder / "speeds.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    monkeypatch.setattr(cost_model, "SPEEDS", path)
+
+
+def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path, papers):
+    row = {**rows()[0], "model": "qwen2.5-7b", "weights": "nvfp4", "sequences": "8", "rollout_tokens_per_second": ""}
+    row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "false", "source": "here"}
+    write(monkeypatch, tmp_path, [*(r for r in rows() if not r["update_tokens_per_second"]), row])
+    trained = Costs("h200").update(work(trained=7.2e7))
+    assert (trained.measured, trained.estimated) == (1.0, 0.0)
+    assert Costs("h200").update(work(trained=7.2e7, gradient_checkpointing=True)).measured == 0
+    assert Costs("h200").rollout(work()).measured == pytest.approx(1 / measured("qwen2.5-7b", "nvfp4", 64))
+    one = 3 * TOKENS * 8192 / 20000 / 3600
+    said = by_table(papers, "h200").set_index("table, figure").loc["Figure 12", "updates, h"]
+    assert said.startswith(f"{one:.0f} + ~")
+
+
+def test_a_measured_update_says_whether_with_gradient_checkpointing(monkeypatch, tmp_path):
+    row = {**rows()[0], "update_tokens_per_second": "20000", "gradient_checkpointing": "", "source": "here"}
+    write(monkeypatch, tmp_path, [row])
+    with pytest.raises(ConfigError, match="doesn't say gradient_checkpointing"):
+        Costs("h200")
+
+
+# --- the page
+
+
+def test_the_page_is_what_the_command_prints(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    said = CliRunner().invoke(cli.app, ["plan", "config/paper.yaml", "--by", "table"], catch_exceptions=False).output
+    file = ROOT / "docs/gpu-hours.md"
+    assert said == file.read_text(), "run: qerl plan config/paper.yaml --by table > docs/gpu-hours.md"
+    assert "gpu-hours.md" in (ROOT / "docs/paper.md").read_text()

@@ -1,0 +1,363 @@
+"""The sheet of runs: grids over nested keys, names, protocols, tasks by experiment, costs."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from qerl.plan import plan
+from qerl.plan.run_table import UNMEASURED, sheet
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.config import Config
+from qerl.settings.run import RunSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+def values(file: str = "mini", **changes):
+    return {**yaml.safe_load((ROOT / f"config/{file}.yaml").read_text()), **changes}
+
+
+def planned(given):
+    return plan(parse(Config, given, "test"))
+
+
+def with_experiment(**experiment):
+    base = {"model": "miniature", "dataset": "arithmetic", **experiment.pop("base", {})}
+    return values(experiments={"e": {"base": base, **experiment}}, benches={})
+
+
+# --- grids
+
+
+def test_a_grid_reaches_nested_keys_beside_dotted_and_whole_ones():
+    given = with_experiment(
+        base={"adapter.rank": 4, "adapter": {"alpha": 8}, "rollout.sampling.max_tokens": 9},
+        arms={"a": {"adapter": {"dropout": 0.5}, "rollout": {"prompts": 3}}},
+        grid={"adapter.targets": [["q_proj"], ["q_proj", "v_proj"]], "rollout.sampling.temperature": [0.5, 1.0]},
+    )
+    runs = list(planned(given).runs.values())
+    assert [(r.settings.adapter.targets, r.settings.rollout.sampling.temperature) for r in runs] == [
+        (["q_proj"], 0.5),
+        (["q_proj"], 1.0),
+        (["q_proj", "v_proj"], 0.5),
+        (["q_proj", "v_proj"], 1.0),
+    ]
+    for run in runs:
+        adapter, rollout = run.settings.adapter, run.settings.rollout
+        assert (adapter.rank, adapter.alpha, adapter.dropout) == (4, 8, 0.5)
+        assert (rollout.prompts, rollout.sampling.max_tokens) == (3, 9)
+
+
+def test_every_run_is_a_folder_name_of_its_own():
+    grid = {
+        "adapter.rank": [4, 8],
+        "loss.ppo.rank": [4, 8],
+        "reward.preset": [None, "upstream-gsm8k"],
+        "noise": [{"schedule": "linear"}, {"schedule": "cosine", "sigma_end": 1e-4}],
+    }
+    runs = planned(with_experiment(grid=grid)).runs
+    assert len(runs) == 16
+    assert len({run.settings.model_dump_json() for run in runs.values()}) == 16
+    for name in runs:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._+-"), name
+        assert ("adapter.rank4" in name) != ("adapter.rank8" in name)
+
+
+def test_a_thousand_runs_have_a_thousand_names():
+    grid = {"adapter.rank": list(range(1, 11)), "optimizer.learning_rate": [1e-6 * n for n in range(1, 11)]}
+    runs = planned(with_experiment(grid={**grid, "seed": list(range(10))})).runs
+    assert len(runs) == 1000
+    settings = runs["e-run-rank3-learning_rate2e-06-seed7"].settings
+    assert (settings.adapter.rank, settings.optimizer.learning_rate, settings.seed) == (3, 2e-6, 7)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sentence"),
+    [
+        ({"adapter.rank": []}, "grid.adapter.rank is empty"),
+        ({"adapter.rnk": [4]}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
+        ({"adapter.targets": [["q_proj"], "q_proj"]}, "`experiments.e.grid.adapter.targets` must be a list"),
+        ({"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]}, "two runs are named"),
+        ({"rollout.vllm.adapters": ["a b", "a-b"]}, "put values of a grid that differ in special characters"),
+    ],
+)
+def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
+        planned(with_experiment(grid=grid))
+    assert sentence in str(error.value)
+
+
+def test_two_checkpoints_of_one_name_are_refused():
+    """m calibrated on the data set `x-nvfp4-awq-y`, and m-nvfp4-awq-x on y."""
+    given = values(benches={})
+    given["models"] |= dict.fromkeys(("m", "m-nvfp4-awq-x"), given["models"]["miniature"])
+    given["datasets"] |= dict.fromkeys(("y", "x-nvfp4-awq-y"), given["datasets"]["arithmetic"])
+    arms = {
+        "a": {"model": "m", "calibration.dataset": "x-nvfp4-awq-y"},
+        "b": {"model": "m-nvfp4-awq-x", "calibration.dataset": "y"},
+    }
+    base = {"dataset": "arithmetic", "weights": "nvfp4", "recipe": "awq"}
+    given["experiments"] = {"e": {"base": base, "arms": arms}}
+    with pytest.raises(ConfigError, match="two checkpoints are named m-nvfp4-awq-x-nvfp4-awq-y-256x2048-seed0"):
+        planned(given)
+
+
+# --- the command line's model and problems
+
+
+def short(**paths):
+    return planned(values(benches={}, **paths))
+
+
+def test_other_models_and_problems_have_other_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = json.dumps({"question": "What is 1 plus 1?", "answer": "1+1=2\n#### 2"})
+    given = []
+    for folder in ("m", "m2"):
+        (tmp_path / folder / "qwen2").mkdir(parents=True)
+        given.append({"model": f"{folder}/qwen2"})
+    for name in ("数据", "问题", "sums", "m2/sums", "arithmetic"):
+        Path(f"{name}.jsonl").write_text(record)
+        given.append({"problems": f"{name}.jsonl"})
+    folders = [short(**keys).folder for keys in given]
+    assert len(set(folders)) == len(folders)
+    assert all(folder.startswith("results/mini-") for folder in folders)
+    assert "-qwen2-" in folders[0]
+    assert "-sums-" in folders[4]
+    assert [short(**keys).folder for keys in given] == folders
+    # The same file, however it is written.
+    assert short(problems="m/../sums.jsonl").folder == short(problems=tmp_path / "sums.jsonl").folder == folders[4]
+    assert short(model="m/qwen2", problems="sums.jsonl").folder not in folders
+
+
+def test_problems_named_as_a_data_set_of_the_configuration_do_not_take_its_place(tmp_path):
+    (tmp_path / "arithmetic.jsonl").write_text(json.dumps({"question": "1 plus 1?", "answer": "1+1=2\n#### 2"}))
+    before, after = planned(values(benches={})), short(problems=tmp_path / "arithmetic.jsonl")
+    assert after.config.datasets["arithmetic"] == before.config.datasets["arithmetic"]  # what the base is trained on
+    [own] = {run.settings.dataset for run in after.runs.values()}
+    assert after.config.datasets[own].own_file == tmp_path / "arithmetic.jsonl"
+
+
+# --- tasks, timing
+
+
+def test_policies_are_scored_on_their_experiments_tasks():
+    given = values(benches={})
+    main = given["experiments"]["main"]
+    few = {**main, "arms": {"nvfp4-lora": {"weights": "nvfp4"}}, "grid": {"seed": [0]}}
+    given["experiments"] = {
+        "one": {**few, "tasks": ["numbers"]},
+        "two": {**few, "tasks": ["arithmetic"], "arms": {"mxfp4-lora": {"weights": "mxfp4"}}},
+        "none": {**few, "tasks": [], "arms": {"nf4-lora": {"weights": "nf4"}}},
+    }
+    assert {e.id: e.tasks for e in planned(given).evaluations.values()} == {
+        "base-miniature-bf16": ("arithmetic", "numbers"),
+        "base-miniature-nvfp4": ("numbers",),
+        "base-miniature-mxfp4": ("arithmetic",),
+        "one-nvfp4-lora-seed0": ("numbers",),
+        "two-mxfp4-lora-seed0": ("arithmetic",),
+    }
+    given["evaluation"]["tasks"].append(given["evaluation"]["tasks"][0] | {"name": "again"})
+    assert planned(given).evaluations["base-miniature-bf16"].tasks == ("arithmetic", "numbers")
+    given["experiments"]["one"]["tasks"] = ["nubmers"]
+    with pytest.raises(ConfigError, match="names 'nubmers'"):
+        planned(given)
+
+
+def test_a_timed_experiment_is_measured_and_not_trained():
+    given = values(benches={"b": {"kind": "step", "experiment": "main"}})
+    given["experiments"]["main"] |= {
+        "train": False,
+        "arms": {"a": {"weights": "nvfp4"}, "b": {}},
+        "grid": {"rollout.group_size": [2, 4], "seed": [5, 6]},
+    }
+    plan_ = planned(given)
+    assert (plan_.runs, plan_.evaluations) == ({}, {})
+    points = [(r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.step_bench_runs("b")]
+    assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
+
+
+# --- recipes
+
+
+def checkpoints_of(**keys):
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "recipe": "awq", **keys}}
+    return planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
+
+
+def test_a_calibrated_checkpoint_has_a_folder_of_its_own():
+    plan_ = checkpoints_of()
+    awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
+    assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}
+    assert {r.id: r.checkpoint.id for r in plan_.runs.values()} == {
+        **{f"e-a-seed{seed}": "miniature-nvfp4" for seed in (0, 1)},
+        **{f"e-b-seed{seed}": awq for seed in (0, 1)},
+    }
+    assert f"base-{awq}" in plan_.evaluations
+    assert set(sheet(plan_, "h200").weights) == {"nvfp4", "nvfp4-awq"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],
+)
+def test_every_setting_of_the_calibration_tells_checkpoints_apart(key, value):
+    names = set(checkpoints_of(calibration={key: value}).checkpoints)
+    assert names - set(checkpoints_of().checkpoints) == {f"miniature-nvfp4-awq-{_calibrated(**{key: value})}"}
+
+
+def _calibrated(dataset="arithmetic", samples=256, length=2048, seed=0):
+    return f"{dataset}-{samples}x{length}-seed{seed}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"calibration": {"dataset": "nowhere"}}, "calibration.dataset names 'nowhere', which is not in `datasets`"),
+        ({"weights": "nf4"}, "not for weights=nf4; use recipe=rtn"),
+        ({"weights": "bf16"}, "not for weights=bf16; use recipe=rtn"),
+    ],
+)
+def test_a_recipe_that_cant_be_followed_is_one_sentence(keys, sentence):
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
+        checkpoints_of(**keys)
+    assert sentence in str(error.value)
+
+
+def test_the_papers_grid_compares_awq_with_rounding_to_nearest_under_both_protocols():
+    for protocol in ("paper", "upstream-scripts"):
+        runs = planned(values("paper", protocol=protocol)).runs
+        awq = {name: run.settings for name, run in runs.items() if run.settings.recipe == "awq"}
+        assert len(awq) == 6
+        for name, settings in awq.items():
+            other = runs[name.replace("-awq", "")].settings
+            assert settings == other.model_copy(update={"recipe": "awq"})
+
+
+# --- protocols
+
+
+def test_a_protocol_is_laid_over_the_file_and_has_a_folder_of_its_own():
+    parts = {
+        "upstream-scripts": {
+            "experiments": {
+                "main": {"base": {"adapter": {"rank": 4}, "loss.name": "bnpo"}, "arms": {"nf4-lora": None}}
+            },
+            "evaluation": {"repeats": 1},
+        }
+    }
+    paper = planned(values(protocols=parts))
+    scripts = planned(values(protocols=parts, protocol="upstream-scripts"))
+    assert (paper.folder, scripts.folder) == ("results/mini", "results/mini-upstream-scripts")
+    assert paper.runs.keys() - scripts.runs.keys() == {f"main-nf4-lora-seed{seed}" for seed in range(3)}
+    for name, run in scripts.runs.items():
+        expected = run.settings.model_dump()
+        assert (expected["adapter"]["rank"], expected["loss"]["name"]) == (4, "bnpo")
+        expected["adapter"]["rank"], expected["loss"]["name"] = 16, "grpo"
+        assert expected == paper.runs[name].settings.model_dump()
+    assert (scripts.config.evaluation.repeats, paper.config.evaluation.repeats) == (1, 2)
+    with pytest.raises(ConfigError, match="protocol=upstream-scripts is not in `protocols`"):
+        planned(values(protocol="upstream-scripts"))
+
+
+# --- the paper's grid
+
+
+@pytest.mark.parametrize("protocol", ["paper", "upstream-scripts"])
+def test_no_two_runs_of_the_papers_grid_are_the_same(protocol):
+    plan_ = planned(values("paper", protocol=protocol))
+    settings = [run.settings.model_dump_json() for run in plan_.runs.values()]
+    assert len(set(settings)) == len(settings)
+
+
+def cells(protocol="paper") -> set[tuple]:
+    plan_ = planned(values("paper", protocol=protocol))
+    return {
+        (r.settings.model, r.settings.dataset, r.settings.weights, r.settings.method, r.settings.noise.schedule)
+        for r in plan_.runs.values()
+    }
+
+
+def test_every_trained_row_of_tables_1_and_2_is_run_or_left_out_with_a_reason():
+    printed = yaml.safe_load((ROOT / "tests/config/paper_rows.yaml").read_text())
+    omitted = {
+        (e.base["model"], arm)
+        for e in parse(Config, values("paper"), "paper").experiments.values()
+        for arm in e.omitted
+    }
+    rows = [
+        (model, dataset, *row) for dataset, models in printed.items() for model, rows in models.items() for row in rows
+    ]
+    assert len(rows) == 2 * 6 + 3 * 4
+    for model, dataset, weights, method, schedule in rows:
+        missing = (model, dataset, weights, method, schedule) not in cells()
+        assert missing == ((model, f"{weights}-{method}") in omitted), (model, weights, method)
+
+
+def test_three_seeds_of_everything_trained():
+    runs = planned(values("paper")).runs.values()
+    seeds: dict[str, set[int]] = {}
+    for run in runs:
+        rest = {**run.settings.model_dump(mode="json"), "seed": None}
+        seeds.setdefault(json.dumps(rest), set()).add(run.settings.seed)
+    assert set(map(len, seeds.values())) == {3}
+
+
+# --- costs
+
+
+def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
+    plan_ = planned(values("paper"))
+    runs = sheet(plan_, "h200").set_index("run")
+    speeds = pd.read_csv(ROOT / "results/reference/speeds.csv")
+    chosen = (speeds.model == "qwen2.5-7b") & (speeds.weights == "nvfp4") & (speeds.sequences == 64)
+    (rate,) = speeds[chosen].rollout_tokens_per_second
+    hours = 600 * 128 * 4096 / rate / 3600
+    assert runs.loc["gsm8k-7b-nvfp4-lora-seed0", "rollout_hours"] == pytest.approx(hours, abs=0.05)
+    measured = set(speeds[speeds.machine == "h200"].model)
+    for name, row in runs.iterrows():
+        assert (row.rollout_hours == UNMEASURED) or row.model in measured, name
+    with pytest.raises(ConfigError, match="machine 'abacus'; use one of cpu, h100, h200"):
+        sheet(plan_, "abacus")
+    updated = set(speeds[speeds.update_tokens_per_second.notna()].model)
+    assert updated
+    for name, row in runs.iterrows():
+        assert (row.update_hours == UNMEASURED) or row.model in updated, name
+
+
+def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.plan.cost_model.SPEEDS", tmp_path / "speeds.csv")
+    with pytest.raises(ConfigError, match=r"speeds.csv doesn't exist: .* run in a clone"):
+        sheet(planned(values()), "h200")
+
+
+def test_the_sheet_says_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("train/main-nf4-lora-seed1/run.json", "evaluate/main-nf4-lora-seed1/result.json"):
+        path = tmp_path / "results/mini" / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    done = sheet(planned(values()), "h200").set_index("run").done
+    assert done.pop("main-nf4-lora-seed1") == "trained, evaluated"
+    assert set(done) == {""}
+
+
+def test_settings_of_the_papers_table_4():
+    run = planned(values("paper")).runs["gsm8k-7b-nvfp4-lora-aqn-seed0"].settings
+    assert run == RunSettings(
+        **{
+            "model": "qwen2.5-7b",
+            "dataset": "gsm8k",
+            "weights": "nvfp4",
+            "steps": 600,
+            "adapter": {"rank": 32, "alpha": 32},
+            "noise": {"schedule": "exponential", "sigma_start": 1e-2, "sigma_end": 5e-4, "stages": 10},
+            "rollout": {"prompts": 16, "group_size": 8, "sampling": {"temperature": 1.0, "max_tokens": 4096}},
+            "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "updates_per_rollout": 4},
+            "optimizer": {"name": "adamw8bit", "learning_rate": 1e-5},
+            "checkpoint_every": 50,
+        }
+    )

@@ -1,0 +1,196 @@
+"""What doesn't fit the model is said before anything long: lengths, chat template, targets, engine, test splits."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import qerl
+from qerl.cli import commands as cli
+from qerl.data.prompts import longer_than, prompt_ids
+from qerl.data.records import DataError, Problem
+from qerl.plan import check_engines, plan_from
+from qerl.policy.loading import load_tokenizer
+from qerl.rl.rollouts import Task
+from qerl.settings.base import ConfigError, UserError, parse
+from qerl.settings.rollout import RolloutSettings
+from tests.tiny import tiny_qwen2
+
+CONTEXT = 256
+LONG = "Howmany?" * 40
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tiny_qwen2(tmp_path_factory.mktemp("preflight") / "model", max_position_embeddings=CONTEXT)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def settings(model, tmp_path, monkeypatch) -> dict:
+    """Of a run by hand on forty problems, one of them longer than the context."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(39)]
+    folder = tmp_path / "problems"
+    folder.mkdir()
+    for split, records in {"train": [*rows, {"question": LONG, "answer": "#### 1"}], "test": rows[:2]}.items():
+        records = [record | {"question": f"{split}: {record['question']}"} for record in records]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+    return {
+        "model": str(model),
+        "dataset": {"format": "gsm8k", "instruction": "", "origin": {"source": "local", "path": str(folder)}},
+        "out": str(tmp_path / "run"),
+        "steps": 1,
+        "dtype": "float32",
+        "rollout": {"prompts": 1, "group_size": 2, "sampling": {"max_tokens": 4}},
+    }
+
+
+def refused(settings: dict, said: str, kind: type[UserError] = ConfigError) -> None:
+    with pytest.raises(kind, match=said):
+        qerl.train(settings)
+    assert not (Path(settings["out"]) / "checkpoint").exists()
+
+
+def with_max_tokens(settings: dict, max_tokens: int, **rollout) -> dict:
+    return settings | {"rollout": settings["rollout"] | rollout | {"sampling": {"max_tokens": max_tokens}}}
+
+
+@pytest.mark.parametrize("max_tokens", [CONTEXT, 4096])
+def test_completions_as_long_as_the_context_are_refused(settings, max_tokens):
+    refused(
+        with_max_tokens(settings, max_tokens), rf"rollout.sampling.max_tokens={max_tokens} .* context has 256 tokens"
+    )
+
+
+def test_prompts_too_long_are_counted_and_settings_can_be_corrected_in_the_same_folder(settings, model):
+    tokens = len(prompt_ids(load_tokenizer(model), f"train: {LONG}", ""))
+    said = rf"1 of 40 prompts are too long: the longest has {tokens} .* rollout.max_prompt_tokens=252"
+    refused(settings, said, DataError)
+    run = qerl.train(with_max_tokens(settings, 4, max_prompt_tokens=252))
+    assert run.finished
+
+
+def test_prompts_are_left_out_by_their_tokens(model):
+    tokenizer = load_tokenizer(model)
+    problems = [Problem(str(n), "x" * n, None, "1") for n in (5, 100, 300)]
+    fitting = Task(problems, "gsm8k", "Be brief.").fitting
+    settings = parse(RolloutSettings, {"max_prompt_tokens": 200, "sampling": {"max_tokens": 50}}, "")
+    assert [problem.id for problem in fitting(tokenizer, settings, CONTEXT).problems] == ["5", "100"]
+    none = settings.model_copy(update={"max_prompt_tokens": 3})
+    with pytest.raises(DataError, match=r"max_prompt_tokens=3 leaves none of 3 problems"):
+        fitting(tokenizer, none, CONTEXT)
+    unlimited = settings.model_copy(update={"max_prompt_tokens": None})
+    assert len(fitting(tokenizer, unlimited, None).problems) == 3
+
+
+@pytest.mark.parametrize("most", [0, 5, 20, 21, 22, 60, 500])
+def test_only_long_texts_are_tokenized_and_none_is_missed(model, most):
+    tokenizer = load_tokenizer(model)
+    texts = ["a", "a b", "äöü" * 9, "日本語" * 5, "word " * 10, "x" * 80, ""]
+    problems = [Problem(str(number), text, None, "1") for number, text in enumerate(texts)]
+    every = {problem.id: len(prompt_ids(tokenizer, problem.question, "Go.")) for problem in problems}
+    expected = {id: tokens for id, tokens in every.items() if tokens > most}
+    assert longer_than(most, tokenizer, problems, "Go.") == expected
+
+
+def test_sampling_and_evaluating_keep_to_the_context(model, settings, tmp_path, monkeypatch):
+    policy = qerl.load(model, dtype="float32")
+    with pytest.raises(DataError, match=r"1 of 2 prompts are too long: .* room for 56"):
+        qerl.sample(policy, ["short", LONG], max_tokens=200)
+    with pytest.raises(ConfigError, match=r"max_tokens=256 leaves no room"):
+        qerl.evaluate(policy, settings["dataset"], tmp_path / "e", max_tokens=CONTEXT)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["sample", str(model), "short"])
+    assert "max_tokens=4096 leaves no room" in str(result.exception)
+
+
+def test_a_template_that_fails_and_a_tokenizer_that_does_not_load_come_before_quantization(settings, tmp_path):
+    broken = tiny_qwen2(tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    refused(settings | {"model": str(broken)}, "chat template of .* fails", DataError)
+    (broken / "chat_template.jinja").write_text("{{ 'You are helpful:' }}")
+    refused(settings | {"model": str(broken)}, "drops the question", DataError)
+
+
+def test_vllm_must_be_installed_where_it_is_asked_for(settings, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    refused(settings | {"rollout": settings["rollout"] | {"engine": "vllm"}}, "rollout.engine=vllm needs vLLM, which")
+
+
+# --- the workflow's plan ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def configuration(model, settings) -> dict:
+    values = yaml.safe_load((Path(__file__).parents[3] / "tests/config/micro.yaml").read_text())
+    values["models"] = {"miniature": {"source": "local", "path": str(model)}}
+    values["datasets"]["arithmetic"] = settings["dataset"]
+    values["evaluation"]["tasks"] = [{"dataset": "arithmetic", "harness": "lm-eval"}]
+    return values
+
+
+def planned(values: dict):
+    return plan_from(values, Path("configuration"))
+
+
+def test_the_plan_knows_the_context_of_local_models(configuration):
+    assert planned(configuration).runs
+    base = configuration["experiments"]["main"]["base"]
+    base["rollout.sampling.max_tokens"] = CONTEXT
+    with pytest.raises(
+        ConfigError, match=r"experiment main, arm nvfp4-lora: rollout.sampling.max_tokens=256 leaves no"
+    ):
+        planned(configuration)
+    base["rollout.sampling.max_tokens"] = 8
+    configuration["evaluation"]["sampling"] = {"max_tokens": 1000}
+    with pytest.raises(ConfigError, match=r"evaluation on arithmetic: max_tokens=1000 leaves no room"):
+        planned(configuration)
+
+
+def test_the_plan_knows_test_splits(configuration, tmp_path):
+    file = tmp_path / "problems/train.jsonl"
+    origin = {"source": "local", "path": str(file), "test_fraction": 0}
+    arithmetic = configuration["datasets"]["arithmetic"]
+    with pytest.raises(ConfigError, match=r"arithmetic has no test split, since its origin.test_fraction is 0"):
+        planned(configuration | {"datasets": {"arithmetic": arithmetic | {"origin": origin}}})
+    hub = {"source": "hub", "repo": "a/b", "revision": "0" * 40, "splits": {"train": "train"}}
+    with pytest.raises(ConfigError, match=r"arithmetic has no test split; name one of the repository's"):
+        planned(configuration | {"datasets": {"arithmetic": arithmetic | {"origin": hub}}})
+
+
+def test_engines_are_looked_for_where_jobs_start(configuration, monkeypatch):
+    configuration["evaluation"]["engine"] = "vllm"
+    made = planned(configuration)
+    check_engines(made)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    with pytest.raises(ConfigError, match=r"evaluation.engine=vllm needs vLLM"):
+        check_engines(made)
+
+
+def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
+    data = tmp_path / "data"
+    CliRunner().invoke(cli.app, ["rule", "data", "--settings", json.dumps(settings["dataset"]), "--out", str(data)])
+    rollout = settings["rollout"]
+    evaluation = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 8}}
+    out = tmp_path / "checked"
+
+    def check(rollout: dict, evaluation: dict):
+        settings = ["--runs", json.dumps([("d", rollout)]), "--evaluation", json.dumps(evaluation)]
+        return CliRunner().invoke(
+            cli.app, ["rule", "check", str(model), *settings, "--data", f"d={data}", "--out", str(out)]
+        )
+
+    assert "1 of 40 prompts are too long" in str(check(rollout, evaluation).exception)
+    rollout = rollout | {"max_prompt_tokens": 200}
+    short = evaluation | {"sampling": {"max_tokens": CONTEXT - 10}}
+    assert "2 of 2 prompts are too long" in str(check(rollout, short).exception)
+    assert not out.exists()
+    assert check(rollout, evaluation).exit_code == 0
+    assert out.exists()

@@ -1,0 +1,102 @@
+import re
+
+import pytest
+
+from qerl.report import figures, tables
+from qerl.results import readers
+from tests.synthetic_results import answers, write_evaluation, write_run, write_tree
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return write_tree(tmp_path_factory.mktemp("results"))
+
+
+@pytest.fixture(scope="module")
+def metrics(tree):
+    return readers.load_metrics(tree["runs"])
+
+
+def texts(svg) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def colour_of(svg, label: str) -> str:
+    found = re.search(rf'<text style="[^"]*fill: (#\w+)[^>]*>{re.escape(label)}</text>', svg.read_text())
+    return found.group(1)
+
+
+def drawn(tmp_path, draw, frame):
+    draw(frame, tmp_path / "figures" / draw.__name__)
+    svg = tmp_path / "figures" / f"{draw.__name__}.svg"
+    assert svg.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return svg
+
+
+ARMS = ["BF16 Full", "BF16 LoRA", "NF4 LoRA", "MXFP4 LoRA", "NVFP4 LoRA", "NVFP4 LoRA + AQN"]
+
+
+def test_curves_label_every_arm_once_and_tell_of_smoothing(tmp_path, metrics):
+    shown = texts(drawn(tmp_path, figures.reward, metrics))
+    assert sorted(text for text in shown if text in ARMS) == sorted(ARMS)
+    assert "reward, mean of 3 steps" in shown
+    assert "main: mean and range of 3 seeds" in shown
+
+
+def test_an_arm_keeps_its_colour(tmp_path, metrics):
+    reward = drawn(tmp_path, figures.reward, metrics)
+    entropy = drawn(tmp_path, figures.entropy, metrics[metrics["arm"] != "bf16-full"])
+    for arm in ARMS[1:]:
+        assert colour_of(reward, arm) == colour_of(entropy, arm)
+    assert len({colour_of(reward, arm) for arm in ARMS}) == len(ARMS)
+
+
+def test_awq_has_a_name_and_a_colour_of_its_own(tmp_path):
+    bases = ({}, {"recipe": "awq"})
+    arms = ("nvfp4-lora", "nvfp4-lora-aqn")
+    paths = [write_run(tmp_path / str(n), arm, 0, base=base) for n, base in enumerate(bases) for arm in arms]
+    frame = readers.load_runs(paths).assign(arm=lambda rows: rows["weights"] + rows["training"])
+    names = ["NVFP4 LoRA", "NVFP4 LoRA + AQN", "NVFP4-AWQ LoRA", "NVFP4-AWQ LoRA + AQN"]
+    assert list(figures._names(frame).values()) == names
+    assert len(set(figures._colours(frame).values())) == 4
+
+
+def test_labels_of_equal_curves_do_not_overlap(tmp_path):
+    runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in range(1, 9)]
+    svg = drawn(tmp_path, figures.reward, readers.load_metrics(runs))
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>NVFP4 LoRA, steps=\d<', svg.read_text())]
+    assert len(heights) == 8
+    gaps = [later - earlier for earlier, later in zip(sorted(heights), sorted(heights)[1:], strict=False)]
+    assert min(gaps) > 6.5
+
+
+def test_noise_shows_the_arms_that_carry_it(tmp_path, metrics):
+    shown = texts(drawn(tmp_path, figures.noise, metrics))
+    assert {text for text in shown if text in ARMS} == {"NVFP4 LoRA + AQN"}
+
+
+def test_length_and_truncation(tmp_path, metrics):
+    shown = texts(drawn(tmp_path, figures.completion_length, metrics))
+    assert {"tokens/completion, mean of 3 steps", "truncated share, mean of 3 steps"} <= set(shown)
+
+
+def test_throughput_shows_failures(tmp_path, tree):
+    table = tables.throughput(readers.load_benches(tree["rollout"], "rollout"))
+    shown = texts(drawn(tmp_path, figures.throughput, table))
+    assert "out of memory" in shown
+    assert {"BF16", "NF4", "MXFP4", "NVFP4", "rank 16", "rank 32", "rank 64"} <= set(shown)
+    assert "1.28" in shown
+
+
+def test_accuracy_has_a_row_an_arm_and_shows_what_was_not_run(tmp_path):
+    runs = [write_run(tmp_path, "bf16-lora", 0), write_run(tmp_path, "nvfp4-lora", 0)]
+    evaluations = [
+        write_evaluation(tmp_path, "base", {"easy": answers(0.5, 0), "hard": answers(0.3, 1)}, "bf16"),
+        write_evaluation(tmp_path, "a", {"easy": answers(0.7, 2), "hard": answers(0.4, 3)}, "bf16", runs[0]),
+        write_evaluation(tmp_path, "b", {"easy": answers(0.7, 4)}, "nvfp4", runs[1]),
+    ]
+    frame = readers.load_evaluations(evaluations, readers.load_runs(runs))
+    shown = texts(drawn(tmp_path, figures.accuracy, tables.accuracy_cells(frame, readers.load_samples(evaluations))))
+    assert shown.count("BF16 LoRA") == shown.count("NVFP4 LoRA") == 2
+    assert shown.count("not run") == 1
+    assert {"mini, easy", "mini, hard"} <= set(shown)

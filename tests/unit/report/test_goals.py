@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qerl.report.goals import goals, write_goals
+from qerl.results import speed_readers
+from tests.unit.report.test_grid import OUT_OF_MEMORY, decode_file, step_file
+
+NOTHING = pd.DataFrame()
+SAMPLES = Path("results/reference/h200/shapes")
+
+
+def reached(table: pd.DataFrame) -> dict[str, tuple]:
+    return {row["goal"]: (row["reached"], row["met"]) for row in table.to_dict("records")}
+
+
+@pytest.fixture
+def points(tmp_path) -> pd.DataFrame:
+    """Native NVFP4 with and without an adapter beside vLLM's."""
+    return speed_readers.load_points(
+        [
+            decode_file(tmp_path, "native", "nvfp4", {1: [500.0] * 3, 8: OUT_OF_MEMORY, 64: [4500.0] * 3}),
+            decode_file(tmp_path, "native", "nvfp4", {1: [540.0] * 3, 64: [5000.0] * 3}, rank=0),
+            decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0] * 3, 8: [1500.0] * 3, 64: [4000.0] * 3}),
+            decode_file(tmp_path, "vllm", "bf16", {1: [600.0] * 3, 64: [5000.0] * 3}),
+        ]
+    )
+
+
+def test_decode_is_over_what_each_goal_names(points):
+    found = reached(goals(points, NOTHING))
+    assert found["7B decode, 1 sequence, over vLLM's NVFP4"] == (2.5, "yes")  # BF16, here faster, isn't asked for
+    assert found["7B decode, 8 sequences, over vLLM's NVFP4"] == ("native NVFP4: out of memory", "–")
+    assert found["7B decode, 64 sequences, over the faster of vLLM's BF16 and NVFP4"] == (0.9, "no")
+    assert found["7B decode, 128 sequences, over the faster of vLLM's BF16 and NVFP4"] == ("–", "–")
+
+
+def test_an_adapter_costs_percent_of_the_speed_without(points):
+    table = goals(points, NOTHING)
+    found = reached(table)
+    assert found["cost of LoRA r16, 7B decode, 1 sequence"] == (pytest.approx(100 * 40 / 540), "yes")
+    assert found["cost of LoRA r16, 7B decode, 64 sequences"] == (pytest.approx(10.0), "no")
+    assert found["cost of LoRA r64, 7B decode, 1 sequence"] == ("–", "–")
+
+
+def test_ends_of_a_cost_are_in_order(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [90.0, 95.0, 99.0]}),
+        decode_file(tmp_path, "native", "nvfp4", {1: [100.0, 101.0, 102.0]}, rank=0),
+    ]
+    table = goals(speed_readers.load_points(files), NOTHING).set_index("goal")
+    row = table.loc["cost of LoRA r16, 7B decode, 1 sequence"]
+    assert row["reached_low"] < row["reached"] < row["reached_high"]
+    assert row["reached_high"] == pytest.approx(100 * (1 - 90 / 102), abs=2)
+
+
+def changed(file: Path, **values) -> Path:
+    """A file of a step with other settings or work."""
+    step = json.loads(file.read_text())
+    for key in ("settings", "work"):
+        step[key] |= {name: value for name, value in values.items() if name in ("memory_gb", "weights", "group")}
+    to = file.with_name(f"changed-{len(list(file.parent.iterdir()))}.json")
+    to.write_text(json.dumps(step))
+    return to
+
+
+def test_steps_are_compared_at_the_same_work(tmp_path):
+    under_a_cap = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "auto"), memory_gb=24)
+    own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
+    trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
+    others = [changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
+    found = reached(goals(NOTHING, speed_readers.load_steps([under_a_cap, own, *others])))
+    assert found["7B GRPO step, over TRL's BF16 LoRA"] == (1.9, "no")
+    assert found["7B GRPO step, over TRL's NF4 LoRA"] == ("–", "–")
+    assert found["7B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
+
+
+def test_memory_is_that_of_a_step_that_recomputes(tmp_path):
+    files = [
+        step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0], "true"),
+        step_file(tmp_path, "qerl NVFP4 LoRA", "32B", [10.0], "true"),
+    ]
+    found = reached(goals(NOTHING, speed_readers.load_steps(files)))
+    assert found["7B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
+    assert found["32B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
+    assert found["14B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
+
+
+@pytest.mark.parametrize("caps", [[40, 80], [80, 40], [40, 80, None]])
+def test_memory_is_that_of_the_widest_cap(tmp_path, caps):
+    """Under a tight one the highest peak is the rollout's, which without its cache has less than the update."""
+    files = []
+    for cap in caps:
+        file = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "32B", [10.0], "true"), memory_gb=cap)
+        step = json.loads(file.read_text())
+        step["memory"]["without_kv_cache_bytes"] = (cap or 100) * 1e9
+        file.write_text(json.dumps(step))
+        files.append(file)
+    found = reached(goals(NOTHING, speed_readers.load_steps(files)))
+    assert found["32B GRPO step, memory without the KV cache, all recomputed"][0] == (100.0 if None in caps else 80.0)
+
+
+def test_the_table_tells_limit_and_interval(tmp_path, points):
+    write_goals(points, NOTHING, tmp_path / "goals")
+    text = (tmp_path / "goals.md").read_text()
+    for shown in ("≥ 2.50×", "2.50× [2.50×, 2.50×]", "≤ 8.0 %", "7.4 % [7.4 %, 7.4 %]"):
+        assert shown in text
+
+
+def test_nothing_measured_is_no_table(tmp_path):
+    other = decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, prompt=1024)
+    write_goals(speed_readers.load_points([other]), NOTHING, tmp_path / "goals")
+    assert not list(tmp_path.glob("goals*"))
+
+
+def test_committed_points_have_all_of_it():
+    files = sorted(SAMPLES.glob("*.json"))
+    decode, steps = ([file for file in files if file.name.startswith(kind)] for kind in ("decode", "step"))
+    table = goals(speed_readers.load_points(decode), speed_readers.load_steps(steps))
+    assert len(table) == 25
+    assert not [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]

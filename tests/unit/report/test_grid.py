@@ -1,0 +1,453 @@
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from qerl.report import grid, grid_figures, grid_tables
+from qerl.results import speed_readers
+from qerl.results.readers import ResultError
+from tests.synthetic_results import MACHINE, PROVENANCE, write_json
+
+OUT_OF_MEMORY = "out of memory"
+#: Bytes of a 7B NVFP4 step without adapter, one sequence, 256 tokens in the cache, by hand: projections, head, a row of
+#: the embedding, norms and biases, cache. At this many a millisecond the floor is 1 ms.
+STEP_BYTES = 3_670_475_536 + 1_089_994_752 + 7_168 + 666_624 + 14_737_408
+CEILINGS = {"copy_bytes_per_second": 1e3 * STEP_BYTES, "matmul_flops_per_second": 1e15}
+
+
+def decode_file(
+    root: Path, engine: str, weights: str, points: dict[int, list[float] | str], rank=16, machine="Test GPU", **changed
+) -> Path:
+    """A decode file of 7B; points by sequences, samples or the status of a failure."""
+    measured = [
+        {"sequences": sequences, "status": told, "samples": [], "peak_memory_bytes": None}
+        if isinstance(told, str)
+        else {
+            "sequences": sequences,
+            "status": "ok",
+            "samples": told,
+            "prompt_seconds": 2.048,
+            "peak_memory_bytes": 12.5e9,
+            "sampler": "any",
+        }
+        for sequences, told in points.items()
+    ]
+    value = {
+        "bench": "decode",
+        "engine": engine,
+        "size": "7B",
+        "weights": weights,
+        "rank": rank,
+        "prompt": 128,
+        "tokens": 256,
+        "ceilings": CEILINGS,
+        "gpu": None,
+        "points": measured,
+        "provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}},
+    } | changed
+    return write_json(root / f"{engine}-{value['size']}-{weights}-{rank}-{machine}.json", value)
+
+
+def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
+    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group": 8, "prompt_tokens": 128}
+    work |= {"completion_tokens": 1024, "rank": 16, "repeats": len(seconds)}
+    memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "parts": parts}
+    value = {
+        "bench": "grpo_step",
+        "status": "ok",
+        "system": system,
+        "sampler": "any",
+        "work": work,
+        "settings": {"recompute": recompute, "other": 1},
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s, "more": 0} for s in seconds],
+        "memory": memory,
+        "provenance": PROVENANCE,
+    }
+    return write_json(root / f"{system}-{size}.json", value)
+
+
+@pytest.fixture
+def files(tmp_path) -> list[Path]:
+    """Native NVFP4 and BF16 beside vLLM's: NVFP4 is the faster of vLLM's at 1 sequence, BF16 at 64."""
+    return [
+        decode_file(tmp_path, "vllm", "bf16", {1: [100.0, 100.0], 64: [4000.0, 4000.0], 256: [9000.0, 9000.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0, 200.0], 64: [3000.0, 3000.0]}),
+        decode_file(tmp_path, "native", "nvfp4", {1: [500.0, 600.0, 400.0], 64: [6000.0, 6000.0], 256: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "native", "bf16", {1: [125.0, 125.0], 64: [6000.0, 6000.0]}),
+    ]
+
+
+def rows_of(table: pd.DataFrame, *keys: str) -> dict:
+    return table.set_index(list(keys)).to_dict("index")
+
+
+def test_a_point_by_hand(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0, 500.0, 600.0]}, rank=0)
+    (point,) = speed_readers.load_points([file]).to_dict("records")
+    assert point == {
+        "engine": "native",
+        "size": "7B",
+        "weights": "nvfp4",
+        "rank": 0,
+        "prompt": 128,
+        "tokens": 256,
+        "sequences": 1,
+        "status": "ok",
+        "samples": [400.0, 500.0, 600.0],
+        "prompt_seconds": 2.048,
+        "tokens_per_second": 500.0,
+        "tokens_per_second_p25": 450.0,
+        "tokens_per_second_p75": 550.0,
+        "step_ms": 2.0,
+        "floor_ms": pytest.approx(1.0),
+        "percent_of_floor": pytest.approx(50.0),
+        "peak_memory_gb": 12.5,
+        "machine": "Test GPU",
+        "commit": PROVENANCE["commit"][:12],
+    }
+
+
+def test_a_failed_point_has_a_floor_but_no_speed(files):
+    points = speed_readers.load_points(files)
+    (failed,) = points[points["status"] == OUT_OF_MEMORY].to_dict("records")
+    assert failed["floor_ms"] > 1
+    assert pd.isna([failed["tokens_per_second"], failed["percent_of_floor"], failed["peak_memory_gb"]]).all()
+
+
+def test_decode_table_tells_failed_from_not_measured(files):
+    table = grid_tables.decode_table(speed_readers.load_points(files), "7B")
+    assert table.to_dict("list") == {
+        "engine": ["native", "native", "vllm", "vllm"],
+        "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
+        "rank": [16] * 4,
+        "1": [125.0, 500.0, 100.0, 200.0],
+        "64": [6000.0, 6000.0, 4000.0, 3000.0],
+        "256": ["–", OUT_OF_MEMORY, 9000.0, "–"],
+    }
+
+
+def test_floor_table_is_the_share_of_each_point(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, rank=0),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [250.0], 8: OUT_OF_MEMORY}, rank=0),
+        decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
+    ]
+    table = grid_tables.floor_table(speed_readers.load_points(files), "7B")
+    assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no ceilings"]
+    assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
+
+
+def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
+    faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
+    assert (faster["1"], same["1"]) == (2.5, 2.5)
+    assert (faster["64"], same["64"]) == (1.5, 2.0)
+    assert rows["bf16", "BF16"]["64"] == 1.5
+    # vLLM's repeats are alike, so that the interval is that of the native ones: within 400 to 600 over 200.
+    assert 2.0 <= faster["1_low"] < 2.5 < faster["1_high"] <= 3.0
+    assert faster["64_low"] == faster["64_high"] == 1.5
+
+
+def test_a_ratio_says_why_there_is_none(files):
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
+    assert rows["nvfp4", "NVFP4"]["256"] == "–"
+    # vLLM's NVFP4 might be the faster: it wasn't measured.
+    assert rows["bf16", "faster of BF16, NVFP4"]["256"] == rows["nvfp4", "faster of BF16, NVFP4"]["256"] == "–"
+
+
+def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [300.0], 8: [300.0], 64: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
+    ]
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
+    faster = rows["faster of BF16, NVFP4"]
+    assert faster["1"] == 3.0
+    assert pd.isna(faster["1_low"])  # one repeat has no interval
+    assert faster["8"] == "vllm BF16: out of memory"
+    assert rows["NVFP4"]["8"] == "vllm NVFP4: timeout"
+    assert faster["64"] == "native NVFP4: out of memory"
+
+
+def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_path):
+    files = [*files, decode_file(tmp_path, "native", "mxfp4", {1: [400.0], 64: [400.0]})]
+    table = grid_tables.ratio_table(speed_readers.load_points(files), "7B")
+    assert list(table[table["weights"] == "mxfp4"]["against vLLM"]) == ["faster of BF16, NVFP4"]
+
+
+def test_crossover_by_engine_and_rank(files, tmp_path):
+    files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
+    rows = rows_of(grid_tables.crossover(speed_readers.load_points(files)), "size", "engine", "rank")
+    assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
+    native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
+    assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
+    assert (vllm["1"], vllm["64"], vllm["256"]) == (2.0, 0.75, "–")
+    assert vllm["64_low"] == vllm["64_high"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("speeds", "crosses"),
+    [
+        # Half way between 1.5 and 0.5, on a scale of logarithms: 2 of 1 and 4, 16 of 4 and 64.
+        ({1: 150.0, 4: 50.0}, "2"),
+        ({1: 150.0, 4: 50.0, 64: 150.0}, "2, 16"),
+        ({1: 150.0, 4: 100.0, 64: 50.0}, "4"),
+        ({1: 150.0, 4: 150.0, 64: OUT_OF_MEMORY}, "> 4"),
+        ({1: 50.0, 4: 50.0}, "≤ 1"),
+        ({1: OUT_OF_MEMORY, 4: OUT_OF_MEMORY}, "–"),
+    ],
+)
+def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
+    told = {count: speed if isinstance(speed, str) else [speed] for count, speed in speeds.items()}
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", told),
+        decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
+    ]
+    (row,) = grid_tables.crossover(speed_readers.load_points(files)).to_dict("records")
+    assert row["crosses"] == crosses
+
+
+def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [100.0, 100.0], 8: [400.0]}, rank=0),
+        decode_file(tmp_path, "native", "nvfp4", {1: [90.0, 95.0], 8: OUT_OF_MEMORY}, rank=16),
+        decode_file(tmp_path, "native", "nvfp4", {8: [300.0]}, rank=64),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
+        decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
+    ]
+    rows = rows_of(grid_tables.adapters(speed_readers.load_points(files)), "engine", "weights", "rank")
+    assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
+    small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
+    assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
+    assert small["8"] == "native NVFP4: out of memory"
+    assert (large["1"], large["8"]) == ("–", 0.75)
+    grid.write_all(files, tmp_path / "out")
+    assert "0.93× [0.90×, 0.95×]" in (tmp_path / "out" / "adapters-128x256.md").read_text()
+
+
+def test_contexts_are_the_crossover_by_prompt(tmp_path):
+    """At 128 tokens NVFP4 is twice as fast as BF16, then half as fast; at 4,096 1.5 times, then out of memory."""
+    speeds: dict[tuple, dict] = {
+        ("native", "bf16", 128): {1: [100.0], 16: [800.0]},
+        ("native", "nvfp4", 128): {1: [200.0], 16: [400.0]},
+        ("native", "bf16", 4096): {1: [100.0], 16: [500.0]},
+        ("native", "nvfp4", 4096): {1: [150.0], 16: OUT_OF_MEMORY},
+        ("vllm", "bf16", 128): {1: [100.0]},
+        ("vllm", "nvfp4", 128): {1: [100.0]},
+    }
+    files = [
+        decode_file(tmp_path / f"{prompt}", engine, weights, told, prompt=prompt)
+        for (engine, weights, prompt), told in speeds.items()
+    ]
+    grid.write_all(files, tmp_path / "out")
+    rows = pd.read_csv(tmp_path / "out/contexts-256.csv").to_dict("records")
+    assert [(row["engine"], row["prompt"], row["tokens"], row["crosses"]) for row in rows] == [
+        ("native", 128, 256, "6"),  # two thirds of the way from 1 to 16: 16 ** (2 / 3) = 6.3
+        ("native", 4096, 256, "> 1"),
+    ]
+    assert [float(row["1"]) for row in rows] == [2.0, 1.5]
+    assert rows[1]["16"] == "native NVFP4: out of memory"
+    assert {"7B, native, LoRA rank 16", "128 tokens", "4,096 tokens"} <= texts(tmp_path / "out/contexts-rank16-256.svg")
+
+
+def test_machines_are_told_but_not_compared(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
+    ]
+    grid.write_all(files, tmp_path / "out")
+    assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
+    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
+    assert rows["NVFP4"]["1"] == "different machines"
+
+
+def test_steps_by_hand(tmp_path):
+    parts = {"weights": 5e9, "adapter": 1e9, "rest": 6e9}
+    files = [
+        step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [30.0, 10.0, 20.0], "auto", **parts, gradients=5e8),
+        step_file(tmp_path, "TRL BF16 LoRA", "1.5B", [50.0], True, **parts, sampler_weights=3e9),
+    ]
+    steps = speed_readers.load_steps(files)
+    assert list(steps["size"]) == ["1.5B", "7B"]
+    assert list(steps["recompute"]) == ["true", "auto"]
+    assert list(steps["step_seconds"]) == [50.0, 20.0]
+    assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
+    assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
+    memory = rows_of(grid_tables.memory_table(steps), "size", "system")["7B", "qerl NVFP4 LoRA"]
+    assert (memory["weights/gb"], memory["gradients/gb"], memory["rest/gb"]) == (5.0, 0.5, 6.0)
+    assert (memory["without KV cache/gb"], memory["KV cache/gb"]) == (12.0, 8.0)
+    assert pd.isna(memory["sampler weights/gb"])
+
+
+def test_peaks_of_rollout_and_update_are_the_highest_of_all_steps(tmp_path):
+    file = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "true")
+    result = json.loads(file.read_text())
+    for step, rollout, update in zip(result["steps"], (19e9, 20e9), (17e9, 16e9), strict=True):
+        step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
+    file.write_text(json.dumps(result))
+    memory = grid_tables.memory_table(speed_readers.load_steps([file])).iloc[0]
+    assert (memory["rollout peak/gb"], memory["update peak/gb"]) == (20.0, 17.0)
+
+
+def test_all_tables_and_figures_are_written(files, tmp_path):
+    out = tmp_path / "out"
+    steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
+    grid.write_all([*files, *steps], out)
+    tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
+    tables |= {"memory", "steps", "goals"}
+    figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
+    wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
+    wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png")}
+    assert {path.name for path in out.iterdir()} == wanted
+    text = (out / "decode-7B-128x256.md").read_text()
+    assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
+    assert "prompts of 128 tokens, 256 decoded" in text
+    assert f"Commit: {PROVENANCE['commit'][:12]}" in text
+    assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B-128x256.md").read_text()
+    assert pd.read_csv(out / "decode-7B-128x256.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
+    memory = (out / "memory.md").read_text()
+    assert "| weights (GB)" in memory
+    assert "| KV cache (GB)" in memory
+
+
+def texts(svg: Path) -> set[str]:
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text()))
+
+
+def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
+    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
+    shown = texts(tmp_path / "speed.svg")
+    assert {"native NVFP4", "native BF16", "vLLM NVFP4", "vLLM BF16", "floor", "7B, LoRA rank 16"} <= shown
+    assert {"1", "64", "256"} <= shown
+
+
+def test_the_speed_figure_has_a_floor_for_each_format(files):
+    axis = Figure().subplots()
+    points = speed_readers.load_points(files)
+    grid_figures._speed_panel(axis, points)
+    grey = [line for line in axis.lines if line.get_color() == grid_figures._GREY]
+    nvfp4 = points[(points["engine"] == "native") & (points["weights"] == "nvfp4")]
+    expected = [1e3 * row.sequences / row.floor_ms for row in nvfp4.itertuples()]
+    assert len(grey) == 2
+    assert expected in [list(line.get_ydata()) for line in grey]
+
+
+def test_without_ceilings_there_is_no_floor_to_draw(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
+    grid_figures.decode_speed(speed_readers.load_points([file]), tmp_path / "speed")
+    assert "floor" not in texts(tmp_path / "speed.svg")
+
+
+def test_the_crossover_figure_draws_the_ratios_and_one(files):
+    axis = Figure().subplots()
+    grid_figures._crossover_panel(
+        axis, grid_tables.crossover(speed_readers.load_points(files)), [{"label": "a"}, {"label": "b"}]
+    )
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
+    assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
+    assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]
+
+
+def test_sizes_are_panels(tmp_path, files):
+    files = [*files, decode_file(tmp_path, "native", "nvfp4", {1: [2000.0]}, size="1.5B")]
+    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
+    assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
+
+
+def test_no_points_is_one_sentence(tmp_path):
+    started = decode_file(tmp_path, "native", "nvfp4", {})
+    for files in ([], [started]):
+        with pytest.raises(ResultError, match="no points of decode speed yet; `qerl grid`"):
+            grid.write_all(files, tmp_path / "out")
+    with pytest.raises(ResultError, match="no GRPO steps yet"):
+        speed_readers.load_steps([])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_that_has_only_started_is_left_out(tmp_path):
+    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}), decode_file(tmp_path, "vllm", "nvfp4", {})]
+    assert list(speed_readers.load_points(files)["engine"]) == ["native"]
+
+
+def test_a_step_that_failed_is_a_row(tmp_path):
+    file = step_file(tmp_path, "ours", "32B", [], True, rest=1.0)
+    told = json.loads(file.read_text()) | {"status": "out of memory"}
+    told["settings"]["memory_gb"] = 24.0
+    write_json(file, {key: value for key, value in told.items() if key not in ("steps", "memory", "sampler")})
+    files = [step_file(tmp_path, "ours", "7B", [2.0], True, rest=1.0), file]
+    grid.write_all(files, tmp_path / "out")
+    rows = rows_of(grid_tables.step_table(speed_readers.load_steps(files)), "size")
+    assert (rows["32B"]["status"], rows["32B"]["cap"], rows["7B"]["step_seconds"]) == ("out of memory", "24 GB", 2.0)
+    assert np.isnan(rows["32B"]["step_seconds"])
+    assert "out of memory" in (tmp_path / "out/memory.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"size": "8B"}, "`size`: there is no shape 8B"),
+        ({"ceilings": {}}, "copy"),
+        ({"tokens": None}, "`tokens`"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
+    with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
+        speed_readers.load_points([file])
+
+
+def test_a_point_that_is_ok_needs_samples(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: []})
+    with pytest.raises(ResultError, match="a point with status ok needs samples"):
+        speed_readers.load_points([file])
+
+
+def test_a_step_file_is_no_decode_file(tmp_path):
+    file = step_file(tmp_path, "ours", "7B", [1.0], "auto", rest=1.0)
+    with pytest.raises(ResultError, match=r"ours-7B\.json is not a Decode result: `bench`"):
+        speed_readers.load_points([file])
+
+
+def test_a_point_measured_twice_is_refused(tmp_path):
+    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}, machine=machine) for machine in "AB"]
+    with pytest.raises(ResultError, match="native 7B nvfp4 rank 16, 8 sequences is in two decode files"):
+        speed_readers.load_points(files)
+
+
+def test_other_lengths_are_other_tables(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {8: [1.0]}, tokens=512),
+    ]
+    grid.write_all(files, tmp_path / "out")
+    for engine, lengths in (("native", "128x256"), ("vllm", "128x512")):
+        text = (tmp_path / f"out/decode-7B-{lengths}.md").read_text()
+        assert [name for name in ("native", "vLLM", "vllm") if f"| {name}" in text] == [engine]
+
+
+def test_points_at_the_papers_lengths_stand_beside_its_numbers(tmp_path):
+    """Table 9 has 115.4 and 151.6 tokens/s for BF16 and NVFP4 on the 7B at rank 16: a ratio of 1.31.
+
+    Prompts take 2.048 s here: 2,048 tokens take 20.48 + 2.048 s at 100 tokens/s and 8.192 + 2.048 s at 250.
+    """
+    rates = {"bf16": {1: 100.0, 8: 800.0}, "nvfp4": {1: 250.0, 8: 1600.0}}
+    files = [
+        decode_file(tmp_path, "native", weights, {n: [rate] * 3 for n, rate in told.items()}, prompt=256, tokens=2048)
+        for weights, told in rates.items()
+    ]
+    grid.write_all(files, tmp_path / "out")
+    for reading, ratio in (("sequences", 22.528 / 10.24), ("prompts", 22.528 / 12.288)):
+        rows = pd.read_csv(tmp_path / f"out/table9-native-{reading}.csv").set_index(
+            ["metric", "model", "weights", "rank"]
+        )
+        ours = rows.loc[("rollout_speedup", "qwen2.5-7b", "nvfp4", 16)]
+        assert (float(ours["printed"]), ours["status"]) == (1.31, "ok")
+        assert ours["ours"] == pytest.approx(ratio)
+        assert np.isnan(rows.loc[("rollout_rate", "qwen2.5-7b", "nvfp4", 16), "difference"])
+        assert "not run" in rows.loc[("rollout_rate", "qwen2.5-14b", "nvfp4", 16), "status"]
+    assert not (tmp_path / "out/table9-vllm-sequences.csv").exists()

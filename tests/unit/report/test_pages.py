@@ -1,0 +1,122 @@
+"""Tables as pages of the report, and what captions tell of the machine, the seeds and the commit."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from docutils.core import publish_parts
+from jinja2 import Environment
+
+from qerl.report import job
+from qerl.report.pages import page
+from tests.synthetic_results import write_tree
+
+
+class Tables(HTMLParser):
+    """Headings, and of each table its rows of cells, the header first."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.rows: list[list[list[str]]] = []
+        self._tag = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self._tag = tag
+        if tag == "table":
+            self.rows.append([])
+        elif tag == "tr":
+            self.rows[-1].append([])
+        elif tag in ("td", "th"):
+            self.rows[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        self._tag = ""
+
+    def handle_data(self, data):
+        if self._tag == "h2":
+            self.headings.append(data)
+        elif self._tag in ("td", "th"):
+            self.rows[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    tree = write_tree(tmp_path_factory.mktemp("tree"))
+    return [path for kind in tree.values() for path in kind]
+
+
+def test_the_page_of_the_main_table_is_a_narrow_table_for_each_data_set(paths, tmp_path):
+    job.make_table("accuracy", paths, tmp_path)
+    text = (tmp_path / "accuracy.html").read_text()
+    found = Tables(text)
+    assert found.headings == ["Accuracy on arithmetic"]
+    [[header, *rows]] = found.rows
+    assert header == [
+        "weights",
+        "training",
+        "accuracy (%)",
+        "Δ to BF16 base (points)",
+        "Δ to same format's base (points)",
+        "seeds",
+    ]
+    [noisy] = [row for row in rows if row[:2] == ["NVFP4", "LoRA + AQN"]]
+    table = pd.read_csv(tmp_path / "accuracy.csv").set_index(["weights", "training"])
+    assert noisy[2].startswith(f"{100 * table.loc[('nvfp4', 'lora+aqn'), 'arithmetic/accuracy']:.1f} [")
+    caption = (tmp_path / "accuracy.txt").read_text().strip()
+    for told in ("Machine: Test CPU, 2 cores.", "Seeds an arm: 3.", "Commit: 0123456789ab."):
+        assert told in caption
+    assert f"<p>{caption}</p>" in text
+
+
+def test_a_page_escapes_text():
+    shown = pd.DataFrame({"<b>": ["1 < 2 & 3"]})
+    text = page({"A & B": shown}, "a < b", ["<i>"])
+    assert Tables(text).headings == ["A & B"]
+    assert Tables(text).rows == [[["<b>"], ["1 < 2 & 3"]]]
+    assert "<p>a &lt; b</p>" in text
+    assert "<li>&lt;i&gt;</li>" in text
+
+
+def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
+    machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
+    job.make_figure("reward", paths, tmp_path)
+    assert (tmp_path / "reward.txt").read_text() == f"{machine} Seeds an arm: 3. {commit}\n"
+    assert job.figure_stamp("accuracy", job.Stored(paths)) == f"{machine} Seeds an arm: 3. {commit}"
+    assert job.figure_stamp("throughput", job.Stored(paths)) == f"{machine} {commit}"
+
+
+def rendered(name: str, files: list[Path], **wildcards: str) -> str:
+    """A text of workflow/report as Snakemake renders it."""
+    source = (Path(__file__).parents[3] / "workflow/report" / name).read_text()
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    known = {"files": [SimpleNamespace(path=path) for path in files]}
+    wanted = {"table": "", "figure": "", **wildcards}
+    text = environment.from_string(source).render(
+        snakemake=SimpleNamespace(wildcards=SimpleNamespace(**wanted)), **known
+    )
+    return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
+
+
+def test_the_start_page_shows_the_main_table_and_captions_what_it_promises(paths, tmp_path):
+    job.make_table("accuracy", paths, tmp_path)
+    job.make_figure("accuracy", paths, tmp_path)
+    files = [tmp_path / "accuracy.html", tmp_path / "accuracy.png", tmp_path / "reward.png"]
+    start = Tables(rendered("workflow.rst", files))
+    assert start.headings == ["Accuracy on arithmetic"]
+    assert start.rows == Tables(files[0].read_text()).rows
+    for text in (rendered("table.rst", files, table="accuracy"), rendered("figure.rst", files, figure="accuracy")):
+        assert "95 % intervals" in text
+        for told in ("Machine: Test CPU, 2 cores.", "Seeds an arm: 3", "Commit: 0123456789ab."):
+            assert text.count(told) == 1
+
+
+def test_the_caption_of_the_gates_holds_their_table(tmp_path):
+    verdict = tmp_path / "verdict.md"
+    frame = pd.DataFrame({"gate": ["codec, nf4", "a < b"], "passed": ["yes", "no"]})
+    verdict.write_text(frame.to_markdown(index=False) + "\n")
+    [rows] = Tables(rendered("gates.rst", [verdict])).rows
+    assert rows == [["gate", "passed"], ["codec, nf4", "yes"], ["a < b", "no"]]

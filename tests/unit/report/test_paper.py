@@ -1,0 +1,410 @@
+"""Results beside the printed numbers: the right cell, difference and interval; what is missing says why."""
+
+import re
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from qerl.report import job, layout, paper, paper_figures
+from qerl.report.drawing import COLOURS
+from qerl.results import printed, readers
+from qerl.results.intervals import average_interval, ratio_interval
+from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
+from qerl.rl.noise_schedule import sigma
+from qerl.settings.training import NoiseSettings
+from tests.synthetic_results import (
+    rollout_point,
+    step_point,
+    write_bench,
+    write_evaluation,
+    write_paper_tree,
+    write_quantization,
+    write_run,
+)
+
+MODEL = "qwen2.5-7b"
+
+
+def column(values: list[int]) -> np.ndarray:
+    return np.array(values)[:, None]
+
+
+def beside(name: str, paths: list) -> pd.DataFrame:
+    """A table of the paper, by weights, method, noise and metric of the 7B model."""
+    return job.Stored([*paths, *FOLDER.glob("*.csv")]).beside(name)
+
+
+def cell(frame: pd.DataFrame, weights: str, metric: str, noise: str = "off", method: str = "lora", **more) -> pd.Series:
+    wanted = {"model": MODEL, "weights": weights, "metric": metric, "noise": noise, "method": method, **more}
+    mask = np.logical_and.reduce([frame[key] == value for key, value in wanted.items()])
+    return frame[mask].squeeze()
+
+
+def trained(root, arm: str, seed: int, right: dict, experiment="e", data="gsm8k", status="ok", **settings) -> list:
+    base = {"model": MODEL, "dataset": data, **settings}
+    run = write_run(root, arm, seed, experiment=experiment, base=base, status=status)
+    weights = arm.partition("-")[0]
+    return [run, write_evaluation(root, run.parent.name, right, weights, run, MODEL)]
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Four problems of GSM8K: bases 2/4 and 1/4; NVFP4 LoRA 3/4 and 4/4 over two seeds; BF16 LoRA failed."""
+    return [
+        write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0, 0])}, "bf16", model=MODEL),
+        write_evaluation(tmp_path, "base-nvfp4", {"gsm8k": column([1, 0, 0, 0])}, "nvfp4", model=MODEL),
+        *trained(tmp_path, "nvfp4-lora", 0, {"gsm8k": column([1, 1, 1, 0])}),
+        *trained(tmp_path, "nvfp4-lora", 1, {"gsm8k": column([1, 1, 1, 1])}),
+        *trained(tmp_path, "bf16-lora", 0, {}, status="timeout"),
+    ]
+
+
+def test_accuracies_land_in_their_cells(small):
+    frame = beside("table1", small)
+    ours = cell(frame, "nvfp4", "gsm8k")
+    assert (ours["printed"], ours["ours"], ours["seeds"], ours["source"]) == ("88.5", 87.5, 2, "e/nvfp4-lora")
+    assert ours["difference"] == pytest.approx(87.5 - 88.5)
+    assert ours["difference_low"] == pytest.approx(ours["ours_low"] - 88.5)
+    delta = cell(frame, "nvfp4", "gsm8k/delta")
+    assert (delta["ours"], delta["difference"]) == (37.5, pytest.approx(37.5 - 12.2))
+    assert cell(frame, "bf16", "gsm8k", method="none")["ours"] == 50
+    assert cell(frame, "nvfp4", "gsm8k/delta", method="none")["difference"] == pytest.approx(-25 + 2.9)
+    assert frame.loc[frame["printed"] != "", "ours"].notna().sum() == 5
+
+
+@pytest.fixture
+def three_readings(tmp_path):
+    """The base by the stock task 2/4, 3/4 if flexible, own prompt 1/4; NVFP4 LoRA 0/4, 2/4 and 4/4; NF4 not asked."""
+    base = {"gsm8k": column([1, 1, 0, 0]), "gsm8k-own-prompt": column([1, 0, 0, 0])}
+    base_flexible, flexible = {"gsm8k": column([1, 1, 1, 0])}, {"gsm8k": column([1, 1, 0, 0])}
+    asked = {"gsm8k": column([0, 0, 0, 0]), "gsm8k-own-prompt": column([1, 1, 1, 1])}
+    nvfp4 = write_run(tmp_path, "nvfp4-lora", 0, base={"model": MODEL, "dataset": "gsm8k"})
+    nf4 = write_run(tmp_path, "nf4-lora", 0, base={"model": MODEL, "dataset": "gsm8k"})
+    stock_only = {"gsm8k": asked["gsm8k"]}
+    return [
+        write_evaluation(tmp_path, "base-bf16", base, "bf16", model=MODEL, flexible=base_flexible),
+        *(nvfp4, write_evaluation(tmp_path, "nvfp4", asked, "nvfp4", nvfp4, MODEL, flexible=flexible)),
+        *(nf4, write_evaluation(tmp_path, "nf4", stock_only, "nf4", nf4, MODEL, flexible=flexible)),
+    ]
+
+
+def test_gsm8k_stands_beside_the_like_and_every_reading_in_a_column(three_readings, tmp_path):
+    frame = beside("table1", three_readings)
+
+    def ours(*which: str, **more: str) -> list[float]:
+        return [cell(frame, *which, **more)["ours"] for which in [(which[0], metric) for metric in which[1:]]]
+
+    readings = ("gsm8k", "gsm8k/strict", "gsm8k/flexible", "gsm8k/own-prompt")
+    assert ours("bf16", *readings, method="none") == [50, 50, 75, 25]
+    assert ours("nvfp4", *readings) == [100, 0, 50, 100]
+    assert cell(frame, "nvfp4", "gsm8k/delta")["ours"] == 50
+    extra = frame[frame["metric"].isin(readings[1:])]
+    assert set(extra["printed"]) == {""}
+    assert extra["difference"].isna().all()
+    job.make_table("table1", [*three_readings, *FOLDER.glob("*.csv")], tmp_path)
+    header = (tmp_path / "table1.md").read_text().splitlines()[0]
+    assert all(name in header for name in ("GSM8K (%)", "strict (%)", "flexible (%)", "own prompt (%)"))
+
+
+def test_a_trained_policy_that_was_asked_the_stock_task_only_has_no_number_beside_the_papers(three_readings):
+    frame = beside("table1", three_readings)
+    for metric in ("gsm8k", "gsm8k/delta"):
+        found = cell(frame, "nf4", metric)
+        assert (found["status"], found["source"]) == ("gsm8k-own-prompt not run", "main/nf4-lora")
+    assert cell(frame, "nf4", "gsm8k/flexible")["ours"] == 50
+
+
+def test_what_was_not_run_or_failed_says_so(small):
+    frame = beside("table1", small)
+    assert cell(frame, "bf16", "gsm8k")["status"] == "timeout"
+    assert cell(frame, "bf16", "gsm8k/delta")["status"] == "timeout"
+    assert cell(frame, "mxfp4", "gsm8k")["status"] == "not run"
+    assert cell(frame, "nvfp4", "gsm8k", noise="exponential")["status"] == "not run"
+    missing = frame[frame["status"] != "ok"]
+    assert missing[["ours", "difference", "ours_low", "seeds"]].isna().all(axis=None)
+    assert (frame["printed"] != "").sum() == len(read_cells(FOLDER / "table1.csv"))
+
+
+def test_a_cell_takes_only_what_it_asks_for(tmp_path):
+    right = {"gsm8k": column([1, 0])}
+    consistent = {"schedule": "exponential", "mode": "consistent"}
+    paths = [
+        *trained(tmp_path, "nvfp4-lora", 0, right, "rank", adapter={"rank": 16}),
+        *trained(tmp_path, "bf16-lora", 0, right, "data", data="bigmath-3-5"),
+        *trained(tmp_path, "nvfp4-lora-aqn", 0, right, "mode", noise=consistent),
+        *trained(tmp_path, "nvfp4-lora-aqn", 0, right, "decay", noise={"schedule": "linear"}),
+        *trained(tmp_path, "nvfp4-lora", 0, right, "recipe", recipe="awq"),
+    ]
+    frame = beside("table1", paths)
+    assert cell(frame, "nvfp4", "gsm8k")["status"] == "not run (rank 16 was)"
+    assert frame["ours"].isna().all()
+
+
+def test_the_first_arm_of_the_configuration_stands_in_a_cell(tmp_path):
+    paths = [
+        *trained(tmp_path, "nf4-lora", 0, {}, "failed", status="out of memory"),
+        *trained(tmp_path, "nf4-lora", 0, {"gsm8k": column([1, 0])}, "first"),
+        *trained(tmp_path, "nf4-lora", 0, {"gsm8k": column([1, 1])}, "second"),
+    ]
+    found = cell(beside("table1", paths), "nf4", "gsm8k")
+    assert (found["source"], found["ours"], found["seeds"]) == ("first/nf4-lora", 50, 1)
+
+
+def test_a_number_without_some_of_its_runs_says_so(tmp_path):
+    paths = [
+        *trained(tmp_path, "nf4-lora", 0, {"gsm8k": column([1, 0])}),
+        *trained(tmp_path, "nf4-lora", 1, {}, status="out of memory after 3 of 9 steps"),
+        *trained(tmp_path, "nf4-lora", 2, {}, "other", status="timeout of 1 h after 3 of 9 steps"),
+    ]
+    found = cell(beside("table1", paths), "nf4", "gsm8k")
+    assert (found["ours"], found["seeds"]) == (50, 1)
+    assert found["note"] == "without 1 of our runs: out of memory after 3 of 9 steps"
+
+
+def test_different_problems_cannot_be_paired(small, tmp_path):
+    write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16", model=MODEL)
+    with pytest.raises(readers.ResultError, match="different problems of gsm8k"):
+        beside("table1", small)
+
+
+def test_average_is_over_data_sets_and_its_interval_over_their_problems():
+    generator = np.random.default_rng(1)
+    sets = [(generator.random((1, n)) < p).astype(float) for n, p in ((500, 0.8), (300, 0.2), (300, 0.1), (400, 0.5))]
+    interval = average_interval(sets)
+    assert interval.mean == pytest.approx(np.mean([scores.mean() for scores in sets]))
+    error = np.sqrt(sum(scores.var() / scores.size for scores in sets)) / 4
+    assert interval.low == pytest.approx(interval.mean - 1.96 * error, abs=0.1 * error)
+    assert interval.high == pytest.approx(interval.mean + 1.96 * error, abs=0.1 * error)
+    bases = [np.zeros(scores.shape[1]) + 0.25 for scores in sets]
+    assert average_interval(sets, bases).mean == pytest.approx(interval.mean - 0.25)
+
+
+def test_average_needs_all_of_its_data_sets(tmp_path):
+    names = ("math500", "aime24", "aime25", "amc23")
+    right = dict(zip(names, (column([1, 1]), column([0, 0]), column([1, 0]), column([1, 1, 0, 0])), strict=True))
+    base = {name: np.zeros_like(values) for name, values in right.items()}
+    paths = [
+        write_evaluation(tmp_path, "base", base, "bf16", model=MODEL),
+        *trained(tmp_path, "bf16-lora", 0, right, data="bigmath-3-5"),
+        *trained(tmp_path, "nvfp4-lora", 0, {"math500": column([1, 0])}, data="bigmath-3-5"),
+    ]
+    frame = beside("table2", paths)
+    assert cell(frame, "bf16", "average")["ours"] == 50
+    assert cell(frame, "bf16", "average", method="none")["difference"] == pytest.approx(-28.9)
+    assert cell(frame, "nvfp4", "average")["status"] == "not run"
+    assert cell(frame, "nvfp4", "math500")["ours"] == 50
+
+
+def test_interval_of_a_ratio_is_that_of_all_resamples():
+    above, below = [3.0, 3.3, 3.9], [2.0, 2.1, 2.6]
+    medians = [[np.median(draw) for draw in product(values, repeat=3)] for values in (above, below)]
+    ratios = np.sort([a / b for a, b in product(*medians)])
+    interval = ratio_interval(above, below)
+    assert interval.mean == 3.3 / 2.1
+    assert interval.low == pytest.approx(np.quantile(ratios, 0.025), abs=0.02)
+    assert interval.high == pytest.approx(np.quantile(ratios, 0.975), abs=0.02)
+    assert np.isnan(ratio_interval([3.0], below).low)
+
+
+def test_speeds_are_compared_as_ratios_only(tmp_path):
+    rates = [rollout_point("bf16", 16, [100, 110, 90], sequences=2), rollout_point("nvfp4", 16, [150], sequences=2)]
+    at = {"model": MODEL, "group_size": 2}
+    steps = [step_point("bf16-lora", [3.0, 2.0, 2.5], **at), step_point("nvfp4-lora", [2.0, 1.0, 1.5], **at)]
+    steps += [step_point("bf16-lora", [], "out of memory", model=MODEL), step_point("nvfp4-lora", [9.0], model=MODEL)]
+    paths = [
+        write_bench(tmp_path, "r", "rollout", rates, MODEL),
+        write_bench(tmp_path, "s", "step", steps),
+        write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, MODEL),
+    ]
+    frame = beside("table6", paths)
+    found = {(row["metric"], row["setting"]): row for row in frame[frame["weights"] == "nvfp4"].to_dict("records")}
+    assert found["rollout_rate", "bs=2"]["ours"] == 150
+    assert np.isnan(found["rollout_rate", "bs=2"]["difference"])
+    assert found["rollout_speedup", "bs=2"]["difference"] == pytest.approx(1.5 - 1.3)
+    assert found["step_speedup", "bs=2; gc=off"]["ours"] == pytest.approx(2.5 / 1.5)
+    assert found["step_speedup", "bs=2; gc=on"]["status"] == "not run"
+    assert found["step_speedup", "bs=8; gc=off"]["status"] == "BF16 LoRA out of memory"
+    assert found["rollout_speedup", "bs=8"]["status"] == "not run"
+    assert found["size", "bs=2"]["ours"] == pytest.approx(1e-3)
+    base = frame[(frame["weights"] == "bf16") & (frame["metric"] == "size")]
+    assert (base["status"] == "not run").all()
+    speed = beside("table3", paths)
+    assert cell(speed, "bf16", "step_speedup", noise="", setting="bs=2")["ours"] == 1
+    assert cell(speed, "bf16", "step_speedup", noise="", setting="bs=8")["status"] == "out of memory"
+
+
+def test_throughputs_without_a_printed_ratio_get_their_quotient():
+    cells = paper.with_ratios(read_cells(FOLDER / "table9.csv"))
+    added = [cell for cell in cells if cell.metric == "rollout_speedup"]
+    assert len(added) == 12
+    assert next(c for c in added if c.model == "qwen2.5-32b" and c.rank == 64).printed == f"{51.3 / 31.9:.2f}"
+    given = read_cells(FOLDER / "table6.csv")
+    assert paper.with_ratios(given) == given
+
+
+def test_hyperparameters_are_those_of_the_runs(tmp_path):
+    paths = trained(tmp_path, "nvfp4-lora-aqn", 0, {"gsm8k": column([1])}, rollout={"prompts": 4, "group_size": 8})
+    frame = beside("table4", paths)
+    ours = {(row["metric"], row["setting"], row["weights"]): row for row in frame.to_dict("records")}
+    assert ours["batch", "", ""]["ours"] == 32
+    assert ours["batch", "", ""]["difference"] == 32 - 128
+    assert ours["loss.updates_per_rollout", "data=gsm8k", ""]["difference"] == 1 - 4
+    assert ours["rollout.group_size", "data=bigmath-3-5", ""]["status"] == "not run"
+    assert ours["optimizer.name", "", ""]["ours"] == "adamw8bit"
+    assert ours["optimizer.learning_rate", "", "bf16"]["status"] == "not run"
+    assert ours["noise.sigma_start", "", ""]["ours"] == 0.01
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_the_paper_s_rows_and_marks_contradictions(small):
+    shown, footnotes = layout.paper_shape(beside("table1", small))
+    rows = shown.to_dict("records")
+    start = next(
+        i for i, row in enumerate(rows) if (row["model"], row["weights"], row["training"]) == (MODEL, "NVFP4", "LoRA")
+    )
+    assert [row[""] for row in rows[start : start + 3]] == ["paper", "ours", "difference"]
+    assert rows[start]["GSM8K (%)"] == "88.5"
+    assert rows[start + 1]["GSM8K (%)"].startswith("87.5 [")
+    assert rows[start + 1]["seeds"] == "2"
+    assert rows[start + 2]["GSM8K (%)"] == "−1.0"
+    marked = [row["Δ to BF16 base (points)"] for row in rows if "(" in row["Δ to BF16 base (points)"]]
+    assert marked == ["+22.2 (a)", "+22.6 (b)", "+13.5 (c)"]
+    assert "+14.5" in footnotes[2]
+    assert sum(row[""] == "paper" for row in rows) == 20
+    assert sum(row["GSM8K (%)"] == "timeout" for row in rows) == 1
+
+
+def test_a_wrong_difference_is_told_beside_its_accuracy(small):
+    shown, footnotes = layout.paper_shape(beside("table2", small))
+    assert not [name for name in shown if "Δ" in name]
+    assert "16.7 (b)" in set(shown["AIME24 (%)"])
+    assert "+3.7" in footnotes[1]
+    assert "+2.7" in footnotes[1]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return write_paper_tree(tmp_path_factory.mktemp("paper"))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_files_of_every_table(tmp_path, tree, name):
+    job.make_table(name, tree, tmp_path)
+    markdown, tex = ((tmp_path / f"{name}.{suffix}").read_text() for suffix in ("md", "tex"))
+    csv = pd.read_csv(tmp_path / f"{name}.csv")
+    assert csv["status"].notna().all()
+    assert re.search("Machine: .*Seeds an arm: .*Commit: ", (tmp_path / f"{name}.txt").read_text())
+    assert len({line.count("|") for line in markdown.splitlines() if line.startswith("|")}) == 1
+    letters = set(re.findall(r" \(([a-z])\)", markdown.partition("\n\n")[0]))
+    assert letters == set(re.findall(r"^- \(([a-z])\)", markdown, re.MULTILINE))
+    depth = 0
+    for character in re.sub(r"\\[{}]", "", tex):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        assert depth >= 0
+    assert depth == 0
+    body = tex.partition("\\midrule")[2].partition("\\bottomrule")[0]
+    columns = len(re.search(r"\\begin\{tabular\}\{(l+)\}", tex).group(1))
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in body.split("\\\\\n") if row.strip()} == {columns - 1}
+    assert not re.search(r"(?<!\\)[%#_]", body)
+    assert max(map(len, markdown.partition("\n\n")[0].splitlines())) < 190
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - TABLES.keys()))
+def test_files_of_every_figure(tmp_path, tree, name):
+    job.make_figure(name, tree, tmp_path)
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{name}.svg").stat().st_size > 2500
+    told = (tmp_path / f"{name}.txt").read_text()
+    assert "nothing is measured" in told or re.search(r"^Machine: .*Seeds an arm: .*Commit: ", told)
+
+
+def drawn(paths: list, figure: str, panel: int):
+    """The axes of one panel."""
+    metrics, identities, reference = job.Stored(paths).curves(figure)
+    asked = CURVE_FIGURES[figure][panel]
+    axis = Figure().subplots()
+    paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
+    return axis
+
+
+def test_measured_points_are_drawn_over_our_curves(tree):
+    axis = drawn(tree, "figure4", 0)
+    paper_lines = {line.get_label(): line for line in axis.lines if str(line.get_label()).startswith("paper: ")}
+    assert len(paper_lines) == 5
+    points = pd.read_csv(FOLDER / "curves.csv").query("figure == 'figure4' and weights == 'nf4'")
+    np.testing.assert_array_equal(paper_lines["paper: NF4 LoRA"].get_xdata(), points["step"])
+    np.testing.assert_array_equal(paper_lines["paper: NF4 LoRA"].get_ydata(), points["value"])
+    assert paper_lines["paper: NF4 LoRA"].get_linestyle() == "--"
+    ours = [line for line in axis.lines if line not in paper_lines.values()]
+    assert len(ours) == 5
+    assert {to_rgba(line.get_color()) for line in ours} == {to_rgba(line.get_color()) for line in paper_lines.values()}
+
+
+def test_our_curve_is_the_mean_of_the_seeds(tree):
+    axis = drawn(tree, "figure12", 0)
+    metrics = readers.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
+    by_step = metrics.groupby("step")["reward/correct"].mean()
+    colour = COLOURS["bf16", "lora"]
+    (line,) = [line for line in axis.lines if to_rgba(line.get_color()) == to_rgba(colour)]
+    np.testing.assert_allclose(line.get_ydata(), by_step)
+
+
+def test_series_that_were_not_run_are_named(tree):
+    texts = [text.get_text() for text in drawn(tree, "figure10", 0).get_legend().get_texts()]
+    assert texts == [f"rank {rank}, not run" for rank in (16, 32, 64, 128)]
+    texts = [text.get_text() for text in drawn(tree, "figure8", 1).get_legend().get_texts()]
+    assert texts == ["NVFP4 LoRA + AQN", "NVFP4 LoRA, not run"]
+
+
+def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
+    def runs(arm, **settings):
+        base = {"model": "qwen2.5-3b", "dataset": "gsm8k", **settings}
+        return write_run(tmp_path, arm, 0, experiment=str(len(list(tmp_path.rglob("run.json")))), base=base)
+
+    paths = [runs("nvfp4-lora-aqn", adapter={"rank": rank}) for rank in (64, 16)]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name, "sigma_start": 5e-2}) for name in ("cosine", "linear")]
+    paths += [runs("nvfp4-lora-aqn", noise={"schedule": "logarithmic", "sigma_start": 1e-2})]
+    paths += [runs("nvfp4-lora-aqn", model=MODEL, optimizer={"learning_rate": 3e-5})]
+    paths += [FOLDER / printed.CURVES]
+    told = {
+        figure: [text.get_text() for text in drawn(paths, figure, 0).get_legend().get_texts()]
+        for figure in ("figure9", "figure10", "figure16")
+    }
+    assert told["figure9"] == ["linear", "exponential, not run", "cosine", "logarithmic, not run"]
+    assert told["figure10"] == ["rank 16", "rank 32, not run", "rank 64", "rank 128, not run"]
+    assert told["figure16"] == ["rate 3e-05", "rate 5e-06, not run"]
+
+
+def test_bars_show_both_numbers_and_what_is_missing(tree):
+    frame = job.Stored(tree).beside("figure1")
+    axis = Figure().subplots()
+    cells = frame[frame["metric"] == "math500"]
+    paper_figures._bar_pairs(axis, cells)
+    heights = [bar.get_height() for bar in axis.patches]
+    for row in cells.to_dict("records"):
+        assert float(row["printed"]) in heights
+        assert (row["status"] != "ok") or row["ours"] in heights
+    assert len(heights) == 7
+    assert "not run" in [text.get_text() for text in axis.texts]
+
+
+def test_schedules_are_those_that_train(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.step", lambda self, x, y, **named: seen.append((named.get("label"), y)) or []
+    )
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
+    paper_figures.schedules(tmp_path / "figure15")
+    assert len(seen) == 8
+    name, values = seen[1]
+    settings = NoiseSettings(schedule=name, sigma_start=5e-2)
+    assert name == "exponential"
+    assert values == [sigma(settings, 60 * stage + 1, 600) for stage in range(10)]
+    assert values[:2] == [0, 5e-2]
+    assert values[9] == pytest.approx(5e-2 * 1e-2 ** (8 / 9))

@@ -1,0 +1,42 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from qerl.report import tables
+from qerl.report.summary import print_summary
+from qerl.results import readers
+from tests.synthetic_results import answers, write_evaluation, write_run
+
+
+def printed(root) -> str:
+    console = Console(width=160, file=io.StringIO())
+    print_summary(root, console)
+    return console.file.getvalue()
+
+
+def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
+    root = tmp_path / "mini"
+    run = write_run(root, "nvfp4-lora-aqn", 0)
+    evaluations = [
+        write_evaluation(root, "base", {"arithmetic": answers(0.5, 0)}, "nvfp4"),
+        write_evaluation(root, "trained", {"arithmetic": answers(0.7, 1)}, "nvfp4", run),
+    ]
+    runs = readers.load_runs([run])
+    frame = readers.load_evaluations(evaluations, runs)
+    table = tables.accuracy(tables.accuracy_cells(frame, readers.load_samples(evaluations)), runs)
+    tables.write_table(table, root / "tables" / "accuracy", "caption")
+    text = printed(root)
+    assert "mini: accuracy on arithmetic" in text
+    assert f"{100 * answers(0.7, 1).mean():.1f} [" in text
+    assert "LoRA + AQN" in text
+    assert "untrained bf16 base not run" in text
+    assert str(root / "tables" / "accuracy.md") in text
+    assert "report.html" not in text
+    (root / "report.html").touch()
+    assert str(root / "report.html") in printed(root)
+
+
+def test_summary_of_an_unfinished_workflow_says_what_to_do(tmp_path):
+    with pytest.raises(readers.ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
+        print_summary(tmp_path)

@@ -1,0 +1,141 @@
+"""Settings: sentences for mistakes, and a reference page in step with the models."""
+
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+import yaml
+
+from qerl import settings
+from qerl.bench.grid import jobs
+from qerl.cli import config_reference
+from qerl.host import plugins
+from qerl.plan import plan
+from qerl.settings.base import ConfigError, Settings, parse
+from qerl.settings.config import Config
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.run import RunSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_configuration_of_the_repository_is_valid(file):
+    values = yaml.safe_load(file.read_text())
+    if values.get("fit_to_model"):
+        pytest.skip("it needs a model: test_own.py")
+    planned = plan(parse(Config, values, file.name))
+    assert planned.runs or jobs(planned.config.shapes)
+    for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
+        assert not function.startswith("tests"), "a configuration must run without the tests"
+        plugins.check(function, "reward.function")
+
+
+def test_the_reference_page_is_made_from_the_settings():
+    assert (ROOT / "config/README.md").read_text() == config_reference.markdown(), "run `qerl keys > config/README.md`"
+
+
+def test_the_reference_page_knows_every_settings_class():
+    modules = [import_module(f"{settings.__name__}.{module.name}") for module in iter_modules(settings.__path__)]
+    classes = {
+        c
+        for module in modules
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
+    }
+    assert set(config_reference.SECTIONS) == classes
+
+
+RUN = {"model": "m", "dataset": "d"}
+SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters": "/shared"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"adapter": {"rnk": 8}}, "unknown key `adapter.rnk`"),
+        ({"weights": "nf4", "method": "full"}, "use weights=bf16 or method=lora"),
+        ({"adapter": {"rank": 0}}, "use rank >= 1 or method=full"),
+        ({"weights": "int4"}, "`weights`"),
+        ({"noise": {"schedule": "linear", "sigma_end": 1.0}}, "sigma_end must be above 0 and not above"),
+        ({"rollout": {"group_size": 0}}, "`rollout.group_size`"),
+        ({"rollout": {"group_size": 1}}, "use at least 2, or loss.name=ppo"),
+        ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
+        ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
+        ({"loss": {"ppo": {"lam": 1.5}}}, "`loss.ppo.lam`"),
+        ({"rollout": {"engine": "vllm-server"}}, "needs vllm.url and vllm.adapters"),
+        ({"rollout": SERVER}, "set adapter.train_norms=false and noise.schedule=off"),
+        ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_key(values, sentence):
+    with pytest.raises(ConfigError) as error:
+        parse(RunSettings, {**RUN, **values}, "arm x")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("arm x: ")
+
+
+def mini(**changes) -> Config:
+    values = yaml.safe_load((ROOT / "config/mini.yaml").read_text())
+    return parse(Config, {**values, **changes}, "mini")
+
+
+def test_arms_override_the_base_and_the_grid_both():
+    base = {"model": "miniature", "dataset": "arithmetic", "adapter": {"rank": 4, "alpha": 8}}
+    arms = {"a": {"adapter.rank": 8}, "b": {"weights": "nf4"}}
+    runs = plan(mini(experiments={"e": {"base": base, "arms": arms, "grid": {"seed": [0, 1]}}}, benches={})).runs
+    assert list(runs) == ["e-a-seed0", "e-a-seed1", "e-b-seed0", "e-b-seed1"]
+    assert (runs["e-a-seed0"].settings.adapter.rank, runs["e-a-seed0"].settings.adapter.alpha) == (8, 8)
+    assert (runs["e-b-seed1"].settings.adapter.rank, runs["e-b-seed1"].settings.seed) == (4, 1)
+    assert runs["e-b-seed1"].settings.weights == "nf4"
+
+
+def test_a_grid_may_go_over_any_key():
+    base = {"model": "miniature", "dataset": "arithmetic"}
+    grid = {"noise.schedule": ["linear", "cosine"], "adapter.rank": [8, 16]}
+    runs = plan(mini(experiments={"e": {"base": base, "grid": grid}}, benches={})).runs
+    assert next(iter(runs)) == "e-run-schedulelinear-rank8"
+    assert len(runs) == 4
+
+
+def test_every_run_and_every_base_is_evaluated():
+    made = plan(mini())
+    assert len(made.runs) == 18
+    assert set(made.evaluations) == {*made.runs, *(f"base-{name}" for name in made.checkpoints)}
+    assert set(made.checkpoints) == {f"miniature-{w}" for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
+
+
+def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation():
+    run = {"model": "m", "dataset": "d", "rollout": {"sampling": {"temperature": 0}}}
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature=0 is greedy.*use a temperature above 0"):
+        parse(RunSettings, run, "run.yaml")
+    assert parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 0}}, "e").repeats == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "scaled"),
+    [
+        ({}, True),
+        ({"name": "dr_grpo"}, False),
+        ({"name": "dr_grpo", "scale_advantages": True}, True),
+        ({"name": "dapo"}, True),
+        ({"name": "grpo", "scale_advantages": False}, False),
+    ],
+)
+def test_dr_grpo_does_not_divide_by_the_standard_deviation_unless_it_is_told_to(loss, scaled):
+    settings = parse(RunSettings, {"model": "m", "dataset": "d", "loss": loss}, "run.yaml")
+    assert settings.loss.scale_advantages is scaled
+    stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it
+    assert stored["loss"]["scale_advantages"] is scaled
+    assert parse(RunSettings, stored, "row") == settings
+
+
+@pytest.mark.parametrize("unit", ["", " ", "18", "1 k", "<b>", "a, b"])
+def test_a_unit_is_a_word_or_a_sign(unit):
+    values = {"format": "gsm8k", "origin": {"source": "generated"}, "units": [unit]}
+    with pytest.raises(ConfigError, match="`units`: a unit is a word or a sign such as '%'"):
+        parse(DatasetSettings, values, "datasets.d")
+    assert parse(DatasetSettings, values | {"units": [" % ", "widgets"]}, "d").units == ["%", "widgets"]

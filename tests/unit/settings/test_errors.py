@@ -1,0 +1,215 @@
+"""Mistakes in settings: one line in plain words with the key as written, what would do and the nearest known key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.plan import plan, plan_from
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.benches import StepGrid
+from qerl.settings.config import Config, Experiment
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.models import LockedRepo
+from qerl.settings.reading import parse_yaml
+from qerl.settings.run import RunFile, RunSettings
+from tests.properties.values import PHRASES
+
+MINI = Path(__file__).parents[3] / "config/mini.yaml"
+WHOLE = MINI.read_text()
+
+
+def sentence_of(call) -> str:
+    with pytest.raises(ConfigError) as refused:
+        call()
+    said = str(refused.value)
+    assert "\n" not in said
+    assert not any(phrase in said for phrase in PHRASES), said
+    return said
+
+
+# All types of errors: missing and unknown keys, words, numbers, ranges, text, truth, lists, mappings, unions, null.
+@pytest.mark.parametrize(
+    ("settings", "text", "sentence"),
+    [
+        (RunSettings, "dataset: d", "`model` is missing; give text"),
+        (RunSettings, "modle: m", "unknown key `modle`; did you mean `model`?"),
+        (RunSettings, "adapter: {rnk: 8}", "unknown key `adapter.rnk`; did you mean `adapter.rank`?"),
+        (RunSettings, "rank: 8", "unknown key `rank`; did you mean `adapter.rank` or `loss.ppo.rank`?"),
+        (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, custom"),
+        (RunSettings, "1: 2", "unknown key `1`"),
+        (RunSettings, "noise.schedule: linear", "a key with dots is written so: noise: {schedule: ...}"),
+        (RunSettings, "weights: nf5", "must be one of bf16, nf4, mxfp4 or nvfp4, not 'nf5'; did you mean `nf4`?"),
+        (RunSettings, "noise: {schedule: lineer}", "not 'lineer'; did you mean `linear`?"),
+        (RunSettings, "noise: {schedule: on}", "`noise.schedule` must be one of off, exponential"),
+        (RunSettings, "gradient_checkpointing: aut", "must be true, false or auto, not 'aut'; did you mean `auto`?"),
+        (RunSettings, "steps: many", "`steps` must be a whole number above 0, not 'many'"),
+        (RunSettings, "steps: 1.5", "`steps` must be a whole number above 0, not 1.5"),
+        (RunSettings, "steps: 0", "`steps` must be a whole number above 0, not 0"),
+        (RunSettings, "steps: true", "`steps` must be a whole number above 0, not true"),
+        (RunSettings, f"steps: {10**30}", "; it is too large"),
+        (RunSettings, "steps:", "`steps` is empty; it must be a whole number above 0"),
+        (RunSettings, "steps: [1, 2]", "`steps` must be a whole number above 0, not [1, 2]"),
+        (RunSettings, "seed: -1", "`seed` must be a whole number from 0 to 4294967295, not -1"),
+        (RunSettings, f"seed: {2**40}", f"`seed` must be a whole number from 0 to 4294967295, not {2**40}"),
+        (RunSettings, "optimizer: {betas: [true, 0.9]}", "`optimizer.betas[0]` must be a number, not true"),
+        (RunSettings, "optimizer: {betas: [0.9]}", "`optimizer.betas[1]` is missing; give a number"),
+        (RunSettings, "optimizer: {learning_rate: .nan}", "`optimizer.learning_rate` must be a number above 0"),
+        (RunSettings, "optimizer: {learning_rate: yes}", "must be a number above 0, not true"),
+        (RunSettings, "adapter: {dropout: 1.0}", "`adapter.dropout` must be a number of at least 0 and below 1"),
+        (RunSettings, "adapter: {targets: []}", "`adapter.targets` must be a list of at least one item, each one"),
+        (RunSettings, "adapter: {targets: [q_pro]}", "`adapter.targets[0]` must be one of q_proj, k_proj"),
+        (RunSettings, "adapter: {targets: [lm_head]}", "not 'lm_head'"),
+        (RunSettings, "adapter: {train_norms: 2}", "`adapter.train_norms` must be true or false, not 2"),
+        (RunSettings, "adapter: 8", "`adapter` must be a mapping of the keys rank, alpha, dropout"),
+        (RunSettings, "adapter:", "`adapter` is empty; it must be a mapping of the keys rank"),
+        (RunSettings, "model: 3", "`model` must be text, not 3; put it in quotes"),
+        (RunSettings, "reward: {function: mine.py}", "`reward.function`: 'mine.py' is no import path"),
+        (RunSettings, "rollout: {vllm: {kv_cache_gib: 0}}", "`rollout.vllm.kv_cache_gib` must be a number above 0"),
+        (RunSettings, "[]", "it must be a mapping of the keys model, dataset"),
+        (RunFile, "model: m", "`out` is missing; give a path (A new folder for all that the run makes)"),
+        (DatasetSettings, "origin: {}", "`origin.source` is missing; give generated, local, hub or python"),
+        (DatasetSettings, "origin: {source: locl}", "must be generated, local, hub or python, not 'locl'; did you"),
+        (DatasetSettings, "origin: {source: local}", "`origin.path` is missing"),
+        (DatasetSettings, "origin: {source: local, path: x, pth: 3}", "`origin.pth`; did you mean `origin.path`?"),
+        (DatasetSettings, "origin: {source: generated, train: no}", "`origin.train` must be a whole number above 0"),
+        (DatasetSettings, "origin: 3", "`origin` must be a mapping, not 3"),
+        (DatasetSettings, "origin: {source: hub, repo: x, splits: {tst: x}}", "its keys must be one of train"),
+        (DatasetSettings, "columns: {off: x}", "has a key that is no text"),
+        (DatasetSettings, "filter: {levels: [true]}", "`filter.levels[0]` must be a whole number"),
+        (DatasetSettings, "filter: {within: {a: [0, no]}}", "`filter.within.a[1]` must be a number"),
+        (EvaluationSettings, "tasks: [{dataset: x, harness: lm_eval}]", "`tasks[0].harness` must be lm-eval or"),
+        (Experiment, "grid: {seed: 3}", "`grid.seed` must be a list, not 3"),
+        (Experiment, "arms: [a]", "`arms` must be a mapping, each value a mapping, not ['a']"),
+        (LockedRepo, "revision: main", "`revision` must be text like ^[0-9a-f]{40}$, not 'main'"),
+        (StepGrid, "ranks: []", "`ranks` must be a list of at least one item, each a whole number above 0, not []"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, sentence):
+    needed = {
+        RunSettings: {"model": "m", "dataset": "d"},
+        DatasetSettings: {"format": "gsm8k", "origin": {"source": "generated"}},
+        RunFile: {"dataset": {"format": "gsm8k", "origin": {"source": "generated"}}},
+        Experiment: {"base": {}},
+        LockedRepo: {"files": {}},
+        StepGrid: {"system": "qerl", "sizes": ["7B"], "weights": ["nf4"]},
+    }.get(settings, {})
+    given = parse_yaml(text, "here")
+    values = given if isinstance(given, list) else {**needed, **given}
+    values = {key: value for key, value in values.items() if key in given} if text == "dataset: d" else values
+    said = sentence_of(lambda: parse(settings, values, "file.yaml"))
+    assert said.startswith("file.yaml: ")
+    assert sentence in said
+
+
+@pytest.mark.parametrize("word", ["off", "none", "false", "Off", "no", "'off'", "'none'", "'False'", "null", "~"])
+def test_every_word_for_off_is_off(word):
+    text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {{preset: {word}, timeout: {word}}}}}"
+    run = parse(RunSettings, {"model": "m", "dataset": "d", **parse_yaml(text, "here")}, "here")
+    assert (run.noise.schedule, run.loss.correction) == ("off", "off")
+    assert (run.reward.preset, run.reward.timeout) == (None, None)
+
+
+def test_off_is_no_word_where_text_or_truth_is_expected():
+    run = parse(RunSettings, {"model": "none", "dataset": "off", "adapter": {"train_norms": False}}, "here")
+    assert (run.model, run.dataset, run.adapter.train_norms) == ("none", "off", False)
+
+
+EXPERIMENT = """
+experiments:
+  main:
+    base: {model: miniature, dataset: arithmetic, %s}
+    arms: {x: {%s}}
+    grid: {seed: [0], %s}
+"""
+
+
+def configuration(tmp_path, base="", arm="", grid="", rest="") -> Path:
+    """config/mini.yaml with another experiment, in a file."""
+    values = {**yaml.safe_load(WHOLE), "benches": {}}
+    values |= yaml.safe_load(EXPERIMENT % (base, arm, grid)) | (yaml.safe_load(rest) or {})
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    return file
+
+
+def planned(file: Path):
+    return plan_from(yaml.safe_load(file.read_text()), MINI, [file])
+
+
+@pytest.mark.parametrize("word", ["off", "none", "false", "'off'"])
+def test_runs_are_named_alike_whichever_word_says_off(tmp_path, word):
+    made = planned(configuration(tmp_path, base=f"loss.correction: {word}", grid=f"noise.schedule: [{word}, linear]"))
+    assert list(made.runs) == ["main-x-seed0-scheduleoff", "main-x-seed0-schedulelinear"]
+    assert made.runs["main-x-seed0-scheduleoff"].varied == {"seed": 0, "noise.schedule": "off"}
+    whole = planned(configuration(tmp_path, grid=f"noise: [{{schedule: {word}}}]"))
+    assert list(whole.runs) == ["main-x-seed0-noise-schedule-off-"]
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ({"arm": "noise.schedule: lineer"}, "`experiments.main.arms.x.noise.schedule` must be one of off"),
+        ({"arm": "noise: {schedule: lineer}"}, "`experiments.main.arms.x.noise.schedule` must be one of off"),
+        ({"base": "steps: true"}, "`experiments.main.base.steps` must be a whole number above 0, not true"),
+        ({"grid": "adapter.rank: [8, x]"}, "`experiments.main.grid.adapter.rank` must be a whole number"),
+        ({"base": "adapter.rnk: 8"}, "unknown key `experiments.main.base.adapter.rnk`; did you mean `experiments."),
+        ({"arm": "adapter.targets: [q_pro]"}, "`experiments.main.arms.x.adapter.targets[0]` must be one of q_proj"),
+        ({"arm": "method: full, weights: nf4"}, "`experiments.main.arms.x`: method=full can't train weights=nf4"),
+        ({"arm": "dataset: arithmetc"}, "experiments.main.arms.x.dataset names 'arithmetc', which is not in"),
+        ({"rest": "experiments: {}"}, "nothing to do"),
+        ({"rest": "{experiments: {e: {base: {}, arms: {}}}}"}, "`experiments.e.arms`: no arm is left"),
+        ({"rest": "{experiments: {e: {base: {}, arms: {a: null}}}}"}, "`experiments.e.arms`: no arm is left"),
+        ({"rest": "{experiments: {e: {base: {}, tain: true}}}"}, "`experiments.e.tain`; did you mean `experiments.e"),
+        ({"rest": "evaluation: {tasks: [{dataset: arithmetic, harness: lighteval}]}"}, "use harness: lm-eval"),
+        ({"rest": "evaluation: {tasks: [{dataset: definitions, harness: lm-eval}]}"}, "use harness: lighteval"),
+        ({"rest": "evaluation: {tasks: [{dataset: arithmetic, harness: lighteval, task: aime24}]}"}, "format aime"),
+        ({"rest": "modls: {}"}, "unknown key `modls`"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_configuration_names_its_file_and_its_place(tmp_path, where, sentence):
+    file = configuration(tmp_path, **where)
+    said = sentence_of(lambda: planned(file))
+    assert said.startswith(f"{file}: ")
+    assert sentence in said
+
+
+def test_a_configuration_file_needs_a_name_and_the_command_line_none(tmp_path, monkeypatch):
+    file = configuration(tmp_path)
+    values = {key: value for key, value in yaml.safe_load(file.read_text()).items() if key != "name"}
+    monkeypatch.chdir(tmp_path)
+    assert sentence_of(lambda: plan_from(values, MINI, [file])).startswith("my.yaml has no `name`; give it a `name`")
+    said = sentence_of(lambda: plan_from({"modle": "m"}, MINI))
+    assert said.startswith(f"{MINI} with modle of the command line: unknown key `modle`; did you mean `model")
+    assert plan_from({"protocol": "paper"}, MINI).config.name == "mini"
+
+
+def test_speed_grids_alone_are_a_configuration_and_nothing_at_all_is_none():
+    shapes = {"samples": "x", "decode": []}
+    assert plan(parse(Config, {"name": "n", "shapes": shapes}, "x")).runs == {}
+    nothing = {"name": "n", "models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}}
+    assert "nothing to do" in sentence_of(lambda: plan(parse(Config, nothing, "x")))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "the key `a` is given twice, in lines 1 and 3"),
+        ("x: {a: 1, a: 1}\n", "the key `a` is given twice, in lines 1 and 1"),
+        ("x:\n- {off: 1,\n  off: 2}\n", "the key `off` is given twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_given_twice_is_named_with_its_lines(text, sentence):
+    assert sentence_of(lambda: parse_yaml(text, "my.yaml")) == f"my.yaml: {sentence}; keep one"
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2"])
+def test_what_is_no_yaml_is_named_with_its_line(text):
+    said = sentence_of(lambda: parse_yaml(text, "my.yaml"))
+    assert said.startswith("my.yaml, line 2: this is not valid YAML: ")
+
+
+def test_a_key_may_stand_over_that_of_a_merged_mapping():
+    text = "base: &base {a: 1, b: 1}\nover: {<<: *base, a: 2}\nagain: {<<: *base, b: 3}\n"
+    assert parse_yaml(text, "x") == {"base": {"a": 1, "b": 1}, "over": {"a": 2, "b": 1}, "again": {"a": 1, "b": 3}}
