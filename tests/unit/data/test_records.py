@@ -27,7 +27,7 @@ def test_each_format_is_detected_and_parsed(record, record_format, answer, level
     assert detect_format(record) == record_format
     problem = parse_record(record, record_format, "here")
     assert (problem.answer, problem.level) == (answer, level)
-    assert problem.question == record.get("question") or record.get("problem") or record.get("Problem")
+    assert problem.question == (record.get("question") or record.get("problem") or record.get("Problem"))
 
 
 @pytest.mark.parametrize(("answer", "text"), [("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1")])
