@@ -392,7 +392,7 @@ def refuse(*args, **kwargs):
     raise AssertionError(f"network access: {args}")
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-from test_evals import *
+from tests.unit.evals.test_evaluate import *
 
 tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
 solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
@@ -405,9 +405,9 @@ print(*(task["accuracy"] for task in metrics.values()))
 
 def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
     root = next(iter(datasets.values())).parent
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
+    root_of_tests = str(Path(__file__).parents[3])
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
-    environment = {**kept, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**kept, "HOME": str(tmp_path), "PYTHONPATH": root_of_tests}
     command = [sys.executable, "-c", OFFLINE]
     run = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "1.0 1.0 1.0"
