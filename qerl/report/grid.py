@@ -24,7 +24,7 @@ from qerl.report.grid_tables import (
 )
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
-from qerl.results.readers import read
+from qerl.results.files import read
 from qerl.results.schema.speed import Kind
 from qerl.results.speed_readers import LENGTHS, load_points, load_steps
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from qerl.report.formatting import weights_label
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
-from qerl.results.schema.speed import StepSeconds
+from qerl.results.schema.speed import SECONDS
 from qerl.results.schema.stored import OK
 from qerl.results.speed_readers import LENGTHS, POLICY
 
@@ -99,7 +99,7 @@ def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a GRPO step and its parts: a row a (size, system)."""
-    seconds = [f"{part}_seconds" for part in StepSeconds.model_fields]
+    seconds = [f"{part}_seconds" for part in SECONDS]
     return steps[["size", "system", "sampler", "rank", "work", "recompute", "cap", "status", *seconds, "repeats"]]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
+from qerl.results.files import ResultError
 from qerl.results.intervals import (
     Interval,
     Scores,
@@ -24,8 +25,8 @@ from qerl.results.intervals import (
 )
 from qerl.results.names import KEY, variant, weights_name
 from qerl.results.printed import MODELS, TABLES, Asked, Cell
-from qerl.results.readers import ResultError
-from qerl.results.schema.stored import OK, Run
+from qerl.results.schema.stored import OK
+from qerl.results.schema.training import RunResult
 from qerl.settings.run import RunSettings
 
 #: The data sets of the paper's average (Table 2).
@@ -159,7 +160,7 @@ def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:
     return Interval(100 * fractions.mean, 100 * fractions.low, 100 * fractions.high)
 
 
-def failures(runs: Iterable[Run], cells: Iterable[Cell]) -> Iterator[Result]:
+def failures(runs: Iterable[RunResult], cells: Iterable[Cell]) -> Iterator[Result]:
     """Runs that failed, as results without a number of every metric that `cells` name."""
     metrics = list(dict.fromkeys(cell.metric for cell in cells))
     for run in runs:

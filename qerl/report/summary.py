@@ -12,7 +12,7 @@ from rich.text import Text
 
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
-from qerl.results.readers import ResultError
+from qerl.results.files import ResultError
 
 #: Characters a line where there is no terminal to ask, such as a log.
 WIDTH = 120

@@ -16,9 +16,9 @@ import pandas as pd
 
 from qerl.report.formatting import latex, present
 from qerl.report.pages import page
+from qerl.results.files import ResultError
 from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.results.names import KEY, weights_name
-from qerl.results.readers import ResultError
 from qerl.results.schema.stored import OK
 from qerl.settings.models import Recipe, WeightFormat
 

@@ -7,50 +7,37 @@ Every loader takes the paths of the result files; a file of another shape is a `
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pandas as pd
-from pydantic import ValidationError
 
+from qerl.results import paths as names
+from qerl.results.files import ResultError, read, read_rows
 from qerl.results.names import KEY, training_name, variant, weights_name
-from qerl.results.schema.stored import (
-    OK,
-    Evaluation,
-    Point,
-    Quantization,
-    RolloutBenchResult,
-    Run,
-    RunSummary,
-    StepBenchResult,
-    Stored,
-    Task,
-)
-from qerl.settings.errors import sentence
+from qerl.results.schema.evaluation import EvaluationResult, SampleRow, TaskScore
+from qerl.results.schema.preparation import QuantizationReport
+from qerl.results.schema.profile import RolloutBenchResult, RolloutPoint, StepBenchResult, StepPoint
+from qerl.results.schema.stored import OK
+from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
 
+#: What tables and figures show of the files.
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
-_SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished")
-_FLEXIBLE = "flexible"
-
-
-class ResultError(ValueError):
-    """A result file that is missing or of another shape; the message is one sentence for the user."""
-
-
-T = TypeVar("T", bound=Stored)
+_SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished", "flexible")
+_TASK = {"harness", "task", "problems", "repeats", "accuracy"}
+_REPORT = {"model", "weights", "method", "size_bytes", "bits_per_weight", "bits_per_weight_model"}
 
 
 def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second; empty if it failed)."""
-    rows = [_run_row(read(Run, path)) for path in paths]
+    rows = [_run_row(read(RunResult, path)) for path in paths]
     return pd.DataFrame(rows, columns=None if rows else ["run", *KEY, "seed", "machine", "commit"])
 
 
-def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
+def read_runs(paths: Sequence[Path]) -> dict[str, RunResult]:
     """Each train/<run>/run.json as it is, with all settings, by the run's name."""
-    return {run.run: run for run in (read(Run, path) for path in paths)}
+    return {run.run: run for run in (read(RunResult, path) for path in paths)}
 
 
 def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
@@ -60,10 +47,10 @@ def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
     """
     frames = []
     for path in paths:
-        run = _run_row(read(Run, path))
+        run = _run_row(read(RunResult, path))
         if run["status"] != OK:
             continue
-        rows = list(_lines(path.parent / "metrics.jsonl", _METRICS))
+        rows = [row.content() for row in read_rows(StepMetrics, path.parent / names.METRICS)]
         frames.append(
             pd.DataFrame(rows).assign(**{key: run[key] for key in ("run", *KEY, "seed", "machine", "commit")})
         )
@@ -75,7 +62,7 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
     training = dict(zip(runs["run"], runs["training"], strict=True))
     rows: list[dict[str, Any]] = []
     for path in paths:
-        result = read(Evaluation, path)
+        result = read(EvaluationResult, path)
         if result.run is not None and result.run not in training:
             raise ResultError(f"{path} evaluates run {result.run!r}, whose run.json is not among the results given")
         identity = {
@@ -90,7 +77,9 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
             "seed": result.varied.get("seed"),
             **result.provenance.columns,
         }
-        rows += [identity | {"dataset": dataset, **task.model_dump()} for dataset, task in result.tasks.items()]
+        rows += [
+            identity | {"dataset": dataset, **task.model_dump(include=_TASK)} for dataset, task in result.tasks.items()
+        ]
     return pd.DataFrame(rows)
 
 
@@ -102,11 +91,11 @@ def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
     """
     frames = []
     for path in paths:
-        result = read(Evaluation, path)
-        file = path.parent / "samples.jsonl"
-        rows = [{key: row.get(key) for key in (*_SAMPLE, _FLEXIBLE)} for row in _lines(file, _SAMPLE)]
-        frame = pd.DataFrame(rows, columns=[*_SAMPLE, _FLEXIBLE]).assign(eval=result.eval)
-        frame = frame.astype({"problem": str, "correct": float, _FLEXIBLE: float})
+        result = read(EvaluationResult, path)
+        file = path.parent / names.SAMPLES
+        rows = [{key: getattr(row, key) for key in _SAMPLE} for row in read_rows(SampleRow, file)]
+        frame = pd.DataFrame(rows, columns=_SAMPLE).assign(eval=result.eval)
+        frame = frame.astype({"problem": str, "correct": float, "flexible": float})
         _agrees(file, frame, result.tasks)
         frames.append(frame)
     return pd.concat(frames, ignore_index=True)
@@ -116,9 +105,9 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a quantized model of quantize/<checkpoint>/report.json; `<layer type>/relative_error` columns."""
     rows = []
     for path in paths:
-        report = read(Quantization, path)
+        report = read(QuantizationReport, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
-        told = report.model_dump(exclude={"relative_error", "provenance"})
+        told = report.model_dump(include=_REPORT)
         told["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
         rows.append(told | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
@@ -134,12 +123,12 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
     return pd.DataFrame(rows)
 
 
-def _point_columns(point: Point) -> dict[str, Any]:
-    columns = point.model_dump(exclude={"recipe"})
-    return columns | {"weights": weights_name(point.weights, point.recipe)}
+def _point_columns(point: RolloutPoint | StepPoint) -> dict[str, Any]:
+    columns = point.model_dump(exclude={"recipe", "sampler", "prompt_tokens", "varied"})
+    return columns | {"weights": weights_name(point.weights, point.recipe), "sequences": point.sequences}
 
 
-def _run_row(run: Run) -> dict[str, Any]:
+def _run_row(run: RunResult) -> dict[str, Any]:
     return {
         "run": run.run,
         "model": run.settings.model,
@@ -158,36 +147,10 @@ def _run_row(run: Run) -> dict[str, Any]:
 def _summary_columns(summary: RunSummary) -> dict[str, Any]:
     seconds = summary.step_seconds
     quartiles = {"step_seconds": seconds.median, "step_seconds_p25": seconds.p25, "step_seconds_p75": seconds.p75}
-    return summary.model_dump(exclude={"step_seconds"}) | quartiles
+    return summary.model_dump(exclude={"step_seconds", "sampler"}) | quartiles
 
 
-def read(shape: type[T], path: Path) -> T:
-    """A result file as its class; ResultError where it is missing or of another shape."""
-    try:
-        return shape.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise ResultError(f"{path} doesn't exist; let the workflow make it") from None
-    except ValidationError as error:
-        raise ResultError(f"{path} is not a {shape.__name__} result: {sentence(error, shape)}") from None
-
-
-def _lines(path: Path, required: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON lines file, each with the `required` keys."""
-    if not path.exists():
-        raise ResultError(f"{path} doesn't exist; let the workflow make it")
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ResultError(f"{path}, line {number} is not JSON: {error}") from None
-            missing = [key for key in required if key not in row]
-            if missing:
-                raise ResultError(f"{path}, line {number} lacks the key `{missing[0]}`")
-            yield row
-
-
-def _agrees(path: Path, samples: pd.DataFrame, tasks: dict[str, Task]) -> None:
+def _agrees(path: Path, samples: pd.DataFrame, tasks: dict[str, TaskScore]) -> None:
     for dataset, task in tasks.items():
         correct = samples.loc[samples["dataset"] == dataset, "correct"]
         if len(correct) != task.problems * task.repeats:

@@ -7,20 +7,12 @@ out. Both counts are therefore lower bounds for any engine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from qerl.formats.codecs import tensor_specs
 from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
+from qerl.results.schema.speed import Ceilings
 
 _BF16 = 2
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What a GPU was measured to do: bytes a second that a copy reads and writes, FLOP/s of a bfloat16 product."""
-
-    copy_bytes_per_second: float
-    matmul_flops_per_second: float
 
 
 def mean_context(prompt: int, tokens: int) -> float:

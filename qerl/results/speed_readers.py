@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 
 from qerl.random_models.architectures import ARCHITECTURES
-from qerl.results.readers import ResultError, read
+from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
-from qerl.results.schema.speed import ENGINES, Decode, GrpoStep, StepSeconds
-from qerl.settings.models import WeightFormat
+from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult
 
 _GB = 1e9
 #: What a file of decode points is told by, beside its size and lengths.
@@ -30,7 +29,7 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
     Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
     the floor's where there are no ceilings. A ResultError where there are no points, and where two files have the same.
     """
-    rows = [row for path in paths for row in _point_rows(read(Decode, path))]
+    rows = [row for path in paths for row in _point_rows(read(DecodeResult, path))]
     if not rows:
         raise ResultError(f"there are no points of decode speed yet; {_MEASURE}")
     rows.sort(key=_place)
@@ -48,11 +47,11 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """
     if not paths:
         raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
-    jobs = sorted((read(GrpoStep, path) for path in paths), key=lambda job: [*ARCHITECTURES].index(job.work.size))
+    jobs = sorted((read(GrpoStepResult, path) for path in paths), key=lambda job: [*ARCHITECTURES].index(job.work.size))
     return pd.DataFrame([_step_row(job) for job in jobs])
 
 
-def _point_rows(job: Decode) -> Iterator[dict[str, Any]]:
+def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
     identity = job.model_dump(include={"engine", "size", "weights", "rank", "prompt", "tokens"})
     for point in job.points:
         samples = point.samples or [np.nan]
@@ -75,7 +74,7 @@ def _point_rows(job: Decode) -> Iterator[dict[str, Any]]:
         }
 
 
-def _floor_seconds(job: Decode, sequences: int) -> float:
+def _floor_seconds(job: DecodeResult, sequences: int) -> float:
     if job.ceilings is None:
         return np.nan
     context = mean_context(job.prompt, job.tokens)
@@ -83,9 +82,9 @@ def _floor_seconds(job: Decode, sequences: int) -> float:
     return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
 
 
-def _step_row(job: GrpoStep) -> dict[str, Any]:
+def _step_row(job: GrpoStepResult) -> dict[str, Any]:
     work, cap = job.work, job.settings.memory_gb
-    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in StepSeconds.model_fields}
+    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
     return {
         "system": job.system,
         "sampler": job.sampler,
@@ -108,7 +107,7 @@ def _step_row(job: GrpoStep) -> dict[str, Any]:
     }
 
 
-def _memory_parts(job: GrpoStep) -> dict[str, float]:
+def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
     memory = job.memory
     if memory is None:
         return {}

@@ -1,15 +1,13 @@
-"""Files of the speed grid: decode speed by number of sequences, and GRPO steps."""
+"""What the speed grid stores: decode speed by number of sequences, time of prompts, and GRPO steps."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.random_models.architectures import ARCHITECTURES
-from qerl.results.roofline import Ceilings
-from qerl.results.schema.stored import Measured, Provenance, Stored
-from qerl.settings.models import WeightFormat
+from qerl.results.schema.stored import MeasuredPoint, Number, Provenance, Stored
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -27,18 +25,47 @@ Size = Annotated[str, AfterValidator(_known_shape)]
 class Kind(Stored):
     """What a file holds."""
 
+    model_config = ConfigDict(extra="ignore")
+
     bench: Literal["decode", "grpo_step"]
 
 
-class DecodePoint(Measured):
-    """One number of sequences, samples in decoded tokens a second."""
+# --- decode speed ----------------------------------------------------------------------------------------------------
+
+
+class Ceilings(Stored):
+    """What a GPU was measured to do: bytes a second that a copy reads and writes, FLOP/s of a bfloat16 product."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+
+
+class GpuState(Stored):
+    """Clocks, temperature and power of a GPU; none where the driver doesn't tell."""
+
+    sm_mhz: float | None
+    memory_mhz: float | None
+    celsius: float | None
+    watts: float | None
+
+
+class GpuStates(Stored):
+    """A GPU before and after the points of a call."""
+
+    before: GpuState | None
+    after: GpuState | None
+
+
+class DecodePoint(MeasuredPoint):
+    """One number of sequences, samples in decoded tokens a second; prompts' seconds are the median of theirs."""
 
     sequences: int
     prompt_seconds: float | None = None
+    prompt_samples: list[float] = Field([])
 
 
-class Decode(Stored):
-    """A file of one (engine, size, weights, rank); no ceilings on a CPU."""
+class DecodeResult(Stored):
+    """points/decode-*.json, a file of one (engine, size, weights, rank); no ceilings on a CPU."""
 
     bench: Literal["decode"]
     engine: Engine
@@ -47,9 +74,40 @@ class Decode(Stored):
     rank: int
     prompt: int
     tokens: int
+    sync_seconds: list[float] = Field([])
     ceilings: Ceilings | None
+    gpu: GpuStates | None = None
     points: list[DecodePoint]
     provenance: Provenance
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+class PromptPoint(Stored):
+    """Seconds of calls with so many prompts of so many tokens; the first call stands apart."""
+
+    prompts: int
+    tokens: int
+    first: float
+    samples: list[float]
+    reserved_bytes: Number | None
+
+
+class PromptsResult(Stored):
+    """A file of `qerl.bench.prompts`."""
+
+    bench: Literal["prompts"]
+    size: Size
+    weights: WeightFormat
+    rank: int
+    sampler: str
+    gpu: GpuState | None
+    points: list[PromptPoint]
+    provenance: Provenance
+
+
+# --- GRPO steps ------------------------------------------------------------------------------------------------------
 
 
 class StepWork(Stored):
@@ -57,53 +115,79 @@ class StepWork(Stored):
 
     size: Size
     weights: WeightFormat
-    rank: int
     prompts: int
     group: int
     prompt_tokens: int
     completion_tokens: int
+    rank: int
+    repeats: int
 
 
-class StepSettings(Stored):
-    """Of a system's own settings, what tables show."""
+class EngineStepSettings(Stored):
+    """This project's own settings of a step."""
 
     recompute: bool | str
-    memory_gb: float | None = None
+    micro_batch_tokens: int
+    kv_cache_gib: Number | None
+    memory_gb: Number | None = None
 
 
-class StepSeconds(Stored):
-    """A timed step and its parts."""
+class TrlStepSettings(Stored):
+    """TRL's own settings of a step."""
+
+    sampler: str
+    micro_batch: int
+    recompute: bool
+    correction: bool
+    liger: bool
+    sleep: bool
+    vllm_memory: Number | None
+    optimizer: str
+
+    @property
+    def memory_gb(self) -> None:
+        """TRL's memory isn't capped."""
+
+
+class TimedStep(Stored):
+    """Seconds of a step and its parts, with the peaks of memory that a system tells."""
 
     step: float
     sync: float
     rollout: float
     update: float
-
-
-class TimedStep(StepSeconds):
-    """With the peaks of memory in its parts, where a system tells them."""
-
-    rollout_peak_bytes: float | None = None
-    update_peak_bytes: float | None = None
+    rollout_peak_bytes: Number | None = None
+    update_peak_bytes: Number | None = None
+    peak_bytes: Number | None = None
+    trl_step_time: float | None = None
+    grad_norm: float | None = None
+    mismatch_kl: float | None = Field(None, alias="mismatch/kl")
 
 
 class StepMemory(Stored):
     """Bytes at the highest peak; `parts` are disjoint and make up what is there without the cache."""
 
-    kv_cache_bytes: float
-    without_kv_cache_bytes: float
-    parts: dict[str, float]
+    peak_bytes: Number
+    kv_cache_bytes: Number
+    without_kv_cache_bytes: Number
+    parts: dict[str, Number]
+    device_bytes: Number | None
 
 
-class GrpoStep(Stored):
-    """A file of `qerl.bench.grpo_step` or `qerl.bench.grpo_step_trl`; without steps where `status` says why."""
+class GrpoStepResult(Stored):
+    """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
     bench: Literal["grpo_step"]
-    status: str
     system: str
-    sampler: str = ""
     work: StepWork
-    settings: StepSettings
+    settings: EngineStepSettings | TrlStepSettings
+    status: str
+    sampler: str = ""
+    warmup_steps: int = 0
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     provenance: Provenance
+
+
+#: The parts of a step that are timed, and the step.
+SECONDS = ("step", "sync", "rollout", "update")

@@ -1,33 +1,52 @@
-"""The shapes of the stored results, one class a kind of file; keys that tables don't need are ignored."""
+"""What all stored results share: strictness, stamp, numbers that keep their digits, and statuses.
+
+A model writes the keys that it was given and no others, so that a file has what its job has to say; reading refuses
+keys that the model hasn't.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, model_validator
 
-from qerl.settings.evaluation import Harness
-from qerl.settings.models import Recipe, WeightFormat
+from qerl.provenance import stamp
 from qerl.settings.run import RunSettings
 
 #: The status of a point that was measured; any other text is its error.
 OK = "ok"
 
 
+def _number(value: float, info: SerializationInfo) -> float:
+    return value if info.mode_is_json() else float(value)
+
+
+#: An integer or a float: a file keeps what it is, tables see a float.
+Number = Annotated[int | float, PlainSerializer(_number)]
+
+
 class Stored(BaseModel):
     """Base of all results."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    def content(self) -> dict[str, Any]:
+        """What stands in the file."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 class Machine(Stored):
     """Where a result was measured; `label` is one line for captions."""
 
+    cpu: str = ""
+    cores: int = 0
+    memory_gib: Number | None = None
+    gpu: list[str] | None = None
     label: str
 
 
 class Provenance(Stored):
-    """The part of a result's stamp that tables show; `dirty` is none where that isn't known.
+    """A result's stamp: code, machine, versions of libraries, seed and time (UTC); `dirty` is none where not known.
 
     Code outside a git checkout has no `commit`, but a `version` and a hash of its `files`.
     """
@@ -37,6 +56,14 @@ class Provenance(Stored):
     version: str = ""
     files: str = ""
     machine: Machine
+    versions: dict[str, str] = Field({})
+    seed: int | None = None
+    time: str = ""
+
+    @classmethod
+    def of_now(cls, seed: int | None = None) -> Self:
+        """The stamp of this code on this machine."""
+        return cls.model_validate(stamp(seed))
 
     @property
     def columns(self) -> dict[str, str]:
@@ -53,145 +80,22 @@ class Provenance(Stored):
 class Quartiles(Stored):
     """Median and quartiles of samples, in their unit."""
 
-    median: float
     p25: float
+    median: float
     p75: float
 
 
-class RunSummary(Stored):
-    """What one training run took."""
-
-    steps: int
-    seconds: float
-    peak_memory_bytes: float | None
-    trainable_parameters: int
-    weight_bytes: float
-    rollout_tokens_per_second: float
-    update_tokens_per_second: float
-    step_seconds: Quartiles
-
-
-class Run(Stored):
-    """train/<run>/run.json; one that failed has its error as `status` and no summary."""
-
-    run: str
-    experiment: str
-    arm: str
-    varied: dict[str, Any]
-    settings: RunSettings
-    summary: RunSummary | None = None
-    status: str = OK
-    provenance: Provenance
-
-    @model_validator(mode="after")
-    def _ok_has_a_summary(self) -> Run:
-        if self.status == OK and self.summary is None:
-            raise ValueError("a run with status ok needs a summary")
-        return self
-
-
-class Task(Stored):
-    """The score of one data set; `task`: the harness's own that was asked, none: the prompt of training."""
-
-    harness: Harness
-    task: str | None = None
-    problems: int
-    repeats: int
-    accuracy: float
-
-
-class Evaluation(Stored):
-    """evaluate/<eval>/result.json; `run` is none for an untrained base."""
-
-    eval: str
-    run: str | None
-    model: str
-    weights: WeightFormat
-    recipe: Recipe = "rtn"
-    arm: str | None
-    experiment: str | None
-    varied: dict[str, Any]
-    tasks: dict[str, Task]
-    provenance: Provenance
-
-
-class Quantization(Stored):
-    """quantize/<checkpoint>/report.json; `relative_error` by layer type."""
-
-    model: str
-    weights: WeightFormat
-    method: str
-    size_bytes: float
-    bits_per_weight: float
-    bits_per_weight_model: float
-    relative_error: dict[str, float]
-    provenance: Provenance
-
-
-class Measured(Stored):
+class MeasuredPoint(Stored):
     """What all points share; a failed one has its error as `status` and no samples."""
 
-    samples: list[float] = []
-    peak_memory_bytes: float | None = None
-    weight_bytes: float | None = None
+    samples: list[float] = Field([])
+    weight_bytes: Number | None = None
+    sampler: str | None = None
+    peak_memory_bytes: Number | None = None
     status: str
 
     @model_validator(mode="after")
-    def _ok_has_samples(self) -> Measured:
+    def _ok_has_samples(self) -> Self:
         if self.status == OK and not self.samples:
             raise ValueError("a point with status ok needs samples")
         return self
-
-
-class Point(Measured):
-    """What the points of both kinds of bench share."""
-
-    weights: WeightFormat
-    recipe: Recipe = "rtn"
-    rank: int
-
-
-class RolloutPoint(Point):
-    """Rollout throughput, samples in tokens a second."""
-
-    sequences: int
-    completion_tokens: int
-
-
-class StepPoint(Point):
-    """One GRPO step of an arm, samples in seconds."""
-
-    model: str
-    arm: str
-    method: Literal["full", "lora"]
-    prompts: int
-    group_size: int
-    gradient_checkpointing: bool | str
-    rollout_seconds: list[float] = []
-    update_seconds: list[float] = []
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def sequences(self) -> int:
-        """Completions a step."""
-        return self.prompts * self.group_size
-
-
-class _Bench(Stored):
-    bench: str
-    provenance: Provenance
-
-
-class RolloutBenchResult(_Bench):
-    """profile/<bench>.json of kind rollout."""
-
-    kind: Literal["rollout"]
-    model: str
-    points: list[RolloutPoint] = Field(min_length=1)
-
-
-class StepBenchResult(_Bench):
-    """profile/<bench>.json of kind step; its points may be of several models."""
-
-    kind: Literal["step"]
-    points: list[StepPoint] = Field(min_length=1)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from qerl.report import job, layout, paper, paper_figures
 from qerl.report.drawing import COLOURS
 from qerl.results import printed, readers
+from qerl.results.files import ResultError
 from qerl.results.intervals import average_interval, ratio_interval
 from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
 from qerl.rl.noise_schedule import sigma
@@ -167,7 +168,7 @@ def test_a_number_without_some_of_its_runs_says_so(tmp_path):
 
 def test_different_problems_cannot_be_paired(small, tmp_path):
     write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16", model=MODEL)
-    with pytest.raises(readers.ResultError, match="different problems of gsm8k"):
+    with pytest.raises(ResultError, match="different problems of gsm8k"):
         beside("table1", small)
 
 

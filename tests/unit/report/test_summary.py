@@ -6,7 +6,8 @@ from rich.console import Console
 from qerl.report import tables
 from qerl.report.summary import print_summary
 from qerl.results import readers
-from tests.synthetic_results import answers, write_evaluation, write_run
+from qerl.results.files import ResultError
+from tests.unit.synthetic_results import answers, write_evaluation, write_run
 
 
 def printed(root) -> str:
@@ -38,5 +39,5 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
 
 
 def test_summary_of_an_unfinished_workflow_says_what_to_do(tmp_path):
-    with pytest.raises(readers.ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
+    with pytest.raises(ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
         print_summary(tmp_path)

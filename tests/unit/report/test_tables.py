@@ -7,8 +7,8 @@ import pytest
 from qerl.report import tables
 from qerl.report.formatting import present
 from qerl.results import readers
-from qerl.results.readers import ResultError
-from tests.synthetic_results import (
+from qerl.results.files import ResultError
+from tests.unit.synthetic_results import (
     rollout_point,
     step_point,
     write_bench,

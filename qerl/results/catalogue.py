@@ -1,0 +1,68 @@
+"""Which schema a result file has, by its name, its folder and what it says that it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qerl.results import paths
+from qerl.results.files import ResultError, read, read_rows
+from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult, SampleRow, StoredPolicyResult
+from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
+from qerl.results.schema.preparation import PretrainReport, QuantizationReport
+from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
+from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult
+from qerl.results.schema.stored import Stored
+from qerl.results.schema.training import RunResult, StepMetrics
+
+Schema = type[Stored]
+Content = dict[str, Any]
+
+#: Files that have a name of their own.
+_BY_NAME: dict[str, Schema] = {
+    paths.RUN: RunResult,
+    paths.REPORT: QuantizationReport,
+    paths.PRETRAIN: PretrainReport,
+    paths.MEASURED: GateMeasurements,
+    paths.VERDICT: VerdictResult,
+    "numerics.json": NumericsResult,
+    "speed.json": SpeedResult,
+}
+_ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow}
+_BENCHES: dict[str, Schema] = {"decode": DecodeResult, "grpo_step": GrpoStepResult, "prompts": PromptsResult}
+_KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}
+#: Files whose name says nothing, by what is in them.
+_BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
+    (StoredPolicyResult, lambda content: "tasks" in content and "stored" in content),
+    (OwnEvaluationResult, lambda content: "tasks" in content and "adapter" in content),
+    (EvaluationResult, lambda content: "tasks" in content),
+    (VerdictResult, lambda content: "gates" in content),
+    *((schema, lambda content, kind=kind: content.get("kind") == kind) for kind, schema in _KINDS.items()),
+    *((schema, lambda content, bench=bench: content.get("bench") == bench) for bench, schema in _BENCHES.items()),
+]
+
+
+def schema_of(file: Path) -> Schema | None:
+    """The schema of a file; none for what isn't a result, such as a table, a figure or a log."""
+    if file.suffix == ".jsonl":
+        return _ROWS.get(file.name)
+    if file.suffix != ".json":
+        return None
+    if file.name in _BY_NAME:
+        return _BY_NAME[file.name]
+    content = json.loads(file.read_text())
+    return next((schema for schema, is_it in _BY_CONTENT if is_it(content)), None)
+
+
+def check(file: Path) -> None:
+    """Read a result file by its schema; ResultError where it has none or isn't as that says."""
+    schema = schema_of(file)
+    if schema is None:
+        raise ResultError(f"{file} is no result that a schema of qerl.results describes")
+    if file.suffix == ".jsonl":
+        for _ in read_rows(schema, file):
+            pass
+    else:
+        read(schema, file)

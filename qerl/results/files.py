@@ -1,0 +1,53 @@
+"""Result files: written whole by their model, read back into it with an error that names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from qerl.config import UserError
+from qerl.config_errors import sentence
+from qerl.provenance import write_json, write_text
+from qerl.results.schema.stored import Stored
+
+T = TypeVar("T", bound=Stored)
+
+
+class ResultError(UserError):
+    """A result file that is missing or of another shape; the message is one sentence for the user."""
+
+
+def write(path: Path, result: Stored) -> None:
+    """Write a result whole or not at all."""
+    write_json(path, result.content())
+
+
+def write_rows(path: Path, rows: Iterable[Stored]) -> None:
+    """Write JSON lines, the whole file anew, so that a killed job leaves no torn or repeated row."""
+    write_text(path, "".join(json.dumps(row.content()) + "\n" for row in rows))
+
+
+def read(schema: type[T], path: Path) -> T:
+    """A result file as its model; ResultError where it is missing or of another shape."""
+    try:
+        return schema.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultError(f"{path} doesn't exist; let the workflow make it") from None
+    except ValidationError as error:
+        raise ResultError(f"{path} is not a {schema.__name__}: {sentence(error, schema)}") from None
+
+
+def read_rows(schema: type[T], path: Path) -> Iterator[T]:
+    """The rows of a file of JSON lines as their model."""
+    if not path.exists():
+        raise ResultError(f"{path} doesn't exist; let the workflow make it")
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield schema.model_validate_json(line)
+            except ValidationError as error:
+                raise ResultError(f"{path}, line {number}: {sentence(error, schema)}") from None

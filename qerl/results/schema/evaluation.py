@@ -1,0 +1,84 @@
+"""What an evaluation stores: samples.jsonl, a row a completion, and result.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from qerl.config import EvaluationSettings, Harness, Recipe, SamplingSettings, StockTask, WeightFormat
+from qerl.results.schema.stored import OK, Number, Provenance, Stored
+
+
+class SampleRow(Stored):
+    """A line of samples.jsonl; `flexible` is a stock task's second match, `agrees` with the grader of training."""
+
+    dataset: str
+    harness: Harness
+    problem: str
+    repeat: int
+    prompt: str
+    completion: str
+    extracted: str | None
+    gold: str
+    correct: int
+    flexible: Number | None = None
+    agrees: bool
+    tokens: int
+    finished: bool
+
+
+class TaskScore(Stored):
+    """The score of one data set; `task`: the harness's own that was asked, none: the prompt of training."""
+
+    harness: Harness
+    harness_version: str = ""
+    problems: int
+    repeats: int
+    accuracy: float
+    accuracies: list[float] = Field([])
+    extracted: Number | None = None
+    flexible: Number | None = None
+    agreement: Number | None = None
+    completion_tokens: Number | None = None
+    truncated: Number | None = None
+    task: StockTask | None = None
+    sampling: SamplingSettings | None = None
+
+
+class Scores(Stored):
+    """What every result.json holds; that of a run that failed has its `status` and no task."""
+
+    tasks: dict[str, TaskScore]
+    sampler: str = ""
+    noise_norm: Number = 0.0
+    status: str = OK
+    provenance: Provenance
+
+
+class EvaluationResult(Scores):
+    """evaluate/<eval>/result.json; `run` is none for an untrained base."""
+
+    eval: str
+    model: str
+    weights: WeightFormat
+    recipe: Recipe = "rtn"
+    run: str | None
+    arm: str | None
+    experiment: str | None
+    varied: dict[str, Any]
+
+
+class StoredPolicyResult(Scores):
+    """gates/stored/<policy>/result.json: a policy that is kept with the project."""
+
+    stored: str
+
+
+class OwnEvaluationResult(Scores):
+    """The result.json of `qerl eval`: a policy and a protocol of the user's own."""
+
+    eval: str
+    model: str
+    adapter: bool
+    settings: EvaluationSettings

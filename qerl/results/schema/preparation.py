@@ -1,0 +1,44 @@
+"""What the preparation of bases stores: report.json of a quantization and pretrain.json of a base from scratch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from qerl.config import WeightFormat
+from qerl.results.schema.stored import Number, Provenance, Stored
+
+
+class QuantizationReport(Stored):
+    """quantize/<checkpoint>/report.json; `relative_error` by layer type, `calibration` of AWQ."""
+
+    model: str
+    weights: WeightFormat
+    weights_format: WeightFormat | None = None
+    method: str
+    size_bytes: Number
+    bits_per_weight: Number
+    bits_per_weight_model: Number
+    relative_error: dict[str, float]
+    versions: dict[str, str] = Field({})
+    calibration: dict[str, Any] | None = None
+    provenance: Provenance
+
+
+class PretrainCheck(Stored):
+    """A look at a base while it is trained."""
+
+    step: int
+    loss: float
+    accuracy: float
+
+
+class PretrainReport(Stored):
+    """models/<model>/pretrain.json; `accuracy` by data set."""
+
+    steps: int
+    parameters: int
+    checks: list[PretrainCheck]
+    accuracy: dict[str, float]
+    provenance: Provenance

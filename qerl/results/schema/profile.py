@@ -1,0 +1,65 @@
+"""What the measurements of a configuration store: rollout throughput and seconds of a GRPO step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from qerl.config import Recipe, WeightFormat
+from qerl.results.schema.stored import MeasuredPoint, Provenance, Stored
+
+
+class BenchPoint(MeasuredPoint):
+    """What the points of both kinds of bench share."""
+
+    weights: WeightFormat
+    recipe: Recipe = "rtn"
+    rank: int
+
+
+class RolloutPoint(BenchPoint):
+    """Rollout throughput, samples in tokens a second."""
+
+    sequences: int
+    prompt_tokens: int = 0
+    completion_tokens: int
+
+
+class StepPoint(BenchPoint):
+    """One GRPO step of an arm, samples in seconds."""
+
+    model: str
+    arm: str
+    varied: dict[str, Any] = Field({})
+    method: Literal["full", "lora"]
+    prompts: int
+    group_size: int
+    gradient_checkpointing: bool | str
+    rollout_seconds: list[float] = Field([])
+    update_seconds: list[float] = Field([])
+
+    @property
+    def sequences(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.group_size
+
+
+class _Bench(Stored):
+    bench: str
+    provenance: Provenance
+
+
+class RolloutBenchResult(_Bench):
+    """profile/<bench>.json of kind rollout."""
+
+    kind: Literal["rollout"]
+    model: str
+    points: list[RolloutPoint] = Field(min_length=1)
+
+
+class StepBenchResult(_Bench):
+    """profile/<bench>.json of kind step; its points may be of several models."""
+
+    kind: Literal["step"]
+    points: list[StepPoint] = Field(min_length=1)

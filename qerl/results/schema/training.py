@@ -1,0 +1,91 @@
+"""What training stores: metrics.jsonl, a row a step, and run.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PlainSerializer, model_validator
+
+from qerl.config import RunSettings
+from qerl.results.schema.stored import OK, Number, Provenance, Quartiles, Stored
+
+
+def _named(name: str) -> Any:
+    return Field(alias=name)
+
+
+def _maybe(name: str) -> Any:
+    return Field(None, alias=name)
+
+
+class StepMetrics(Stored):
+    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function."""
+
+    step: int
+    problems: int
+    reward: Number
+    reward_std: Number = _named("reward/std")
+    reward_correct: Number = _named("reward/correct")
+    reward_format: Number = _named("reward/format")
+    reward_overlong: Number = _named("reward/overlong")
+    reward_custom: Number | None = _maybe("reward/custom")
+    reward_equal_groups: Number = _named("reward/equal_groups")
+    completion_tokens: Number
+    completion_length: Number
+    truncated: Number
+    loss: Number
+    entropy: Number
+    mismatch_kl: Number = _named("mismatch/kl")
+    reference_kl: Number = _named("reference/kl")
+    clip_ratio_low: Number = _named("clip_ratio/low")
+    clip_ratio_high: Number = _named("clip_ratio/high")
+    value_mean: Number | None = _maybe("value/mean")
+    value_explained_variance: Number | None = _maybe("value/explained_variance")
+    value_loss: Number | None = _maybe("value/loss")
+    value_clipped: Number | None = _maybe("value/clipped")
+    mismatch_max_ratio: Number = _named("mismatch/max_ratio")
+    grad_norm: Number
+    learning_rate: Number
+    noise_sigma: Number = _named("noise/sigma")
+    noise_norm: Number = _named("noise/norm")
+    rollout_rate: Number = _named("tokens_per_second/rollout")
+    update_rate: Number = _named("tokens_per_second/update")
+    sync_seconds: Number = _named("seconds/sync")
+    rollout_seconds: Number = _named("seconds/rollout")
+    update_seconds: Number = _named("seconds/update")
+    step_seconds: Number = _named("seconds/step")
+    memory_bytes: Number
+
+
+class RunSummary(Stored):
+    """What one training run took."""
+
+    steps: int
+    seconds: Number
+    peak_memory_bytes: Number | None
+    trainable_parameters: int
+    weight_bytes: Number
+    sampler: str = ""
+    rollout_tokens_per_second: Number
+    update_tokens_per_second: Number
+    step_seconds: Quartiles
+
+
+class RunResult(Stored):
+    """train/<run>/run.json; one that failed has its error as `status`, what was said as `reason`, and no summary."""
+
+    run: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: Annotated[RunSettings, PlainSerializer(lambda settings: settings.model_dump(mode="json"))]
+    status: str = OK
+    reason: str = ""
+    summary: RunSummary | None = None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _ok_has_a_summary(self) -> Self:
+        if self.status == OK and self.summary is None:
+            raise ValueError("a run with status ok needs a summary")
+        return self
