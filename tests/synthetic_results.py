@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl.results.printed import FOLDER
+from qerl.results.schema.training import StepMetrics
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {
@@ -15,6 +16,12 @@ PROVENANCE = {
     "versions": {"torch": "2.13.0"},
     "seed": 0,
     "time": "2026-01-01T00:00:00Z",
+}
+#: Every column of metrics.jsonl but those of PPO and of the user's own reward.
+NO_METRICS = {
+    field.alias or name: 0 if name in ("step", "problems") else 0.0
+    for name, field in StepMetrics.model_fields.items()
+    if field.is_required()
 }
 SAMPLER = "native, PyTorch on bfloat16"
 ARMS = {
@@ -89,7 +96,7 @@ def curve(seed: int, arm: str, steps: int = 40) -> list[dict]:
     for step in range(steps):
         progress = 1 - np.exp(-speed * step)
         sigma = 0.0 if ARMS[arm][2] == "off" or step < 4 else 1e-2 * (5e-2) ** (((step - 4) // 4) / 8)
-        row = {
+        row = NO_METRICS | {
             "step": step,
             "reward": 0.4 + 0.5 * progress + generator.normal(0, 0.03),
             "reward/correct": 0.35 + 0.5 * progress,
@@ -137,14 +144,15 @@ def write_evaluation(
             {
                 "dataset": dataset,
                 "harness": "lm-eval",
-                "problem": problem,
+                "problem": str(problem),
                 "repeat": repeat,
                 "prompt": "q",
                 "completion": "a",
                 "extracted": "1",
                 "gold": "1",
-                "correct": bool(answers[problem, repeat]),
+                "correct": int(answers[problem, repeat]),
                 "flexible": bool(flexible[dataset][problem, repeat]) if dataset in flexible else None,
+                "agrees": True,
                 "tokens": 50,
                 "finished": True,
             }

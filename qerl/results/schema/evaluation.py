@@ -22,7 +22,7 @@ class SampleRow(Stored):
     extracted: str | None
     gold: str
     correct: int
-    flexible: Number | None = None
+    flexible: bool | None = None
     agrees: bool
     tokens: int
     finished: bool

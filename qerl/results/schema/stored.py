@@ -22,7 +22,7 @@ def _number(value: float, info: SerializationInfo) -> float:
 
 
 #: An integer or a float: a file keeps what it is, tables see a float.
-Number = Annotated[int | float, PlainSerializer(_number)]
+Number = Annotated[int | float, PlainSerializer(_number, return_type=Any)]
 
 
 class Stored(BaseModel):

@@ -55,15 +55,21 @@ def decode_file(
 def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
     work = {"size": size, "weights": "nvfp4", "prompts": 16, "group": 8, "prompt_tokens": 128}
     work |= {"completion_tokens": 1024, "rank": 16, "repeats": len(seconds)}
-    memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "parts": parts}
+    memory = {
+        "peak_bytes": 20e9,
+        "kv_cache_bytes": 8e9,
+        "without_kv_cache_bytes": 12e9,
+        "parts": parts,
+        "device_bytes": 21e9,
+    }
     value = {
         "bench": "grpo_step",
         "status": "ok",
         "system": system,
         "sampler": "any",
         "work": work,
-        "settings": {"recompute": recompute, "other": 1},
-        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s, "more": 0} for s in seconds],
+        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None},
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in seconds],
         "memory": memory,
         "provenance": PROVENANCE,
     }
@@ -409,7 +415,7 @@ def test_a_point_that_is_ok_needs_samples(tmp_path):
 
 def test_a_step_file_is_no_decode_file(tmp_path):
     file = step_file(tmp_path, "ours", "7B", [1.0], "auto", rest=1.0)
-    with pytest.raises(ResultError, match=r"ours-7B\.json is not a Decode result: `bench`"):
+    with pytest.raises(ResultError, match=r"ours-7B\.json is not a DecodeResult: unknown key `status`"):
         speed_readers.load_points([file])
 
 

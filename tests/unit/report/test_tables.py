@@ -9,6 +9,7 @@ from qerl.report.formatting import present
 from qerl.results import readers
 from qerl.results.files import ResultError
 from tests.unit.synthetic_results import (
+    NO_METRICS,
     rollout_point,
     step_point,
     write_bench,
@@ -273,20 +274,20 @@ def damaged(path, **changes):
 
 def test_a_file_of_another_shape_names_itself(tmp_path):
     run = damaged(write_run(tmp_path, "bf16-lora", 0), summary={})
-    with pytest.raises(ResultError, match=rf"{run} is not a Run result: `summary.steps`"):
+    with pytest.raises(ResultError, match=rf"{run} is not a RunResult: `summary.steps`"):
         readers.load_runs([run])
     with pytest.raises(ResultError, match=r"missing.json doesn't exist"):
         readers.load_runs([tmp_path / "missing.json"])
     bench = write_bench(tmp_path, "b", "rollout", [rollout_point("bf16", 16, [])])
     with pytest.raises(ResultError, match="status ok needs samples"):
         readers.load_benches([bench], "rollout")
-    with pytest.raises(ResultError, match=r"`kind`"):
+    with pytest.raises(ResultError, match=r"b\.json is not a StepBenchResult: unknown key"):
         readers.load_benches([bench], "step")
 
 
 def test_metrics_without_a_column_name_file_and_line(tmp_path):
-    run = write_run(tmp_path, "bf16-lora", 0, metrics=[{"step": 0, "reward": 1.0}])
-    with pytest.raises(ResultError, match=r"metrics.jsonl, line 1 lacks the key `entropy`"):
+    run = write_run(tmp_path, "bf16-lora", 0, metrics=[{k: v for k, v in NO_METRICS.items() if k != "entropy"}])
+    with pytest.raises(ResultError, match=r"metrics.jsonl, line 1: `entropy` is missing"):
         readers.load_metrics([run])
 
 
