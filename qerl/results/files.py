@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from qerl.config import UserError
-from qerl.config_errors import sentence
-from qerl.provenance import write_json, write_text
+from qerl.provenance.files import write_json, write_text
 from qerl.results.schema.stored import Stored
+from qerl.settings.base import UserError
+from qerl.settings.errors import sentence
 
 T = TypeVar("T", bound=Stored)
 

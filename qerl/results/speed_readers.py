@@ -14,6 +14,7 @@ from qerl.random_models.architectures import ARCHITECTURES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
 from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult
+from qerl.settings.models import WeightFormat
 
 _GB = 1e9
 #: What a file of decode points is told by, beside its size and lengths.

@@ -6,8 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from qerl.config import EvaluationSettings, Harness, Recipe, SamplingSettings, StockTask, WeightFormat
 from qerl.results.schema.stored import OK, Number, Provenance, Stored
+from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask
+from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.rollout import SamplingSettings
 
 
 class SampleRow(Stored):

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from qerl.config import WeightFormat
 from qerl.results.schema.stored import Number, Provenance, Stored
+from qerl.settings.models import WeightFormat
 
 
 class QuantizationReport(Stored):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from qerl.config import Recipe, WeightFormat
 from qerl.results.schema.stored import MeasuredPoint, Provenance, Stored
+from qerl.settings.models import Recipe, WeightFormat
 
 
 class BenchPoint(MeasuredPoint):

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.results.schema.stored import MeasuredPoint, Number, Provenance, Stored
+from qerl.settings.models import WeightFormat
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, model_validator
 
-from qerl.provenance import stamp
-from qerl.settings.run import RunSettings
+from qerl.provenance.stamp import stamp
 
 #: The status of a point that was measured; any other text is its error.
 OK = "ok"
@@ -28,7 +27,7 @@ Number = Annotated[int | float, PlainSerializer(_number, return_type=Any)]
 class Stored(BaseModel):
     """Base of all results."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="constants")
 
     def content(self) -> dict[str, Any]:
         """What stands in the file."""

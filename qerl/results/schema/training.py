@@ -6,8 +6,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainSerializer, model_validator
 
-from qerl.config import RunSettings
 from qerl.results.schema.stored import OK, Number, Provenance, Quartiles, Stored
+from qerl.settings.run import RunSettings
 
 
 def _named(name: str) -> Any:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from qerl.report import grid, grid_figures, grid_tables
 from qerl.results import speed_readers
 from qerl.results.files import ResultError
-from tests.unit.synthetic_results import MACHINE, PROVENANCE, write_json
+from tests.synthetic_results import MACHINE, PROVENANCE, write_json
 
 OUT_OF_MEMORY = "out of memory"
 #: Bytes of a 7B NVFP4 step without adapter, one sequence, 256 tokens in the cache, by hand: projections, head, a row of

@@ -7,7 +7,7 @@ from qerl.report import tables
 from qerl.report.summary import print_summary
 from qerl.results import readers
 from qerl.results.files import ResultError
-from tests.unit.synthetic_results import answers, write_evaluation, write_run
+from tests.synthetic_results import answers, write_evaluation, write_run
 
 
 def printed(root) -> str:

@@ -8,7 +8,7 @@ from qerl.report import tables
 from qerl.report.formatting import present
 from qerl.results import readers
 from qerl.results.files import ResultError
-from tests.unit.synthetic_results import (
+from tests.synthetic_results import (
     NO_METRICS,
     rollout_point,
     step_point,

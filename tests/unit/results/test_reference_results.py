@@ -8,7 +8,7 @@ import pytest
 from qerl.results import catalogue
 from qerl.results.files import ResultError
 
-REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 #: Files for people, or made of results: nothing reads them back.
 SHOWN = {
     ".md": "text",
