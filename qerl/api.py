@@ -1,8 +1,8 @@
 """The library: quantize, train, load, sample, evaluate. The command line calls these functions.
 
-A model is given as a folder in the hub's layout, as the folder of a finished run, or as `org/name` of the hub, with
-`@revision` for another than its main branch.
-Mistakes raise a `ValueError` of one sentence before anything long starts.
+A model is a folder in the hub's layout, the folder of a finished run, or `org/name` of the hub. `@revision` after the
+name takes another revision than the main branch. Mistakes raise a `ValueError` of one sentence before anything long
+starts.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class Run:
 
 
 def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None) -> Run:
-    """Prepare the problems, fetch and quantize the model, train; `out` goes before the `out` of `run`.
+    """Prepare the problems, fetch and quantize the model, and train it. `out` overrides the `out` of `run`.
 
-    `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be records
-    themselves: a list, a generator, a function, a `datasets.Dataset`, or a mapping of splits to such; and
-    `reward.function` a function of a module. Parts that are finished are kept: a run that was killed goes on where it
-    was, for a finished one there is nothing to do. What was made of other files, functions or code than those of now is
-    made anew; a finished run refuses, with a `ConfigError` that names them.
+    `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
+    records themselves: a list, a generator, a function or a `datasets.Dataset`. A mapping from splits to these works
+    too, and `reward.function` may be a function of a module. Finished parts are kept: a killed run continues where it
+    stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
+    finished run whose inputs have changed is refused with a `ConfigError` that names them.
     """
     values, records = _without_objects(run, out)
     settings = _read_run(values, out)
@@ -400,13 +400,13 @@ def evaluate(
 ) -> Evaluation:
     """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
 
-    `task` names one of the harness's own tasks, with its prompt, gold answer and metric; as `TaskSettings`, whatever
-    data set it names, with what else a task may set (`fewshot`, `chat`, sampling and repeats, which win).
+    `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
+    set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
 
-    `problems` is a file of records, or records as `train` takes them (all are asked for an answer of the form
-    `answer`, with `instruction`, by default that of `DatasetSettings`), a folder with a file test.jsonl (as the data of
-    a run), or the values of `DatasetSettings`; of the latter two the test split is asked. `sampling` and `repeats` have
-    the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
+    `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
+    `answer` and with `instruction`, by default that of `DatasetSettings`. `problems` may also be a folder with a file
+    test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the test split is asked. `sampling` and
+    `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
     from qerl.data.sources import read_meta

@@ -4,9 +4,9 @@
 
 The adapter is on all seven projections. Prefix caching is off, CUDA graphs are captured for all numbers of sequences
 that are asked for. vLLM fills bf16 and nvfp4 weights itself (load_format=dummy). For nf4 it quantizes a random bfloat16
-checkpoint with bitsandbytes as it loads it, which is what a QLoRA user has: its dummy loader makes none of the scales
-that the layers read then. TMPDIR says where that checkpoint lies; it has two bytes a weight. vLLM up to 0.27 has
-bitsandbytes built in.
+checkpoint with bitsandbytes as it loads it, as a QLoRA user does. Its dummy loader makes none of the scales that the
+layers then read. That checkpoint lies in TMPDIR and has two bytes per weight. vLLM up to 0.27 has bitsandbytes built
+in.
 """
 
 from __future__ import annotations

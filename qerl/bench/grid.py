@@ -28,7 +28,7 @@ class Job:
     id: str
     module: str
     options: tuple[str, ...]
-    #: Of a decode job, a point each.
+    #: Numbers of sequences of a decode job, one point each.
     sequences: tuple[int, ...] = ()
 
     @property

@@ -59,7 +59,7 @@ class _Watched:
 
     @property
     def served(self) -> str:
-        """Of the sampler under measurement."""
+        """Description of the sampler under measurement."""
         return self.sampler.served
 
     def cache_bytes(self, part: str) -> int:

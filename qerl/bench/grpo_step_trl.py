@@ -3,15 +3,15 @@
     python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights bf16 --checkpoint FOLDER
     python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights nf4 --checkpoint FOLDER
 
-FOLDER gets a random BF16 checkpoint, once. Completions come from vLLM in TRL's colocate mode, which holds a copy of
-the weights and no adapter: before each rollout TRL merges the adapter into the base and hands every weight over. With
-an NF4 base TRL has vLLM quantize the checkpoint with bitsandbytes (vLLM up to 0.27 has it built in, later ones need a
-plugin). The merged weights then arrive in 4 bits, but their new scales don't, so that this sampler drifts from what is
-trained. It is timed all the same: it is what `use_vllm=True` does. Beside it TRL has transformers' generation, eager
-(`--sampler transformers`), and its continuous batching, which is not timed here.
+The first call writes a random BF16 checkpoint to FOLDER. Completions come from vLLM in TRL's colocate mode, which holds
+a copy of the weights and no adapter. Before each rollout TRL merges the adapter into the base and copies every weight
+to vLLM. With an NF4 base, vLLM quantizes the checkpoint with bitsandbytes (built in up to vLLM 0.27, later a plugin).
+The merged weights then arrive in 4 bits, but their new scales don't, so this sampler drifts from the trained policy. It
+is timed nevertheless, because `use_vllm=True` does this. TRL also has transformers' eager generation (`--sampler
+transformers`), and continuous batching, which is not timed here.
 
-TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by kernels of its own, with `--liger` or
-without: that changes the layers only.
+TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by its own kernels, with `--liger` or
+without. That option changes the layers only.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _rewards(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def vllm_share(work: Work, device_bytes: int) -> float:
-    """Of the GPU's memory: what vLLM needs to decode all completions at once, so that none waits for the cache."""
+    """Share of the GPU's memory with which vLLM decodes all completions at once, so that none waits for the cache."""
     length = work.prompt_tokens + work.completion_tokens
     parts = byte_parts(work.size, work.weights, 0, work.completions, length)
     # The embedding is held whole, and is as large as the head.
@@ -196,7 +196,7 @@ def _steps(trainer: TimedTrainer, clock: StepClock) -> list[dict[str, float]]:
 
 
 def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
-    """Of vLLM's cache, in bfloat16; that of transformers' generation isn't told."""
+    """Bytes of vLLM's cache, in bfloat16. Those of transformers' generation are unknown."""
     if not trainer.use_vllm:
         return 0
     hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
@@ -286,10 +286,10 @@ def main(
 ) -> None:
     """Time REPEATS steps after one that warms up, and write OUT.
 
-    `weights`: bf16 or nf4; `sampler`: vllm or transformers; `micro_batch`: completions of a forward pass; `recompute`:
-    gradient checkpointing; `correction`: TRL's importance weights between vLLM and the trainer, its default, which cost
-    another forward pass; `vllm_memory`: share of the GPU for vLLM, by default `vllm_share`; without `checkpoint` it is
-    written for this run. Out of memory is a result, too.
+    `weights` is bf16 or nf4, `sampler` vllm or transformers. `micro_batch` is the number of completions of a forward
+    pass, and `recompute` is gradient checkpointing. `correction` has TRL's importance weights between vLLM and the
+    trainer, which cost another forward pass and are TRL's default. `vllm_memory` is vLLM's share of the GPU, by default
+    `vllm_share`. Without `checkpoint`, one is written for this run. Out of memory is a result, too.
     """
     if weights not in ("bf16", "nf4") or sampler not in ("vllm", "transformers"):
         raise typer.BadParameter("weights are bf16 or nf4, the sampler is vllm or transformers")

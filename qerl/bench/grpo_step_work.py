@@ -1,8 +1,8 @@
 """The work of a GRPO step that this project and TRL are timed on, and the shape of the results.
 
-Weights are random, so that only the amount of work counts: prompts of exactly so many tokens, completions that no stop
-token ends, a LoRA adapter on all seven projections and nothing else trained, one update a rollout, rewards that differ
-within a group.
+Weights are random, so that only the amount of work counts. Prompts have an exact length, and no stop token ends a
+completion. Only a LoRA adapter on all seven projections is trained, with one update per rollout. Rewards differ within
+a group.
 """
 
 from __future__ import annotations

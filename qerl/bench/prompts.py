@@ -1,9 +1,10 @@
-"""How long prompts take in the native engine, on random weights: a call that draws one token behind each.
+"""Time of prompts in the project's engine, on random weights: a call draws one token after each prompt.
 
     python -m qerl.bench.prompts OUT.json --size 7B --weights nvfp4 --rank 16
 
-The whole call is timed, the host's part included. Of each point the first call, which may compile kernels and capture a
-graph, stands beside the samples, with the memory that it made the process reserve, less what capturing gave back.
+The whole call is timed, the host's part included. The first call of each point may compile kernels and capture a graph,
+so its time stands beside the samples. So does the memory that it made the process reserve, less what capturing
+released.
 """
 
 from __future__ import annotations

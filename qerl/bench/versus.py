@@ -62,7 +62,7 @@ def _row(result: dict[str, Any], ratio: str) -> dict[str, str]:
 
 
 def _ratio(result: dict[str, Any], first: dict[str, Any]) -> str:
-    """Of one repeat there is no interval."""
+    """The ratio of two results' step times, with its interval where steps were repeated."""
     ratio = ratio_interval(_seconds(result, "step"), _seconds(first, "step"))
     ends = "" if math.isnan(ratio.low) else f" ({ratio.low:.2f} to {ratio.high:.2f})"
     return f"{ratio.mean:.2f}{ends}"

@@ -1,8 +1,8 @@
 """Numbers as people write them: with a name, a currency or a unit, in plain text or in LaTeX.
 
-What stands around a number must be known, so that nothing that changes its value or takes it back passes:
-`18 dollars` is 18, `18 thousand`, `18%`, `18k` and `18 is wrong` are no numbers here. Units are a closed list
-(`UNITS`), which a data set extends (`DatasetSettings.units`).
+Only known text may surround a number, so that no word can change or retract its value. `18 dollars` is 18. `18
+thousand`, `18%`, `18k` and `18 is wrong` don't count as numbers here. Units are a closed list (`UNITS`), which a data
+set extends (`DatasetSettings.units`).
 """
 
 from __future__ import annotations

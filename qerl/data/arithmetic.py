@@ -1,9 +1,9 @@
 """Seeded arithmetic problems with worked solutions, in the three record formats.
 
 A problem of level k is a chain of k operations on small whole numbers. Its solution is written step by step
-("Monday 3+4=7", one labelled step a line) or, for the share `terse` of the training split, states the final answer at
-once. Both are correct, but a small model can't do several steps in its head: a policy trained on the mixture is right
-far more often when it writes the steps, and that is what reinforcement learning can find.
+("Monday 3+4=7", one labelled step per line) or, for the share `terse` of the training split, states the final answer at
+once. Both are correct, but a small model can't compute several steps at once. A policy trained on the mixture is right
+far more often when it writes the steps, and reinforcement learning can find that.
 """
 
 from __future__ import annotations

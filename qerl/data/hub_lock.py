@@ -107,7 +107,7 @@ def verify(entry: LockedRepo, folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal digits."""
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

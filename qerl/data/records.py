@@ -1,9 +1,9 @@
 """The three record formats of the data sets, and the problem that each record states.
 
-gsm8k: `question`, `answer` (worked solution ending in `#### n`)            openai/gsm8k
-math:  `problem` and `answer`, or `solution` (with `\\boxed{}`), or both; `level` ("Level 3" or 3) optional
-                                                                            HuggingFaceH4/MATH-500, Big-Math, AMC
-aime:  `problem`, `answer` (integer 0 to 999), `solution` optional          HuggingFaceH4/aime_2024
+* gsm8k: `question`, `answer` (worked solution ending in `#### n`), as openai/gsm8k.
+* math: `problem` and `answer`, or `solution` (with `\\boxed{}`), or both; `level` ("Level 3" or 3) optional, as
+  HuggingFaceH4/MATH-500, Big-Math and AMC.
+* aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where problems come from: generated, a local file or folder, the Hugging Face hub, a function of the user; and the
-prepared folder.
+"""Sources of problems (generated, a local file or folder, the Hugging Face hub, a function) and the prepared folder.
 
-A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl (records in their own format, empty
-for a split that the origin doesn't have) and dataset.json (format, instruction, form of the answers, origin, what was
-renamed and filtered, rows and SHA-256 of each file; of a set from the hub also the SHA-256 of the repository's files).
+A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl. These have records in their own
+format and are empty for a split that the origin lacks. dataset.json has format, instruction, answer form, origin, and
+what was renamed and filtered. It also has the rows and SHA-256 of each file, and for the hub the SHA-256 of the
+repository's files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, strict match.
 
-With the project's own prompting it is zero-shot, and prompts are those of training; of completions that state their
-answer in tags, the strict match is given that number as `#### n`; metric and all else stay the stock task's. As the
-stock task it has the prompt, the examples and both filters of the task file; only the records come from here.
+With the project's own prompting it is zero-shot, and prompts are those of training. If completions state their answer
+in tags, the strict match gets that number as `#### n`. The metric and all else stay the stock task's. As the stock task
+it has the prompt, the examples and both filters of the task file, and only the records come from here.
 """
 
 from __future__ import annotations

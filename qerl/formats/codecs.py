@@ -43,11 +43,12 @@ class Packed:
     """A weight [out_features, in_features] in a 4-bit format.
 
     Tensors by format (n = out * in):
-      nvfp4: weight_packed uint8 [out, in/2], weight_scale float8_e4m3fn [out, in/16], weight_global_scale float32 [1];
-      mxfp4: weight_packed uint8 [out, in/2], weight_scale uint8 [out, in/32];
-      nf4: weight_packed uint8 [n/2, 1], weight_absmax float32 [n/64], weight_quant_map float32 [16]; with double
-        quantization weight_absmax uint8 [n/64], weight_nested_absmax float32 [ceil(n/64/256)],
-        weight_nested_quant_map float32 [256], weight_nested_offset float32 [1].
+
+    * nvfp4: weight_packed uint8 [out, in/2], weight_scale float8_e4m3fn [out, in/16], weight_global_scale float32 [1];
+    * mxfp4: weight_packed uint8 [out, in/2], weight_scale uint8 [out, in/32];
+    * nf4: weight_packed uint8 [n/2, 1], weight_absmax float32 [n/64], weight_quant_map float32 [16];
+    * nf4 with double quantization: weight_absmax uint8 [n/64], and in addition weight_nested_absmax float32
+      [ceil(n/64/256)], weight_nested_quant_map float32 [256], weight_nested_offset float32 [1].
     """
 
     weights_format: str

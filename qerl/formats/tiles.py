@@ -1,17 +1,17 @@
 """The layout of NVFP4 and MXFP4 weights that the GPU's kernels read: the same codes and scales, in another order.
 
 A weight [rows, columns] is cut into blocks of 128 rows and 128 columns, stored row by row. A block has 8 tiles of 16
-rows, a tile 1,024 bytes of codes and then 128 of scales:
+rows. A tile has 1,024 bytes of codes and then 128 of scales:
 
-* codes: [half of the columns][lane][4] words of 32 bits; a word holds eight codes, those that a lane of a warp needs as
-  its part of a 16 x 16 operand of the tensor cores, placed so that three in four reach their place in a pair of
-  bfloat16 by at most one rotation and one mask, the fourth by two. (There is no placement with one each: 4 rotations of
-  the places 15, 8, 7 and 6 don't cover 16 bits.)
+* codes: [half of the columns][lane][4] words of 32 bits. A word holds the eight codes that a lane of a warp needs as
+  its part of a 16 x 16 operand of the tensor cores. Three in four codes reach their place in a pair of bfloat16 by at
+  most one rotation and one mask, the fourth by two. (No placement needs one for each: 4 rotations of the places 15, 8,
+  7 and 6 don't cover 16 bits.)
 * scales: [8 rows][row r, row r + 8][8 groups of 16 columns] bytes. A byte b stands for the bfloat16 with the bits
   b * multiplier + offset.
 
-NVFP4's E4M3 scales, positive always, become "E5M3": subnormal ones are normalised, so that all decode by a shift and an
-addition. MXFP4's E8M0 scales, each stored twice, keep 245 binades below the largest.
+NVFP4's E4M3 scales are always positive and become "E5M3". Subnormal ones are normalised, so that a shift and an
+addition decode all. MXFP4's E8M0 scales are each stored twice and keep 245 binades below the largest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Of all layers."""
+        """Rows of all layers together."""
         return sum(self.parts)
 
     @property
@@ -164,7 +164,7 @@ def _interleave(two: list[Tensor]) -> Tensor:
 
 
 def _bits(place: int, upper: int) -> list[int]:
-    """Of a word, those of a code's bits 3 (the sign) to 0."""
+    """The bits of a word that hold a code's bits 3 (the sign) to 0."""
     return [(bit + 16 * upper) % 32 for bit in _PLACES[place]]
 
 

@@ -25,16 +25,16 @@ class Measured(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """Of the workload (`workload_key`)."""
+    """Key of the workload (`workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
-    """One number a step."""
+    """One number per step."""
     accuracies: dict[str, dict[str, float]]
-    """Share of right completions of each trained policy, by what its run has of its own (the seed)."""
+    """Share of right completions of each trained policy, by the seed of its run."""
     completions: dict[str, dict[str, str]]
-    """Of each stored policy: for each completion asked for, a hash of its text and whether it was right."""
+    """For each completion of each stored policy, a hash of its text and whether it was right."""
     ratios: dict[str, tuple[list[float], list[float]]]
-    """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
+    """Seconds of the judged code and of its comparison, in pairs that were measured one after the other."""
     compared_with: str | None
     """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
     provenance: dict[str, Any]

@@ -37,8 +37,8 @@ def measure_numerics(folder: Path, out: Path) -> None:
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
     """Bytes that differ, and the error of a layer's product, for each format.
 
-    vectors: weight [out, in] bfloat16, x [rows, in] float32, and for each format its tensors as in a checkpoint, the
-    bfloat16 weight that they mean (`dense`) and x times it in float64 (`product`).
+    `vectors` has weight [out, in] in bfloat16 and x [rows, in] in float32. For each format it has the tensors of a
+    checkpoint, the bfloat16 weight that they represent (`dense`) and x times that weight in float64 (`product`).
     """
     for name in PACKED_FORMATS:
         stored = {key.rpartition("/")[2]: tensor for key, tensor in vectors.items() if key.startswith(f"{name}/")}

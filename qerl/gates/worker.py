@@ -1,8 +1,8 @@
-"""Samples and trains on request, and tells the time: one of two versions of the package that `speed.py` compares.
+"""Samples and trains on request, and reports times: a worker for one of the two versions that `speed.py` compares.
 
-It runs as a file, with one version first on the import path, and asks nothing of it but `load`, `sample`, `train` and
-the columns of metrics.jsonl, so that versions to come can be compared with those of today. Requests come as JSON lines:
-first what to load, then the name of a workload; an answer has the seconds a token of each repeat.
+It runs as a file, with one version of the package first on the import path. It uses only `load`, `sample`, `train` and
+the columns of metrics.jsonl, so that future versions can be compared with today's. Requests are JSON lines: first what
+to load, then the name of a workload. An answer has the seconds per token of each repeat.
 """
 
 from __future__ import annotations

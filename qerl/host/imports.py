@@ -51,11 +51,11 @@ def _is_there(requirement: Requirement) -> bool:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """For a block of imports at the start of a process: the garbage collector never looks through what they make.
+    """Exempt the objects of a block of imports from garbage collection. The block stands at the start of a process.
 
-    Modules stay until the process ends, and they are a million objects. The collector would look through them time and
-    again as they are made, and once more at the end: 3 of the 10 s of CPU time that the imports of a training take.
-    In a library's functions it would be wrong: what else there is in the process is kept for good too.
+    Modules stay until the process ends, and they are a million objects. The collector would scan them repeatedly while
+    they are made, and once more at the end. This is 3 of the 10 s of CPU time of a training's imports. A library's
+    function must not do so, because all other objects of the process would be kept for good, too.
     """
     collects = gc.isenabled()
     gc.disable()

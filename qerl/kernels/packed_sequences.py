@@ -28,7 +28,7 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> Packing:
-        """Of pieces that have at least one token each."""
+        """The packing of pieces that have at least one token each."""
         widths = _widths(lengths, prompts)
         queries, keys = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (lengths, widths))
         return cls(tuple(lengths), tuple(prompts), queries, keys)
@@ -41,8 +41,8 @@ class Packing:
     def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
         """What the keys or values of each piece consist of, out of a `row` of all along dimension `dim`.
 
-        All copies of a prompt come from one `expand`, whose backward pass adds them up at once: in 16 bits, added one
-        by one, their gradients would be rounded each time.
+        All copies of a prompt come from one `expand`, whose backward pass adds their gradients up at once. Added one by
+        one in 16 bits, they would be rounded each time.
         """
         pieces = row.split(self.lengths, dim)
         copies: dict[int, Iterator[Tensor]] = {}

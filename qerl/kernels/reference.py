@@ -30,8 +30,8 @@ def attend(
 ) -> Tensor:
     """Append a token's keys and values to the cache and attend to all tokens so far; [B, Hq * D], 0 for idle rows.
 
-    qkv [B, (Hq + 2 Hkv) * D] of the slots `rows` [B]; cache [pages, 2, Hkv, PAGE, D]; rope: cosines and sines
-    [positions, D / 2]; `splits` bounds the kernel's grid and means nothing here.
+    `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is [pages, 2, Hkv, PAGE, D]. `rope` has cosines
+    and sines [positions, D / 2]. `splits` bounds the kernel's grid and has no effect here.
     """
     del splits
     position = state.position[rows].long()
@@ -172,7 +172,7 @@ def tile_statistics(
     `tiles` are runs of the vocabulary, each its first token and its logits [rows, columns], which are overwritten;
     `targets` [rows] count from the vocabulary's first token. In float32, or float64 of float64 logits.
 
-    The entropy is put together from those of the tiles, H = sum w (H_tile - log w) with w the tile's probability: as
+    The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability. As
     log-sum-exp less the mean of the logits it would be a small difference of large numbers.
     """
     parts = []

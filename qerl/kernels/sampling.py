@@ -1,7 +1,7 @@
 """Drawing tokens in Triton; `qerl.kernels.reference` has it in PyTorch.
 
-The largest of logits plus Gumbel noise follows the softmax of the logits, so one pass over them is enough: a program
-reads CHUNK logits of one row, a second launch combines the chunks and advances the sequence.
+The largest of logits plus Gumbel noise follows the softmax of the logits, so one pass over them is enough. A program
+reads CHUNK logits of one row. A second launch combines the chunks and advances the sequence.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def logprobs_and_entropy(
     of float64 `hidden`, float64; only the log-probabilities have a gradient. A tile of logits exists at a time, and is
     computed again in the backward pass; the head's gradient is computed only where it requires one.
 
-    `keep`: on a GPU all logits [M, V] are kept for the backward pass, in the dtype of `hidden`, and nothing is computed
-    twice; the results are the same to rounding.
+    With `keep`, a GPU keeps all logits [M, V] for the backward pass, in the dtype of `hidden`, and computes nothing
+    twice. The results are the same up to rounding.
     """
     kept = keep and _has_kernels(hidden)
     return (_KeptLogprobs if kept else _TiledLogprobs).apply(hidden, head, targets, temperature)
@@ -109,12 +109,12 @@ def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
 
 
 def _space(hidden: Tensor, head: Tensor) -> Tensor:
-    """Room for the largest tile: one for all, since a loop that makes each anew holds two at a time."""
+    """Space for the largest tile, shared by all: a loop that allocates each anew would hold two at a time."""
     return hidden.new_empty(min(ROWS, len(hidden)) * min(COLUMNS, len(head)))
 
 
 def _tiles(hidden: Tensor, head: Tensor, space: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each run of the vocabulary its first token, its part of the head and its logits, which lie in `space`."""
+    """For each run of the vocabulary, its first token, its part of the head and its logits, which lie in `space`."""
     for first in range(0, len(head), COLUMNS):
         weight = head[first : first + COLUMNS].to(hidden.dtype)
         logits = space[: len(hidden) * len(weight)].view(len(hidden), len(weight))

@@ -30,10 +30,10 @@ class _Frozen:
 class _LoraProducts(torch.autograd.Function):
     """x W^T + b + s (d A^T) B^T of layers that read the same x, d being x or x after dropout: [M, in] to [M, out] each.
 
-    What an adapter adds is written first and the base's product is added to it where it lies, in the product itself;
-    likewise all that the gradient of x is a sum of. Nothing as large as the input or an output is written a second time
-    or kept beside it. A and s B count in the dtype of x, which their gradients are rounded to, as under autocast.
-    `adapters` are A and B of the first layer, of the second, and so on.
+    The adapter's contribution is written first, and the base's product adds to it in place. The terms of the gradient
+    of x are added in the same way. Nothing as large as the input or an output is written twice or kept beside it. A and
+    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` are A and B of
+    the first layer, of the second, and so on.
     """
 
     @staticmethod

@@ -85,19 +85,19 @@ class PackedAttention(nn.Module):
 
 
 class PackedQwen2Attention(PackedAttention, Qwen2Attention):
-    """Of Qwen2 and Qwen2.5."""
+    """Attention of Qwen2 and Qwen2.5."""
 
 
 class PackedQwen3Attention(PackedAttention, Qwen3Attention):
-    """Of Qwen3, which normalises queries and keys."""
+    """Attention of Qwen3, which normalises queries and keys."""
 
 
 class PackedLlamaAttention(PackedAttention, LlamaAttention):
-    """Of Llama."""
+    """Attention of Llama."""
 
 
 class PackedMistralAttention(PackedAttention, MistralAttention):
-    """Of Mistral."""
+    """Attention of Mistral."""
 
 
 #: Classes of transformers that project, normalise, rotate, attend and project, and do nothing else.

@@ -144,8 +144,8 @@ def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Keep the weight of every `PackedLinear` of `model` unpacked in `dtype` while the context lasts.
 
-    For samplers and updates that run many passes on one version of the weights and have the memory for it
-    (`unpacked_bytes`); outputs for inputs of `dtype` are those without it, bit by bit.
+    Samplers and updates use it if they run many passes on one version of the weights and have the memory
+    (`unpacked_bytes`). Outputs for inputs of `dtype` don't change by a bit.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     before = [layer._dense for layer in layers]

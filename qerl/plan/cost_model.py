@@ -118,14 +118,14 @@ class Costs:
         }
 
     def rollout(self, work: Work) -> Hours:
-        """Of the completions."""
+        """Hours of the completions."""
         speed = self.measured_rollout(work)
         if speed is not None and not math.isnan(work.drawn):
             return Hours(measured=_hours(work.drawn, speed.rate))
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
     def update(self, work: Work) -> Hours:
-        """Of the updates."""
+        """Hours of the updates."""
         speed = _nearest(work, [s for s in self._updates if s.gradient_checkpointing == work.gradient_checkpointing])
         if speed is not None:
             return Hours(measured=_hours(work.trained, speed.rate))
@@ -149,8 +149,9 @@ class Costs:
 
 
 def _nearest(work: Work, speeds: Iterable[Speed]) -> Speed | None:
-    """The measurement of this model, format and training whose rank is nearest, then whose batch is the largest within
-    the job's: a larger batch has a higher rate, so that hours stay upper limits."""
+    """The measurement of this model, format and training with the nearest rank and the largest batch within the job's.
+
+    A larger batch has a higher rate, so hours stay upper limits."""
     same = [
         speed
         for speed in speeds

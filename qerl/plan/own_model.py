@@ -17,7 +17,7 @@ from qerl.host.gpu_lease import devices
 from qerl.settings.base import ConfigError
 from qerl.settings.config import merged
 
-#: Of a LoRA run, by the least number of parameters: the paper's for its models (3B and more), more for smaller ones.
+#: Learning rates of LoRA by the least number of parameters: the paper's from 3B on, higher ones for smaller models.
 _LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
 #: The most tokens of a completion, where the context has room for them and for as long a prompt.
 _MAX_TOKENS = 1024

@@ -1,7 +1,7 @@
 """A miniature Qwen2 policy with its tokenizer, trained from scratch on worked solutions.
 
-The policy imitates both styles of the generated solutions (step by step, and the answer at once), so it solves about
-half of the problems: reinforcement learning has something to improve.
+The policy imitates both styles of the generated solutions (step by step, and the answer at once). It thus solves about
+half of the problems, which leaves reinforcement learning something to improve.
 """
 
 from __future__ import annotations

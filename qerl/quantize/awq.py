@@ -1,8 +1,8 @@
 """AWQ (arXiv 2306.00978) by llmcompressor: equalise a dense model so that rounding it to 4 bits costs less.
 
-Channels of a layer's input that are large on calibration texts are divided by a scale in the layer before (a norm,
-v_proj, up_proj) and the weights that read them are multiplied by it, which leaves the model's function as it is. What
-comes out is a dense checkpoint; `qerl.quantize.writer` rounds it like any other.
+AWQ finds channels of a layer's input that are large on calibration texts. The layer before (a norm, v_proj, up_proj) is
+divided by a scale for each of them, and the weights that read them are multiplied by it. The model's function doesn't
+change. The result is a dense checkpoint, which `qerl.quantize.writer` rounds like any other.
 """
 
 from __future__ import annotations

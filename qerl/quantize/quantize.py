@@ -37,11 +37,13 @@ def quantize_checkpoint(
 ) -> dict[str, Any]:
     """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
 
-    Weights are rounded to nearest; with a `calibration` (NVFP4, MXFP4) the model is equalised by AWQ before.
-    Embeddings, norms and the head stay bfloat16; the tokenizer comes along. `target` appears complete or not at all.
-    "bf16" writes nothing. Returns `quantization_report`, of AWQ against the equalised model. Raises `CheckpointError`
-    if `source` isn't dense, holds NaN or infinity, or `target` exists, `FormatError` if the format's groups don't
-    divide a layer's input dimension, `DataError` if there is nothing to calibrate on.
+    Weights are rounded to nearest. With a `calibration` (NVFP4, MXFP4) AWQ first equalises the model. Embeddings, norms
+    and the head stay bfloat16, and the tokenizer is copied. `target` appears complete or not at all. "bf16" writes
+    nothing. Returns `quantization_report`, for AWQ against the equalised model.
+
+    Raises `CheckpointError` if `source` isn't dense or holds NaN or infinity, or if `target` exists. Raises
+    `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
+    texts.
     """
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them

@@ -1,7 +1,8 @@
-"""What the project asks of speed and memory on one H200, beside what the measured points reach.
+"""The project's goals of speed and memory on one H200, beside the measured points.
 
-Decode speed with LoRA r16 on all projections over vLLM's on the same shape, what an adapter costs, a GRPO step
-(16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory without the KV cache.
+The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
+adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory without
+the KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
 _WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
-#: Of native NVFP4: size, sequences, the weights of vLLM's of which the faster is meant, times its speed at least.
+#: Goals of our NVFP4: size, sequences, vLLM's weights of which the faster counts, and the least ratio of speeds.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),
     ("7B", (8, 32), ("nvfp4",), 2.0),

@@ -107,10 +107,10 @@ def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scor
 def _interval(*sets: Scores) -> Interval:
     """Hierarchical bootstrap of the mean of [seeds, problems], or of the mean over several of these.
 
-    Problems are resampled with replacement, the same ones for every seed. To each draw comes a seed effect: Student's
-    t with seeds - 1 degrees of freedom, times the standard error between the seeds' means. Resampling the seeds
-    instead is too narrow for a handful of them: in a simulation of three seeds that differ by 6 (12) points it covers
-    88 % (79 %), this interval 97 % (95 %). With one seed the variation between seeds stays out.
+    Problems are resampled with replacement, the same ones for every seed. Each draw adds a seed effect: Student's t
+    with seeds - 1 degrees of freedom, times the standard error between the seeds' means. Resampling the seeds instead
+    is too narrow for a handful of them. In a simulation of three seeds that differ by 6 (12) points it covers 88 % (79
+    %), and this interval 97 % (95 %). With one seed, the interval leaves out the variation between seeds.
     """
     for scores in sets:
         _check(scores)

@@ -26,13 +26,13 @@ class LossInputs:
     """The tokens of a micro-batch as a policy loss takes them; all but `logprobs_NT` are constants."""
 
     logprobs_NT: torch.Tensor
-    #: Of the policy before the first update on this rollout.
+    #: Log-probabilities of the policy before the first update on this rollout.
     old_logprobs_NT: torch.Tensor
-    #: Of sequences [N, 1] or of tokens [N, T] (ppo).
+    #: Advantages of sequences [N, 1] or of tokens [N, T] (ppo).
     advantages_NT: torch.Tensor
     #: 1.0 where a token counts.
     mask_NT: torch.Tensor
-    #: Of the reference policy, for the KL; None where the loss has none.
+    #: Log-probabilities of the reference policy, for the KL. None where the loss has no KL.
     reference_logprobs_NT: torch.Tensor | None = None
     #: Weights [N, T] or [N, 1] (see `importance_weights`); None for weights of 1.
     importance_NT: torch.Tensor | None = None
@@ -110,8 +110,8 @@ def importance_weights(
 ) -> torch.Tensor | None:
     """Weights without gradient that correct for a sampler that isn't the trainer's policy; None for `off`.
 
-    pi_trainer / pi_sampler of each token [N, T] or of the whole sequence [N, 1]; above the cap it is cut to the cap
-    (truncate) or the token or sequence is dropped (mask).
+    The weight is pi_trainer / pi_sampler of each token [N, T] or of the whole sequence [N, 1]. Above the cap,
+    `truncate` cuts it to the cap, and `mask` drops the token or sequence.
     """
     if settings.correction == "off":
         return None

@@ -1,7 +1,7 @@
 """Adaptive Quantization Noise (paper section 3.3): noise on the RMSNorm weights of each block.
 
-`w + z` in the input norm perturbs q, k and v with one z, in the post-attention norm gate and up with another
-(Eq. 10 to 12); o, down and the final norm get none.
+`w + z` in the input norm perturbs q, k and v with one z. In the post-attention norm it perturbs gate and up with
+another (Eq. 10 to 12). o, down and the final norm get none.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
 
 
 def _fingerprint(settings: RunSettings) -> str:
-    """Of what the configuration and the code say of a run."""
+    """Hash of everything that the configuration and the code determine of a run."""
     function = settings.reward.function
     text = settings.model_dump_json(exclude=UNDECIDING) + code_version("qerl.rl.train")
     return hashlib.sha256((text + (source_version(function) if function else "")).encode()).hexdigest()[:16]

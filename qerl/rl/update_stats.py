@@ -11,17 +11,17 @@ from qerl.rl.data_parallel import Processes
 class UpdateStats:
     """Sums that `+=` adds up; the largest ratio is a maximum. Those of a micro-batch have what that one knows."""
 
-    #: Of the first update, as are all figures up to `reference_kl`.
+    #: Figures of the first update, up to `reference_kl`.
     loss: float = 0.0
     tokens: float = 0.0
     entropy: float = 0.0
     mismatch_kl: float = 0.0
     reference_kl: float = 0.0
-    #: Of all updates: ratios, and how many of them were clipped below and above.
+    #: Ratios of all updates, and how many of them were clipped below and above.
     ratios: float = 0.0
     clipped_low: float = 0.0
     clipped_high: float = 0.0
-    #: Of all updates with ppo: loss and clipped share of the value function.
+    #: Loss and clipped share of the value function, over all updates with ppo.
     value_loss: float = 0.0
     value_clipped: float = 0.0
     #: The largest ratio of a token's probability between trainer and sampler, either way.

@@ -1,5 +1,6 @@
-"""What the pages state, against what it is stated of: README's figures, profiles and conda."""
+"""What the pages state, against its source: README's figures, profiles, conda; and the length of sentences."""
 
+import ast
 import re
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,8 @@ from qerl.report import grid
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ROOT / "results/reference/h200/shapes"
+#: Most words of a sentence.
+WORDS = 30
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -81,3 +84,68 @@ def test_the_catalog_says_whether_every_job_names_its_conda_environment():
     catalog = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())
     stated = catalog["usage"]["software-stack-deployment"]["conda"]
     assert stated is all(found == ["../../environment.yml"] for found in environments)
+
+
+# --- prose -----------------------------------------------------------------------------------------------------------
+
+#: Results that a run wrote, a page that a command prints, and logs of what was tried.
+WRITTEN = (
+    "results/reference/cpu/tables",
+    "results/reference/cpu/gates",
+    "results/reference/h200",
+    "docs/gpu-hours.md",
+    "docs/lab",
+    "docs/kernels.md",
+)
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/**/*.md", "config/**/*.md", "profiles/*.md", "results/reference/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+    if not str(page.relative_to(ROOT)).startswith(WRITTEN)
+]
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs and list items of a page, without code blocks, tables, headings and pictures."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = ["" if re.match(r"\s*(\||#|!\[|<)", line) else line for line in text.splitlines()]
+    text = re.sub(r"^\s*([*+-]|\d+\.)\s", "\n", "\n".join(lines), flags=re.MULTILINE)
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+def long_sentences(text: str) -> list[str]:
+    """Sentences of more words than `WORDS`; what stands between backticks is one word."""
+    found = []
+    for paragraph in paragraphs(text):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", paragraph))
+        plain = re.sub(r"\b(Eq|Fig|e\.g|i\.e)\. ", r"\1 ", plain)
+        sentences = re.split(r"(?<=[.!?])[\"*)]*\s+", plain)
+        found += [sentence for sentence in sentences if len(re.findall(r"\S*\w\S*", sentence)) > WORDS]
+    return found
+
+
+def test_a_long_sentence_is_found():
+    long = "word " * WORDS + "end."
+    assert long_sentences(f"Short. {long} Short.\n\n| {long} |\n\n```sh\n{long}\n```") == [long]
+    assert not long_sentences("* " + "word " * 20 + "\n* " + "word " * 20)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_of_a_page_is_long(page):
+    assert not long_sentences(page.read_text())
+
+
+MODULES = sorted((ROOT / "qerl").rglob("*.py"))
+
+
+def docstrings(file: Path) -> list[str]:
+    """The texts that document a module: every statement that is a string alone, of attributes too."""
+    tree = ast.parse(file.read_text())
+    statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return [node.value for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_docstrings_have_a_subject_and_short_sentences():
+    texts = [(file, text) for file in MODULES for text in docstrings(file)]
+    assert not [f"{file.relative_to(ROOT)}: {text[:80]}" for file, text in texts if re.match(r"\s*Of\b", text)]
+    assert not [f"{file.relative_to(ROOT)}: {long}" for file, text in texts for long in long_sentences(text)]

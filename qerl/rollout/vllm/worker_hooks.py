@@ -40,8 +40,8 @@ if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
 class Float32RMSNorm(RMSNorm):
     """RMSNorm whose weight is float32 whatever the model's dtype, so that noise added to it isn't rounded away.
 
-    vLLM's fused CUDA kernel needs weight and input of one dtype; for others its operator takes the definition in
-    PyTorch (which the compiler fuses): normalised and multiplied in float32, rounded once, as `NoisyRMSNorm` does.
+    vLLM's fused CUDA kernel needs weight and input of one dtype. For others its operator uses the definition in
+    PyTorch, which the compiler fuses. It normalises and multiplies in float32 and rounds once, as `NoisyRMSNorm` does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
