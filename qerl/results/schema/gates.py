@@ -38,14 +38,14 @@ class GateMeasurements(Stored):
     """gates/measured.json: the metrics of one run of the workload, by name, and where they come from."""
 
     key: str
-    """Of the workload (`qerl.gates.measured.workload_key`)."""
+    """Key of the workload (`qerl.gates.measured.workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number a step."""
     accuracies: dict[str, dict[str, float]]
     """Share of right completions of each trained policy, by what its run has of its own (the seed)."""
     completions: dict[str, dict[str, str]]
-    """Of each stored policy: for each completion asked for, a hash of its text and whether it was right."""
+    """For each completion of each stored policy, a hash of its text and whether it was right."""
     ratios: dict[str, tuple[list[float], list[float]]]
     """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
     compared_with: str | None
