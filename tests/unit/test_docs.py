@@ -92,7 +92,7 @@ def test_the_catalog_says_whether_every_job_names_its_conda_environment():
 WRITTEN = (
     "results/reference/cpu/tables",
     "results/reference/cpu/gates",
-    "results/reference/h200",
+    "results/reference/h200/walk",
     "docs/gpu-hours.md",
     "docs/lab",
     "docs/kernels.md",
