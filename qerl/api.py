@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
 import yaml
 
 from qerl.checkpoints.context import context_length
@@ -47,6 +46,8 @@ from qerl.settings.rollout import EngineSettings, SamplingSettings
 from qerl.settings.run import UNDECIDING, RunFile
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qerl.evals.policy import Drawn
     from qerl.policy.policy import Policy
     from qerl.results.intervals import Interval
@@ -105,6 +106,8 @@ class Run:
     @property
     def metrics(self) -> pd.DataFrame:
         """One row a step, of an unfinished run those so far: reward and its parts, loss, entropy, lengths, ..."""
+        import pandas as pd
+
         # While it is trained, they lie beside its checkpoints.
         found = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
         there = [file for file in found if file.is_file()]
@@ -205,6 +208,8 @@ def _check_same(folder: Path, settings: RunFile) -> None:
         return
     if not Run(folder).checkpoint.exists():  # nothing was made that took time: settings may still be corrected
         return
+    import pandas as pd
+
     there, here = (
         pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
         for s in (Run(folder).settings, settings)
@@ -374,6 +379,8 @@ class Evaluation:
     @cached_property
     def samples(self) -> pd.DataFrame:
         """One row a completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
+        import pandas as pd
+
         text_columns = {"problem": str, "extracted": str, "gold": str}
         return pd.read_json(self.folder / "samples.jsonl", lines=True, dtype=text_columns)
 

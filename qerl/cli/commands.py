@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import pandas as pd
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,6 +27,8 @@ from qerl.settings.reading import parse_yaml, read_yaml
 from qerl.settings.rollout import SamplingSettings
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qerl.evals.policy import Drawn
     from qerl.plan import Plan
 
@@ -238,6 +239,8 @@ def _console() -> Console:
 
 
 def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    import pandas as pd
+
     from qerl.report.summary import rich_table
 
     _console().print(rich_table(title, pd.DataFrame(rows)))
@@ -351,6 +354,8 @@ def grid(
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` and how far they are."""
+    import pandas as pd
+
     from qerl.bench.grid import MISSING, jobs, state
     from qerl.report.summary import rich_table
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from qerl.host.gpu_lease import alone, devices, keep_to_own_cores, lease
-from qerl.host.imports import imports
+from qerl.host.imports import OPTIONAL, imports
 from qerl.provenance.files import check_writable
 from qerl.settings.base import parse
 from qerl.settings.benches import BenchSettings, GateSettings, RolloutBench, StepBench
@@ -64,7 +64,7 @@ def check(
     out: Annotated[Path, typer.Option(help="An empty file, once all is well.")],
 ) -> None:
     """Look at tokenizer and problems together, before anything long."""
-    with imports():
+    with imports(without=OPTIONAL):
         from qerl.prepare.preflight import check_evaluation, check_runs
 
     folders = _pairs(data)
@@ -77,7 +77,7 @@ def check(
 def pretrain(settings: SettingsJson, data: Named, out: Out) -> None:
     """Train the miniature base policy from scratch."""
     with lease(1):
-        with imports():
+        with imports(without=OPTIONAL):
             # What pretrain_base imports when it is called: transformers' models, two seconds less here.
             from qerl.prepare.base_checkpoint import pretrain_base
             from qerl.pretrain import miniature  # noqa: F401
@@ -125,7 +125,7 @@ def train(settings: SettingsJson, checkpoint: Path, data: Path, work: Path, out:
     row = json.loads(settings)
     # Its own work first: one that is left over from a killed Snakemake may have the GPU too.
     with alone(work), lease(parse(RunSettings, row["settings"], f"run {row['id']}").gpus):
-        with imports():
+        with imports(without=OPTIONAL):
             from qerl.rl.data_parallel import KilledError
             from qerl.rl.train import train_run
 
@@ -148,10 +148,10 @@ def evaluate(
     """Score a base or a trained policy on every task."""
     parsed = parse(EvaluationSettings, json.loads(settings), "evaluation")
     with lease(parsed.engine_gpus):
-        with imports():
+        with imports(without=OPTIONAL):
             from qerl.evals.evaluate import scorer
             from qerl.evals.job import evaluate_policy
-
+        with imports():
             for task in parsed.tasks:
                 scorer(task.harness)
 
@@ -169,12 +169,12 @@ def profile(
     inputs: Any = json.loads(points)
     with lease(_bench_gpus(parsed, inputs)):
         if isinstance(parsed, RolloutBench):
-            with imports():
+            with imports(without=OPTIONAL):
                 from qerl.bench.rollout import bench_rollout
 
             bench_rollout(bench, parsed, {name: Path(path) for name, path in inputs.items()}, out)
         else:
-            with imports():
+            with imports(without=OPTIONAL):
                 from qerl.bench.step import bench_step
 
             bench_step(bench, parsed, inputs, out)

@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-import pandas as pd
-
 from qerl.data.arithmetic import generate
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
@@ -155,6 +153,7 @@ def _rows(path: Path) -> list[Record]:
 
 
 def _parquet_rows(path: Path) -> list[Record]:
+    import pandas as pd
     import pyarrow as pa
 
     try:

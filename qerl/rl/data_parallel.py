@@ -17,9 +17,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import nn
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qerl.settings.base import ConfigError
 
@@ -101,6 +98,11 @@ def run_in_processes(count: int, function: Callable[..., None], *arguments: Any)
 
 
 def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    # Here, because most runs have one process.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,13 +1,73 @@
-"""Imports that the garbage collector leaves alone, and extras that are missing."""
+"""What jobs import, imports that the garbage collector leaves alone, and extras that are missing."""
 
 import gc
-from importlib import metadata
+import json
+import subprocess
+import sys
+from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from qerl import api
-from qerl.host.imports import check_installed, imports
+from qerl.host import imports as module
+from qerl.host.imports import OPTIONAL, absent, check_installed, imports
 from qerl.settings.base import ConfigError
+
+#: By which a job is slow to start, each a second or so of CPU time, and which none of them needs to start.
+LARGE = {*OPTIONAL, "datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "networkx", "pandas", "vllm"}
+
+
+def imported(code: str) -> set[str]:
+    """Names of the modules, of packages also the parts, that a new process has once it ran `code`."""
+    code += "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_a_job_of_a_policy_imports_what_it_needs():
+    """What training, evaluation and benches import as `qerl rule` does; the clock is not asked."""
+    found = imported(
+        "import qerl.cli.commands\n"
+        "from qerl.host.imports import OPTIONAL, imports\n"
+        "with imports(without=OPTIONAL):\n"
+        "    import qerl.rl.train, qerl.evals.job, qerl.bench.step, qerl.bench.rollout, qerl.prepare.preflight\n"
+    )
+    assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
+    assert not LARGE & found
+    assert "torch._inductor.compile_fx" not in found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pytest, qerl.cli.commands as cli\nwith pytest.raises(SystemExit): cli.app(['rule', '--help'])",
+        # What common.smk imports: Snakemake parses it at every call.
+        "import pathlib, re\n"
+        "text = pathlib.Path('workflow/rules/common.smk').read_text()\n"
+        "exec('\\n'.join(re.findall(r'^from qerl[^(]*?(?:\\([^)]*\\))?$', text, re.MULTILINE)))",
+    ],
+    ids=["command line", "common.smk"],
+)
+def test_what_reads_a_configuration_imports_neither_torch_nor_tables(code):
+    found = imported(code)
+    assert "qerl.settings.base" in found
+    assert not (LARGE | {"torch", "transformers"}) & found
+
+
+def test_a_library_is_absent_in_the_block_alone_and_only_where_it_is_known_to_be_spared(monkeypatch):
+    name = "this"  # of the standard library, and imported by nobody
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with absent([name, "json"]):
+        assert find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError):
+            import_module(name)
+        assert sys.modules["json"] is json  # was there before
+    assert find_spec(name) is not None
+    monkeypatch.setitem(module.DO_WITHOUT, "transformers", SpecifierSet("<1"))
+    with absent([name]):
+        assert find_spec(name) is not None
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -110,7 +110,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
         killed = ProcessFailure(local_rank=1, pid=2, exitcode=-signal.SIGKILL, error_file="none")
         raise ChildFailedError("a run", {1: killed})
 
-    monkeypatch.setattr("qerl.rl.data_parallel.elastic_launch", lambda *_: launch)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: launch)
     with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*goes on from its last checkpoint"):
         run_in_processes(2, fail, 1)
     monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))
