@@ -350,7 +350,7 @@ def sample(
     `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`.
     """
     from qerl.data.prompts import prompt_ids
-    from qerl.evals.policy import Policy as Drawing
+    from qerl.evals.policy import EvaluatedPolicy
     from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
 
@@ -361,7 +361,7 @@ def sample(
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
     context = context_length(policy.lm.config.to_dict())
-    return Drawing(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
+    return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.data.answers import is_correct
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals import SAMPLES
-from qerl.evals.policy import STOCK_COLUMNS, EvaluationSet, Policy, Stock, Verdict
+from qerl.evals.policy import STOCK_COLUMNS, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
@@ -48,7 +48,7 @@ def evaluate(
         for task, dataset in tasks:
             sampling = settings.sampling_of(task).model_dump()
             params = SamplingParams(**sampling, count=settings.repeats_of(task), seed=settings.seed)
-            policy = Policy(sampler, tokenizer, params, context)
+            policy = EvaluatedPolicy(sampler, tokenizer, params, context)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row) + "\n" for row in rows)
             metrics[task.label] = {**summarize(rows), "task": task.task, "sampling": sampling}
@@ -117,7 +117,7 @@ def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str
     return [{column: str(record[column]) for column in columns} for record in records]
 
 
-def scorer(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict]]]:
+def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[list[GradedCompletion]]]:
     """What scores a policy by a harness."""
     # Each harness costs seconds to import; only those in use are.
     if name == "lm-eval":
@@ -129,7 +129,7 @@ def scorer(name: Harness) -> Callable[[Policy, EvaluationSet], list[list[Verdict
     return lighteval.score
 
 
-def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Verdict]]) -> Iterator[Row]:
+def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[Row]:
     form = (dataset.format, dataset.answer, dataset.units)
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
         for repeat, verdict in enumerate(repeats):

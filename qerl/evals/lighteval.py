@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.data.answers import extract
 from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
-from qerl.evals.policy import Drawn, EvaluationSet, Policy, Verdict
+from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.evaluation import StockTask
 
 _SPLIT = "test"
@@ -59,7 +59,9 @@ class SamplerModel(LightevalModel):
     `read` makes of a completion the text that metrics see.
     """
 
-    def __init__(self, policy: Policy, read: Callable[[str], str] = _without_thinking, *, chat: bool = True) -> None:
+    def __init__(
+        self, policy: EvaluatedPolicy, read: Callable[[str], str] = _without_thinking, *, chat: bool = True
+    ) -> None:
         self.policy = policy
         self.read = read
         self.chat = chat
@@ -171,7 +173,7 @@ def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
     return sorted(task.get_docs(), key=lambda doc: int(doc.id)), config.metrics[0]
 
 
-def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
+def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
     # One warning for each completion without an answer would fill the log; the samples file tells them.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
@@ -186,4 +188,4 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     outputs = apply_metric(docs=[doc for doc, _ in pairs], responses=[r for _, r in pairs], metrics=[metric])
     correct = [bool(output[metric.metric_name] == 1.0) for output in outputs]
     verdicts = zip(extracted, correct, strict=True)
-    return [[Verdict(drawn, *next(verdicts)) for drawn in repeats] for repeats in model.drawn]
+    return [[GradedCompletion(drawn, *next(verdicts)) for drawn in repeats] for repeats in model.drawn]

@@ -24,7 +24,7 @@ from lm_eval.tasks import TaskManager
 
 from qerl.data.answers import extract
 from qerl.data.prompts import chat_text, plain_ids, prompt_text
-from qerl.evals.policy import Drawn, EvaluationSet, Policy, Stock, Verdict
+from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 
 _SPLIT = "test"
 _STRICT = "strict-match"
@@ -37,7 +37,7 @@ _INVALID = "[invalid]"
 class SamplerLM(LM):
     """lm-eval's model interface over a policy; it generates only."""
 
-    def __init__(self, policy: Policy, *, chat: bool = True) -> None:
+    def __init__(self, policy: EvaluatedPolicy, *, chat: bool = True) -> None:
         super().__init__()
         self.policy = policy
         self.chat = chat
@@ -148,7 +148,7 @@ def _from_tags(strict: list[dict[str, Any]], dataset: EvaluationSet) -> list[dic
     return [_custom(lambda texts: [as_hashes(text) for text in texts]), *strict]
 
 
-def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
+def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
     # It warns of records in memory.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -166,11 +166,11 @@ def score(policy: Policy, dataset: EvaluationSet) -> list[list[Verdict]]:
     ]
 
 
-def _verdict(drawn: Drawn, scored: dict[tuple[int, str], Any], problem: int, repeat: int) -> Verdict:
+def _verdict(drawn: Drawn, scored: dict[tuple[int, str], Any], problem: int, repeat: int) -> GradedCompletion:
     strict, flexible = (scored.get((problem, f"{name} {repeat}")) for name in (_STRICT, _FLEXIBLE))
     assert strict is not None
     [extracted] = strict["filtered_resps"]
-    return Verdict(
+    return GradedCompletion(
         drawn,
         None if extracted == _INVALID else extracted,
         bool(strict[_METRIC] == 1.0),

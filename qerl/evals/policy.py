@@ -27,7 +27,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GradedCompletion:
     """A completion, the answer that the harness extracted from it (None if it found none), and the harness's score.
 
     `flexible`: the score by lm-eval's flexible-extract, where the task has it beside the strict match.
@@ -78,7 +78,7 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True)
-class Policy:
+class EvaluatedPolicy:
     """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat.
 
     `context`: the most tokens of a prompt and its completion, where that is known.

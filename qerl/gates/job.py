@@ -10,13 +10,14 @@ from pathlib import Path
 import pandas as pd
 
 from qerl.gates.baselines import any_baseline, machine_class, own_baseline, write_baseline
-from qerl.gates.judge import Baselines, Verdict, judge, overall
+from qerl.gates.judge import Baselines, judge, overall
 from qerl.gates.measured import Measured
 from qerl.gates.rows import read_gates
 from qerl.host.progress import log
 from qerl.plan import Plan
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
+from qerl.results.schema.gates import Verdict
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings
 

@@ -19,38 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from qerl.gates.baselines import Baseline
 from qerl.gates.measured import Measured
-from qerl.gates.rows import Check, Gate
+from qerl.gates.rows import Gate
 from qerl.results.intervals import paired_ratio_interval
-
-Outcome = Literal["pass", "fail", "no baseline"]
+from qerl.results.schema.gates import Check, Outcome, Verdict
 
 #: Steps that a series of another machine is compared over: later on, rounding has led to other completions.
 EARLY_STEPS = 2
-
-
-class Verdict(BaseModel):
-    """What a gate says. Numbers are in the metric's unit; `limit` is the number that `now` was compared with."""
-
-    model_config = ConfigDict(frozen=True)
-
-    gate: str
-    metric: str
-    check: Check
-    outcome: Outcome
-    now: float | None = None
-    low: float | None = None
-    high: float | None = None
-    baseline: float | None = None
-    limit: float | None = None
-    detail: str = ""
-    why: str
 
 
 @dataclass(frozen=True)

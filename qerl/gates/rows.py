@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from qerl.results.schema.gates import Check
 from qerl.settings.base import ConfigError, Settings, parse
 
-#: What a gate compares (docs/gates.md): a number with a bound, a ratio's interval with a bound, a number with the
-#: baseline's, accuracies, completions or a series of numbers with the baseline's.
-Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "paired", "same", "golden"]
 COLUMNS = ("gate", "metric", "check", "limit", "why")
 
 

@@ -32,7 +32,7 @@ _SCORED = (
 )
 
 
-class Stored:
+class StoredResults:
     """Results by kind, told apart by the names that the workflow gives them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -112,7 +112,7 @@ class Stored:
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     """Write `out`/name.csv, .md, .tex and .html, and the caption alone in .txt."""
-    stored = Stored(paths)
+    stored = StoredResults(paths)
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
     makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
@@ -130,13 +130,13 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     tables.write_table(frame, out / name, tables.caption_text(CAPTIONS[name], records), parts=parts)
 
 
-def _make_paper_table(name: str, stored: Stored, out: Path) -> None:
+def _make_paper_table(name: str, stored: StoredResults, out: Path) -> None:
     frame = stored.beside(name)
     shown, footnotes = layout.flat(frame) if name == "table4" else layout.paper_shape(frame)
     tables.write_table(frame, out / name, _paper_caption(name, frame, stored), shown, footnotes)
 
 
-def _paper_caption(name: str, frame: pd.DataFrame, stored: Stored) -> str:
+def _paper_caption(name: str, frame: pd.DataFrame, stored: StoredResults) -> str:
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
@@ -157,13 +157,13 @@ def _with_records(
 
 def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
     """Write `out`/name.svg and .png, and in .txt machine, seeds and commit for the report's caption."""
-    stored = Stored(paths)
+    stored = StoredResults(paths)
     out.mkdir(parents=True, exist_ok=True)
     _draw(name, stored, out / name)
     (out / f"{name}.txt").write_text(figure_stamp(name, stored) + "\n")
 
 
-def figure_stamp(name: str, stored: Stored) -> str:
+def figure_stamp(name: str, stored: StoredResults) -> str:
     """What the numbers of a figure are of."""
     if name == printed.SCHEDULES:
         return "Drawn from the formulas; nothing is measured."
@@ -176,7 +176,7 @@ def figure_stamp(name: str, stored: Stored) -> str:
     return _stamp(stored.stamps() if beside else runs, runs) + "."
 
 
-def _draw(name: str, stored: Stored, stem: Path) -> None:
+def _draw(name: str, stored: StoredResults, stem: Path) -> None:
     from qerl.report import figures, paper_figures
 
     if name in printed.BARS:

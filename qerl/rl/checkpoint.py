@@ -16,7 +16,7 @@ KEEP = 2
 _DIGEST = hashlib.sha256().digest_size
 
 
-class CheckpointError(ValueError):
+class ResumeError(ValueError):
     """A checkpoint that can't be read or written; the message is one sentence for the user."""
 
 
@@ -48,7 +48,7 @@ class Checkpoints:
                 raise
             if digested:
                 partial.unlink()
-            raise CheckpointError(
+            raise ResumeError(
                 f"can't write the checkpoint of step {step} to {self.folder} ({cause.strerror}); make room, or make "
                 "the folder writable, and start again: the run goes on from the checkpoint before"
             ) from error
@@ -62,15 +62,15 @@ class Checkpoints:
             return None
         newest = files[-1]
         if damage := _damage(newest):
-            raise CheckpointError(
+            raise ResumeError(
                 f"{newest} {damage}; delete it to go on from the one before (without one: from the start)"
             )
         try:
             state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
         except UnpicklingError:
-            raise CheckpointError(f"{newest} holds more than tensors and numbers; delete it") from None
+            raise ResumeError(f"{newest} holds more than tensors and numbers; delete it") from None
         if state["fingerprint"] != self.fingerprint:
-            raise CheckpointError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
+            raise ResumeError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
 
 

@@ -22,7 +22,7 @@ from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapt
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import flush, write_json, write_text
 from qerl.provenance.stamp import stamp
-from qerl.rl.checkpoint import CheckpointError, Checkpoints
+from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.no_signal import report
@@ -152,7 +152,7 @@ def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
     try:
         trainer.policy.save(out / "policy", base)
     except SafetensorError as error:
-        raise CheckpointError(
+        raise ResumeError(
             f"can't write the trained policy to {out} ({error}); make room and start again: the run goes on from its "
             "last checkpoint"
         ) from error

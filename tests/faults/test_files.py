@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from qerl import api
-from qerl.checkpoints.folder import CheckpointError as BaseError
+from qerl.checkpoints.folder import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
 from qerl.policy.export import export
 from qerl.policy.policy import load_policy
 from qerl.provenance.files import check_writable, write_json
-from qerl.rl.checkpoint import CheckpointError, Checkpoints
+from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.settings.base import ConfigError
 
 from .conftest import forked, ordinary_user, read_rows, untimed
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_as_good(tmp_path, k
         store.save(step, {"trained": {"a": torch.full((1000,), float(step))}})
     newest = tmp_path / "step-000002.pt"
     newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"step-000002\.pt is damaged; delete it to go on from the one before"):
+    with pytest.raises(ResumeError, match=r"step-000002\.pt is damaged; delete it to go on from the one before"):
         store.load(CPU)
     newest.unlink()
     assert store.load(CPU)["trained"]["a"].eq(1.0).all()
@@ -135,7 +135,7 @@ def test_an_unreadable_checkpoint_is_named(public):
     store = Checkpoints(public, "x")
     store.save(1, {})
     (public / "step-000001.pt").chmod(0)
-    with ordinary_user(), pytest.raises(CheckpointError, match=r"can't be read \(Permission denied\); delete it"):
+    with ordinary_user(), pytest.raises(ResumeError, match=r"can't be read \(Permission denied\); delete it"):
         store.load(CPU)
 
 
@@ -155,14 +155,14 @@ def test_a_half_written_adapter_is_named(run, name):
         lambda: load_policy(run.base, run.out / "policy", "float32", CPU),
         lambda: export(run.base, run.out / "policy", run.folder / "exported"),
     ):
-        with pytest.raises(BaseError, match=rf"{name}.*; delete .*policy and train the run again"):
+        with pytest.raises(CheckpointError, match=rf"{name}.*; delete .*policy and train the run again"):
             use()
 
 
 def test_a_truncated_base_is_named_before_anything_is_loaded(run):
     file = run.base / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(BaseError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
         run.train()
 
 
@@ -188,7 +188,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_told(tmp_path):
 
     def save():
         limited(100_000)
-        with pytest.raises(CheckpointError, match=r"step 2 .*File too large.*goes on from the checkpoint before"):
+        with pytest.raises(ResumeError, match=r"step 2 .*File too large.*goes on from the checkpoint before"):
             store.save(2, {"a": torch.ones(100_000)})
 
     assert forked(save) == 0
@@ -206,7 +206,7 @@ def test_a_disk_full_at_the_end_costs_no_step(run, whole, monkeypatch):
                 limited(10_000)
 
         monkeypatch.setattr(Checkpoints, "save", save_and_fill)
-        with pytest.raises(CheckpointError, match=r"can't write the trained policy .*make room and start again"):
+        with pytest.raises(ResumeError, match=r"can't write the trained policy .*make room and start again"):
             run.train()
 
     assert forked(train) == 0

@@ -13,7 +13,7 @@ from qerl.data.answers import is_correct
 from qerl.data.records import Problem
 from qerl.evals.evaluate import scorer
 from qerl.evals.lm_eval import task_config
-from qerl.evals.policy import EvaluationSet, Policy
+from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.evaluation import harness_of
 from tests.unit.data.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
@@ -127,7 +127,7 @@ def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_for
     from lighteval.models.model_output import ModelResponse
 
     from qerl.evals.lighteval import score
-    from qerl.evals.policy import Policy
+    from qerl.evals.policy import EvaluatedPolicy
     from qerl.rollout.sampler import Completion, SamplingParams
 
     class Script:
@@ -156,7 +156,7 @@ def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_for
     expected = [output[metric.metric_name] == 1.0 for output in outputs]
     assert expected == [right for _, right in cases]
     problem = Problem("0", record["problem"], record.get("solution"), record["answer"])
-    policy = Policy(Script(), Script(), SamplingParams(max_tokens=9, count=len(cases)))
+    policy = EvaluatedPolicy(Script(), Script(), SamplingParams(max_tokens=9, count=len(cases)))
     [ours] = score(policy, EvaluationSet("puzzles", record_format, "", [problem]))
     assert [verdict.correct for verdict in ours] == expected
 
@@ -223,7 +223,7 @@ def test_what_training_rewards_is_right_for_the_harness(record_format, form):
         for number, (expected, _) in enumerate(cases)
     ]
     player = OneEach([text for _, text in cases])
-    policy = Policy(player, player, SamplingParams(max_tokens=9, count=1))
+    policy = EvaluatedPolicy(player, player, SamplingParams(max_tokens=9, count=1))
     verdicts = scorer(harness_of(record_format))(policy, EvaluationSet("puzzles", record_format, "", problems, form))
     rewarded_only = [
         text

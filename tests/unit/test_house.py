@@ -1,6 +1,7 @@
-"""The package as a house, read by its syntax trees: which way imports run."""
+"""The package as a house, read by its syntax trees: which way imports run, and one name a thing."""
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -32,3 +33,8 @@ def test_the_noise_schedule_needs_no_torch():
 def test_architectures_need_no_torch():
     """The workflow reads them on every call."""
     assert imported(trees()["qerl.random_models.architectures"]) == {"__future__", "typing"}
+
+
+def test_a_name_of_a_class_names_one_class():
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= {"Evaluation", "Job", "Run", "Work"}

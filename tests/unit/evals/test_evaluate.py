@@ -336,7 +336,7 @@ def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
     from lm_eval.tasks import TaskManager
 
     from qerl.evals.lm_eval import SamplerLM, task_config
-    from qerl.evals.policy import EvaluationSet, Policy
+    from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
     from qerl.rollout.sampler import SamplingParams
 
     instruction = " State  it as {{question}} \\boxed{n} {% raw %} <|im_end|> é "
@@ -349,7 +349,7 @@ def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
             return [[Completion([1], [0.0], True)] * params.count for _ in prompts]
 
     dataset = EvaluationSet("words", "gsm8k", instruction, test_problems)
-    policy = Policy(Recorder(), tokenizer, SamplingParams(max_tokens=5, count=2))
+    policy = EvaluatedPolicy(Recorder(), tokenizer, SamplingParams(max_tokens=5, count=2))
     tasks = TaskManager(include_defaults=False).load([task_config(dataset, 2)])
     harness_evaluate(SamplerLM(policy), tasks, bootstrap_iters=0, apply_chat_template=True)
     assert seen == [prompt_ids(tokenizer, problem.question, instruction) for problem in test_problems]
@@ -375,9 +375,9 @@ def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path
 def test_harnesses_refuse_likelihoods(tokenizer):
     from qerl.evals.lighteval import SamplerModel
     from qerl.evals.lm_eval import SamplerLM
-    from qerl.evals.policy import Policy
+    from qerl.evals.policy import EvaluatedPolicy
 
-    policy = Policy(None, tokenizer, None)
+    policy = EvaluatedPolicy(None, tokenizer, None)
     for model in (SamplerLM(policy), SamplerModel(policy)):
         for method in (model.loglikelihood, model.loglikelihood_rolling):
             with pytest.raises(NotImplementedError, match="draws completions only"):

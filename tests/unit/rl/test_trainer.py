@@ -11,7 +11,7 @@ import torch
 from qerl.data.records import Problem
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantize.quantize import quantize_checkpoint
-from qerl.rl.checkpoint import CheckpointError, Checkpoints
+from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
@@ -227,7 +227,7 @@ def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
     made.run()
     newest = sorted(tmp_path.glob("step-*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=newest.name):
+    with pytest.raises(ResumeError, match=newest.name):
         trainer(checkpoints, tmp_path).run()
 
 
@@ -243,7 +243,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_goes_on(checkpoints, t
         save(step, state)
 
     object.__setattr__(made.checkpoints, "save", save_until_full)
-    with pytest.raises(CheckpointError, match=r"step 4.*No space left on device.*make room"):
+    with pytest.raises(ResumeError, match=r"step 4.*No space left on device.*make room"):
         made.run()
     assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "step-000002.pt"]
     assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)
@@ -251,7 +251,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_goes_on(checkpoints, t
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     Checkpoints(tmp_path, "these").save(1, {"rows": []})
-    with pytest.raises(CheckpointError, match="other settings"):
+    with pytest.raises(ResumeError, match="other settings"):
         Checkpoints(tmp_path, "those").load(CPU)
 
 
