@@ -1,15 +1,18 @@
 """A decode step's attention in Triton; `qerl.kernels.reference` has it in PyTorch.
 
-A program attends for the query heads of one KV head to some pages of one sequence; a second launch combines these
-splits in their order. With enough sequences to keep the GPU busy a program attends to a whole one, and there is nothing
-to combine. The program that holds the new token rotates its key and appends it to the cache. What it computes depends
-on its sequence and on the size of the batch, not on the other sequences.
+A program attends for the query heads of one KV head to some pages of one sequence, a split; a second launch combines
+the splits in their order. With enough sequences to keep the GPU busy a program attends to a whole sequence, and nothing
+is combined. The program that has the new token rotates its key and appends it to the cache. Its result depends on its
+sequence and on the size of the batch, not on the other sequences.
 
-Only qkv comes from the kernel before: slots, tables and older tokens are there since the step began, with kernels that
-nothing overtakes. So a split, of few pages, has the first on its way while qkv is computed.
+Only qkv comes from the kernel before. State, tables and older tokens were there when the step began. So a split loads
+its first page while qkv is computed.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,11 +23,62 @@ from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 from qerl.kernels.slots import DecodeState
 
-#: Programs that a multiprocessor has at least, where each attends to a whole sequence: half of them may have none.
+#: Programs a multiprocessor from which on each attends to a whole sequence: half of the multiprocessors may have none.
 _LEAST_PROGRAMS = 0.5
-#: Shared memory for pages, in bytes, and how many it holds at most: one that is attended to, two on their way. A split
-#: has one: most are of one page, and what they don't take is the next product's, whose weights are on their way.
-_PAGES_BYTES, _MOST_PAGES, _SPLIT_PAGES = 200_000, 3, 1
+#: Shared memory for pages in bytes, and how many pages it holds at most: one is attended to, two are being copied.
+_PAGES_BYTES, _MOST_PAGES = 200_000, 3
+#: A split has one page in shared memory: most splits are of one page, and the next product needs the rest of the
+#: memory for weights that are being copied.
+_SPLIT_PAGES = 1
+
+
+class _Sequences(NamedTuple):
+    """The slot of each row, and the position of the last token and the pages of each slot."""
+
+    rows: Tensor
+    position: Tensor
+    pages: Tensor
+    pages_stride: int
+
+
+class _Rope(NamedTuple):
+    """Cosines and sines [positions, D / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class _HeadNorms(NamedTuple):
+    """Weights [D] of the norms of queries and keys; not read where a model has none."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class _SplitSums(NamedTuple):
+    """What a split leaves for `_combine`: its unnormalised output, largest score and sum of weights."""
+
+    summed: Tensor
+    highest: Tensor
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes known when the kernel is compiled. All are fields: Triton's cache knows a shape by these alone."""
+
+    query: int  # heads
+    kv: int  # heads
+    group: int  # query heads of a KV head
+    group_block: int  # padded to what a product takes
+    dim: int
+    dim_block: int  # padded
+    half_block: int  # half of the dimension, padded
+    page: int
+    splits: int
+    stages: int
+    normed: bool
 
 
 @triton.jit
@@ -48,28 +102,35 @@ def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: 
 
 
 @triton.jit
-def _load_page(
-    cache, pages, head, first, end, half, whole,
-    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` on, as far as there are any."""
-    page = tl.load(pages + first // PAGE, first < end, other=0).to(tl.int64)
-    place = cache + (page * 2 * KV + head) * PAGE * DIM
-    token = tl.arange(0, PAGE)
-    there = first + token < end
-    keys = place + token[None, :] * DIM + half[:, None]
-    mask = (half < DIM // 2)[:, None] & there[None, :]
-    values = place + KV * PAGE * DIM + token[:, None] * DIM + whole[None, :]
-    k1 = tl.load(keys, mask, other=0.0)
-    k2 = tl.load(keys + DIM // 2, mask, other=0.0)
-    return k1, k2, tl.load(values, there[:, None] & (whole < DIM)[None, :], other=0.0)
+def _rotated(place, mask, half, c, s, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """Heads whose first halves lie at `place` [N, D / 2], normalised and rotated, in two halves of `dtype`."""
+    first = tl.load(place, mask, other=0.0).to(tl.float32)
+    second = tl.load(place + DIM // 2, mask, other=0.0).to(tl.float32)
+    if NORM:
+        first, second = _normed(first, second, weight, half, half < DIM // 2, eps, DIM, dtype)
+    return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
 
 
 @triton.jit
-def _attend_to_page(q1, q2, k1, k2, v, there, highest, total, summed, scale):
-    """Go on with softmax(q k) v, in units of log2, over the tokens of a page that are `there`."""
+def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
+    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most a page."""
+    half, whole, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
+    page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
+    place = cache + (page * 2 * shape.kv + head) * shape.page * shape.dim
+    exists = first + token < end
+    keys = place + token[None, :] * shape.dim + half[:, None]
+    mask = (half < shape.dim // 2)[:, None] & exists[None, :]
+    values = place + shape.kv * shape.page * shape.dim + token[:, None] * shape.dim + whole[None, :]
+    k1 = tl.load(keys, mask, other=0.0)
+    k2 = tl.load(keys + shape.dim // 2, mask, other=0.0)
+    return k1, k2, tl.load(values, exists[:, None] & (whole < shape.dim)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale):
+    """Continue softmax(q k) v, in units of log2, over the tokens of a page that exist."""
     scores = tl.dot(q1, k1, input_precision="ieee") + tl.dot(q2, k2, input_precision="ieee")
-    scores = tl.where(there[None, :], scores * scale, float("-inf"))
+    scores = tl.where(exists[None, :], scores * scale, float("-inf"))
     rising = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - rising[:, None])
     fade = tl.exp2(highest - rising)
@@ -79,126 +140,143 @@ def _attend_to_page(q1, q2, k1, k2, v, there, highest, total, summed, scale):
 
 
 @triton.jit
+def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr):
+    """Store the new token's key and value in the cache; the key in two halves [1, D / 2] and the value [D]."""
+    half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
+    in_half = (half < shape.dim // 2)[None, :]
+    key = token + (shape.query + head) * shape.dim + half[None, :]
+    dtype: tl.constexpr = cache.dtype.element_ty
+    k1, k2 = _rotated(key, in_half, half, c, s, norms.key, norms.eps, shape.dim, shape.normed, dtype)
+    value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
+    page = tl.load(pages + position // shape.page).to(tl.int64)
+    place = cache + ((page * 2 * shape.kv + head) * shape.page + position % shape.page) * shape.dim
+    tl.store(place + half[None, :], k1, in_half)
+    tl.store(place + shape.dim // 2 + half[None, :], k2, in_half)
+    tl.store(place + shape.kv * shape.page * shape.dim + whole, value, whole < shape.dim)
+    return k1, k2, value
+
+
+@triton.jit
 def _attend(
-    qkv, cache, rows, positions, pages, cos, sin, q_norm, k_norm, out, partial, top, mass, pages_stride, scale, eps,
-    QUERY: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv, cache, out, sequences, rope, norms, sums, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(PDL)
-    slot = tl.load(rows + row)
-    position = tl.load(positions + slot)
-    tokens = position + 1 if SPLITS == 1 else _split_tokens(position, PAGE)
+    slot = tl.load(sequences.rows + row)
+    position = tl.load(sequences.position + slot)
+    tokens = position + 1 if shape.splits == 1 else _split_tokens(position, shape.page)
     start = split * tokens
     end = tl.minimum(start + tokens, position)
-    dtype: tl.constexpr = cache.dtype.element_ty
-    member = tl.arange(0, GROUP_BLOCK)
-    half = tl.arange(0, HALF_BLOCK)
-    whole = tl.arange(0, DIM_BLOCK)
-    in_half, in_whole = half < DIM // 2, whole < DIM
-    query_head = row * QUERY + head * GROUP + member
-    in_group = (member < GROUP)[:, None] & in_whole[None, :]
+    member, half = tl.arange(0, shape.group_block), tl.arange(0, shape.half_block)
+    whole = tl.arange(0, shape.dim_block)
+    query_head = row * shape.query + head * shape.group + member
+    in_group = (member < shape.group)[:, None] & (whole < shape.dim)[None, :]
     if start > position:
         wait_for_earlier(PDL)
-        if SPLITS == 1:
-            nothing = tl.zeros([GROUP_BLOCK, DIM_BLOCK], out.dtype.element_ty)
-            tl.store(out + query_head[:, None] * DIM + whole[None, :], nothing, in_group)
+        if shape.splits == 1:
+            nothing = tl.full([shape.group_block, shape.dim_block], 0.0, out.dtype.element_ty)
+            tl.store(out + query_head[:, None] * shape.dim + whole[None, :], nothing, in_group)
         return
-    pages += slot * pages_stride
-    if SPLITS > 1:
-        k1, k2, v = _load_page(cache, pages, head, start, end, half, whole, KV, DIM, PAGE)
-    angle = position * (DIM // 2) + half
-    c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    pages = sequences.pages + slot * sequences.pages_stride
+    if shape.splits > 1:
+        k1, k2, v = _load_page(cache, pages, head, start, end, shape)
+    in_half = half < shape.dim // 2
+    angle = position * (shape.dim // 2) + half
+    c = tl.load(rope.cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(rope.sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
     wait_for_earlier(PDL)
 
-    token = qkv + row * (QUERY + 2 * KV) * DIM
-    query = token + (head * GROUP + member)[:, None] * DIM + half[None, :]
-    q_mask = (member < GROUP)[:, None] & in_half[None, :]
-    q1 = tl.load(query, q_mask, other=0.0).to(tl.float32)
-    q2 = tl.load(query + DIM // 2, q_mask, other=0.0).to(tl.float32)
-    if NORM:
-        q1, q2 = _normed(q1, q2, q_norm, half, in_half, eps, DIM, dtype)
-    r1 = (q1 * c - q2 * s).to(dtype)
-    r2 = (q2 * c + q1 * s).to(dtype)
-
-    highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    summed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
+    query = token + (head * shape.group + member)[:, None] * shape.dim + half[None, :]
+    q_mask = (member < shape.group)[:, None] & in_half[None, :]
+    dtype: tl.constexpr = cache.dtype.element_ty
+    q1, q2 = _rotated(query, q_mask, half, c, s, norms.query, norms.eps, shape.dim, shape.normed, dtype)
+    highest = tl.full([shape.group_block], float("-inf"), tl.float32)
+    total = tl.full([shape.group_block], 0.0, tl.float32)
+    summed = tl.full([shape.group_block, shape.dim_block], 0.0, tl.float32)
     if start + tokens > position:
-        key = token + (QUERY + head) * DIM + half[None, :]
-        n1 = tl.load(key, in_half[None, :], other=0.0).to(tl.float32)
-        n2 = tl.load(key + DIM // 2, in_half[None, :], other=0.0).to(tl.float32)
-        if NORM:
-            n1, n2 = _normed(n1, n2, k_norm, half, in_half, eps, DIM, dtype)
-        m1 = (n1 * c - n2 * s).to(dtype)
-        m2 = (n2 * c + n1 * s).to(dtype)
-        value = tl.load(token + (QUERY + KV + head) * DIM + whole, in_whole, other=0.0)
-        page = tl.load(pages + position // PAGE).to(tl.int64)
-        place = cache + ((page * 2 * KV + head) * PAGE + position % PAGE) * DIM
-        tl.store(place + half[None, :], m1, in_half[None, :])
-        tl.store(place + DIM // 2 + half[None, :], m2, in_half[None, :])
-        tl.store(place + KV * PAGE * DIM + whole, value, in_whole)
-        products = r1.to(tl.float32) * m1.to(tl.float32) + r2.to(tl.float32) * m2.to(tl.float32)
+        n1, n2, value = _append(token, cache, pages, head, position, c, s, norms, shape)
+        products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
         highest = tl.sum(products, axis=1) * scale
         total += 1.0
         summed += value.to(tl.float32)[None, :]
 
-    token_in_page = tl.arange(0, PAGE)
-    if SPLITS > 1:
-        there = start + token_in_page < end
-        highest, total, summed = _attend_to_page(r1, r2, k1, k2, v, there, highest, total, summed, scale)
-        start += PAGE
+    token_in_page = tl.arange(0, shape.page)
+    if shape.splits > 1:
+        exists = start + token_in_page < end
+        highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
+        start += shape.page
     # Most splits are of one page: they needn't begin to copy others.
     if start < end:
-        for first in tl.range(start, end, PAGE, num_stages=STAGES):
-            k1, k2, v = _load_page(cache, pages, head, first, end, half, whole, KV, DIM, PAGE)
-            there = first + token_in_page < end
-            highest, total, summed = _attend_to_page(r1, r2, k1, k2, v, there, highest, total, summed, scale)
+        for first in tl.range(start, end, shape.page, num_stages=shape.stages):
+            k1, k2, v = _load_page(cache, pages, head, first, end, shape)
+            exists = first + token_in_page < end
+            highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
 
-    if SPLITS == 1:
+    if shape.splits == 1:
         result = (summed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + query_head[:, None] * DIM + whole[None, :], result, in_group)
+        tl.store(out + query_head[:, None] * shape.dim + whole[None, :], result, in_group)
     else:
-        part = query_head * SPLITS + split
-        tl.store(partial + part[:, None] * DIM + whole[None, :], summed, in_group)
-        tl.store(top + part, highest, member < GROUP)
-        tl.store(mass + part, total, member < GROUP)
+        part = query_head * shape.splits + split
+        tl.store(sums.summed + part[:, None] * shape.dim + whole[None, :], summed, in_group)
+        tl.store(sums.highest + part, highest, member < shape.group)
+        tl.store(sums.total + part, total, member < shape.group)
 
 
 @triton.jit
-def _combine(
-    rows, positions, partial, top, mass, out,
-    QUERY: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
     position = tl.load(positions + tl.load(rows + row))
     wait_for_earlier(PDL)
-    whole = tl.arange(0, DIM_BLOCK)
-    inside = whole < DIM
+    whole = tl.arange(0, shape.dim_block)
+    inside = whole < shape.dim
     highest = -float("inf")
     total = 0.0
-    summed = tl.zeros([DIM_BLOCK], tl.float32)
+    summed = tl.full([shape.dim_block], 0.0, tl.float32)
     # Eight splits are read together; the order of additions depends on nothing else.
     member = tl.arange(0, 8)
-    used = tl.where(position < 0, 0, position // _split_tokens(position, PAGE) + 1)
-    first = (row * QUERY + head) * SPLITS
+    used = tl.where(position < 0, 0, position // _split_tokens(position, shape.page) + 1)
+    first = (row * shape.query + head) * shape.splits
     for start in range(0, used, 8):
-        there = start + member < used
+        exists = start + member < used
         part = first + start + member
-        here = tl.load(top + part, there, other=-float("inf"))
-        masses = tl.load(mass + part, there, other=0.0)
-        values = tl.load(partial + part[:, None] * DIM + whole[None, :], there[:, None] & inside[None, :], other=0.0)
-        rising = tl.maximum(highest, tl.max(here, axis=0))
-        fade, weight = tl.exp2(highest - rising), tl.exp2(here - rising)
-        total = total * fade + tl.sum(masses * weight, axis=0)
+        peaks = tl.load(sums.highest + part, exists, other=-float("inf"))
+        totals = tl.load(sums.total + part, exists, other=0.0)
+        place = part[:, None] * shape.dim + whole[None, :]
+        values = tl.load(sums.summed + place, exists[:, None] & inside[None, :], other=0.0)
+        rising = tl.maximum(highest, tl.max(peaks, axis=0))
+        fade, weight = tl.exp2(highest - rising), tl.exp2(peaks - rising)
+        total = total * fade + tl.sum(totals * weight, axis=0)
         summed = summed * fade + tl.sum(values * weight[:, None], axis=0)
         highest = rising
     result = tl.where(position < 0, 0.0, summed / total)
-    tl.store(out + (row * QUERY + head) * DIM + whole, result.to(out.dtype.element_ty), inside)
+    tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
+
+
+def _shape(heads: Heads, cache: Tensor, batch: int, splits: int) -> _Shape:
+    """`splits` is 1 where there are enough sequences."""
+    page = cache.shape[-2]
+    processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
+    if batch * heads.kv >= _LEAST_PROGRAMS * processors:
+        splits = 1
+    dim_block, group = triton.next_power_of_2(heads.dim), heads.query // heads.kv
+    fitting = _PAGES_BYTES // (2 * page * dim_block * cache.element_size())
+    # Triton's pipeline has two stages for a page: its number and the page itself.
+    stages = 2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1
+    return _Shape(
+        query=heads.query,
+        kv=heads.kv,
+        group=group,
+        group_block=max(16, triton.next_power_of_2(group)),
+        dim=heads.dim,
+        dim_block=max(16, dim_block),
+        half_block=max(16, dim_block // 2),
+        page=page,
+        splits=splits,
+        stages=stages,
+        normed=heads.q_norm is not None,
+    )
 
 
 def attend(
@@ -206,46 +284,18 @@ def attend(
 ) -> Tensor:
     """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
     batch, device = len(rows), qkv.device
-    if batch * heads.kv >= _LEAST_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count:
-        splits = 1
+    shape = _shape(heads, cache, batch, splits)
     out = qkv.new_empty(batch, heads.query * heads.dim)
-    group = heads.query // heads.kv
-    partial = torch.empty(batch, heads.query, splits, heads.dim, dtype=torch.float32, device=device)
-    top, mass = torch.empty(2, batch, heads.query, splits, dtype=torch.float32, device=device)
-    dim_block = triton.next_power_of_2(heads.dim)
-    fitting = _PAGES_BYTES // (2 * cache.shape[-2] * dim_block * cache.element_size())
-    common = {"QUERY": heads.query, "DIM": heads.dim, "PAGE": cache.shape[-2], "SPLITS": splits, **dependent(device)}
-    _attend[(batch, heads.kv, splits)](
-        qkv,
-        cache,
-        rows,
-        state.position,
-        state.pages,
-        *rope,
-        # Not read where there are none.
-        qkv if heads.q_norm is None else heads.q_norm,
-        qkv if heads.k_norm is None else heads.k_norm,
-        out,
-        partial,
-        top,
-        mass,
-        state.pages.stride(0),
-        # Scores are in units of log2.
-        heads.scale * 1.4426950408889634,
-        heads.eps,
-        KV=heads.kv,
-        GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
-        HALF_BLOCK=max(16, dim_block // 2),
-        DIM_BLOCK=max(16, dim_block),
-        # Triton's pipeline has two for the number of a page and the page itself.
-        STAGES=2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1,
-        NORM=heads.q_norm is not None,
-        num_warps=4,
-        **common,
-    )
-    if splits > 1:
-        _combine[(batch, heads.query)](
-            rows, state.position, partial, top, mass, out, DIM_BLOCK=max(16, dim_block), num_warps=1, **common
-        )
+    summed = torch.empty(batch, heads.query, shape.splits, heads.dim, dtype=torch.float32, device=device)
+    sums = _SplitSums(summed, *torch.empty(2, batch, heads.query, shape.splits, dtype=torch.float32, device=device))
+    sequences = _Sequences(rows, state.position, state.pages, state.pages.stride(0))
+    q_norm, k_norm = (qkv if norm is None else norm for norm in (heads.q_norm, heads.k_norm))
+    scale = heads.scale * 1.4426950408889634  # scores are in units of log2
+    pdl = dependent(device)
+    _attend[(batch, heads.kv, shape.splits)](
+        qkv, cache, out, sequences, _Rope(*rope), _HeadNorms(q_norm, k_norm, heads.eps), sums, scale,
+        shape=shape, num_warps=4, **pdl,
+    )  # fmt: skip
+    if shape.splits > 1:
+        _combine[(batch, heads.query)](rows, state.position, sums, out, shape=shape, num_warps=1, **pdl)
     return out

@@ -14,32 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.attention import _normed
+from qerl.kernels.attention import _rotated
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
 
-#: Keys that a program of attention reads at once, and how often as many are on their way: the first that fit.
+#: Keys that a program of attention reads at once, and stages of its pipeline: the first pair that fits.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
 
 
 @triton.jit
-def _turn(
-    heads_of, head, held, half, in_half, c, s, weight, eps,
-    DIM: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Heads [N, D] of a token, normalised and rotated, in two halves of `dtype`."""
-    place = heads_of + head[:, None] * DIM + half[None, :]
-    first = tl.load(place, held, other=0.0).to(tl.float32)
-    second = tl.load(place + DIM // 2, held, other=0.0).to(tl.float32)
-    if NORM:
-        first, second = _normed(first, second, weight, half, in_half, eps, DIM, dtype)
-    return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
-
-
-@triton.jit
-def _place(
+def _rotate_and_store(
     qkv, cache, positions, places, cos, sin, q_norm, k_norm, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
@@ -58,15 +44,15 @@ def _place(
 
     head = tl.arange(0, QUERY_BLOCK)
     held = (head < QUERY)[:, None] & in_half[None, :]
-    first, second = _turn(queries, head, held, half, in_half, c, s, q_norm, eps, DIM, NORM, dtype)
     target = queries + head[:, None] * DIM + half[None, :]
+    first, second = _rotated(target, held, half, c, s, q_norm, eps, DIM, NORM, dtype)
     tl.store(target, first, held)
     tl.store(target + DIM // 2, second, held)
 
     head = tl.arange(0, KV_BLOCK)
     held = (head < KV)[:, None] & in_half[None, :]
-    first, second = _turn(keys, head, held, half, in_half, c, s, k_norm, eps, DIM, NORM, dtype)
     target = keys + head[:, None] * DIM + half[None, :]
+    first, second = _rotated(target, held, half, c, s, k_norm, eps, DIM, NORM, dtype)
     tl.store(target, first, held)
     tl.store(target + DIM // 2, second, held)
     page = cache + ((place // PAGE * 2 * KV + head[:, None]) * PAGE + place % PAGE) * DIM + half[None, :]
@@ -79,16 +65,16 @@ def _place(
 
 @triton.jit
 def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Keys or values [N, D] at places [N, 1]; nothing is compared where all columns are there."""
+    """Keys or values [N, D] at places [N, 1]; read is no mask where no column is padding."""
     if DIM == DIM_BLOCK:
         return tl.load(place + whole[None, :])
     return tl.load(place + whole[None, :], (whole < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _go_on(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
+def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
            DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Softmax(q k) v, in units of log2, over the keys at `keys` [N, 1], with values behind them."""
+    """Continue softmax(q k) v, in units of log2, over the keys at `keys` [N, 1]; values lie behind their keys."""
     scores = tl.dot(q, tl.trans(_load(keys, whole, DIM, DIM_BLOCK))) * scale
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
@@ -127,13 +113,17 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
     for place in tl.range(0, start, KEYS, num_stages=STAGES):
-        there = keys + (place + key)[:, None] * WIDTH
-        highest, total, summed = _go_on(q, there, whole, held, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False)
+        read = keys + (place + key)[:, None] * WIDTH
+        highest, total, summed = _attend_keys(
+            q, read, whole, held, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False
+        )
     for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
-        # Keys behind the prompt's last one are never seen; the last one is read in their place.
-        there = keys + tl.minimum(place + key, end - 1)[:, None] * WIDTH
+        # A key behind the prompt's last one is masked; the last one is read in its place.
+        read = keys + tl.minimum(place + key, end - 1)[:, None] * WIDTH
         seen = (place + key)[None, :] <= query[:, None]
-        highest, total, summed = _go_on(q, there, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True)
+        highest, total, summed = _attend_keys(
+            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True
+        )
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
     tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), held)
 
@@ -145,7 +135,7 @@ def _reads(dim_block: int, device: torch.device) -> tuple[int, int]:
     return next(((keys, stages) for keys, stages in _READS if 2 * keys * stages <= room), _READS[-1])
 
 
-def _attended(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
+def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     """[n, Hq * D] of q, k and v that are rotated."""
     out = qkv.new_empty(len(qkv), heads.query * heads.dim)
     dim_block = max(16, triton.next_power_of_2(heads.dim))
@@ -161,15 +151,15 @@ def _attended(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
 def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
     """See `reference.attend_prompts`."""
     blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
-    _place[(len(qkv),)](
+    _rotate_and_store[(len(qkv),)](
         qkv, cache, row.positions, row.places, *rope,
-        # Not read where there are none.
+        # Not read where read are none.
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
         QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
         PAGE=cache.shape[-2], NORM=heads.q_norm is not None, num_warps=4, **dependent(qkv.device),
     )  # fmt: skip
     if qkv.element_size() == 2:
-        return _attended(qkv, row.blocks, heads)
+        return _attend_to_prompts(qkv, row.blocks, heads)
     query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
     assert row.packing is not None
     return attend_packed(query, key, value, row.packing, heads.scale).flatten(1)
