@@ -65,7 +65,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Keys or values [N, D] at places [N, 1]; read is no mask where no column is padding."""
+    """Keys or values [N, D] at places [N, 1]; there is no mask where no column is padding."""
     if DIM == DIM_BLOCK:
         return tl.load(place + whole[None, :])
     return tl.load(place + whole[None, :], (whole < DIM)[None, :], other=0.0)
@@ -153,7 +153,7 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
     blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
     _rotate_and_store[(len(qkv),)](
         qkv, cache, row.positions, row.places, *rope,
-        # Not read where read are none.
+        # Not read where there are none.
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
         QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
         PAGE=cache.shape[-2], NORM=heads.q_norm is not None, num_warps=4, **dependent(qkv.device),
