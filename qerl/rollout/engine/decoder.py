@@ -134,17 +134,21 @@ class Decoder:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
         ops = self.operations
         x = self._embedding[state.token[rows]]
-        self._through_blocks(
+        x = self._through_blocks(
             x, cache, lambda qkv, held, heads: ops.attend(qkv, held, state, rows, self._rope, heads, splits)
         )
         ops.draw(self.logits(x), rows, state, sampling, truncated)
 
-    def hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
-        """Hidden states [n, H] behind the last block of prompts, whose keys and values `cache` then holds."""
+    def last_hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
+        """Hidden states [prompts, H] behind the last block, of each prompt's last token.
+
+        `cache` then holds the keys and values of all tokens.
+        """
         ops = self.operations
         x = self._embedding[row.ids]
-        self._through_blocks(x, cache, lambda qkv, held, heads: ops.attend_prompts(qkv, held, row, self._rope, heads))
-        return x
+        return self._through_blocks(
+            x, cache, lambda qkv, held, heads: ops.attend_prompts(qkv, held, row, self._rope, heads), row.last
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] behind the last block."""
@@ -152,17 +156,31 @@ class Decoder:
         self._head(self._normed(hidden, self._norm), logits)
         return logits
 
-    def _through_blocks(self, x: Tensor, cache: Tensor, attend: Callable[[Tensor, Tensor, Heads], Tensor]) -> None:
-        """x [B, H] in its place; `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads."""
+    def _through_blocks(
+        self,
+        x: Tensor,
+        cache: Tensor,
+        attend: Callable[[Tensor, Tensor, Heads], Tensor],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states behind the last block, of the rows `wanted` of x [B, H] or of all; x is overwritten.
+
+        `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads.
+        """
         for block, layer_cache in zip(self._blocks, cache, strict=True):
             normed = self._normed(x, block.input_norm)
             qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
             block.qkv(normed, qkv)
-            block.out(attend(qkv, layer_cache, block.heads), x, residual=True)
+            attended = attend(qkv, layer_cache, block.heads)
+            if wanted is not None and block is self._blocks[-1]:
+                # Nothing reads the other rows behind the last attention.
+                x, attended = x[wanted], attended[wanted]
+            block.out(attended, x, residual=True)
             normed = self._normed(x, block.mlp_norm)
             gated = x.new_empty(len(x), self._intermediate)
             block.gate_up(normed, gated, silu=True)
             block.down(gated, x, residual=True)
+        return x
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def bucket_of(tokens: int, prompts: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Graph:
-    """Computes `hidden` [bucket, H] of what `row` holds."""
+    """Computes `hidden` [MOST_PROMPTS, H], of each prompt's last token, of what `row` holds."""
 
     row: Tensor
     hidden: Tensor
@@ -61,12 +60,11 @@ class Prefill:
         if bucket is None:
             row = upload(pack(prompts, pages, page, tokens), torch.int32, device)
             packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
-            hidden = self._decoder.hidden(PromptRow.of(row, tokens, packing), self._cache)
+            hidden = self._decoder.last_hidden(PromptRow.of(row, tokens, len(prompts), packing), self._cache)
         else:
             row = upload(pack(prompts, pages, page, bucket, MOST_PROMPTS), torch.int32, device)
-            hidden = self._replayed(bucket, row)
-        last = upload([end - 1 for end in accumulate(lengths)], torch.int64, device)
-        return self._decoder.logits(hidden[last])
+            hidden = self._replayed(bucket, row)[: len(prompts)]
+        return self._decoder.logits(hidden)
 
     def _replayed(self, bucket: int, row: Tensor) -> Tensor:
         if bucket not in self._graphs:
@@ -77,10 +75,10 @@ class Prefill:
         return graph.hidden
 
     def _capture(self, bucket: int, row: Tensor) -> _Graph:
-        prompts = PromptRow.of(row, bucket, None)
-        hidden = torch.empty(bucket, self._decoder.width, dtype=self._decoder.dtype, device=self._decoder.device)
+        prompts, width = PromptRow.of(row, bucket, MOST_PROMPTS, None), self._decoder.width
+        hidden = torch.empty(MOST_PROMPTS, width, dtype=self._decoder.dtype, device=self._decoder.device)
 
         def compute() -> None:
-            hidden.copy_(self._decoder.hidden(prompts, self._cache))
+            hidden.copy_(self._decoder.last_hidden(prompts, self._cache))
 
         return _Graph(row, hidden, captured(compute, self._memory))

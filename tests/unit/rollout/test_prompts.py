@@ -27,14 +27,16 @@ def policy(tmp_path_factory):
     return with_adapter(tiny_qwen3(tmp_path_factory.mktemp("m")), AdapterSettings(rank=4), "float32", 0, CPU)
 
 
-def split(row, tokens):
-    ids, positions, places, blocks = np.split(row, [tokens, 2 * tokens, 3 * tokens])
-    return ids, positions, places, blocks.reshape(-1, 3)
+def split(row, tokens, count):
+    ends = [tokens, 2 * tokens, 3 * tokens, 3 * tokens + count]
+    ids, positions, places, last, blocks = np.split(row, ends)
+    return ids, positions, places, last.tolist(), blocks.reshape(-1, 3)
 
 
 def test_prompts_lie_one_behind_the_other_and_their_tokens_in_their_pages():
     prompts, pages = [[5, 6, 7], list(range(100, 170)), [9]], [[4], [8, 2], [3]]
-    ids, positions, places, blocks = split(pack(prompts, pages, PAGE, 74), 74)
+    ids, positions, places, last, blocks = split(pack(prompts, pages, PAGE, 74), 74, 3)
+    assert last == [2, 72, 73]
     assert ids.tolist() == [5, 6, 7, *range(100, 170), 9]
     assert positions.tolist() == [0, 1, 2, *range(70), 0]
     expected = [4 * PAGE + i for i in range(3)] + [8 * PAGE + i for i in range(64)] + [2 * PAGE + i for i in range(6)]
@@ -43,7 +45,8 @@ def test_prompts_lie_one_behind_the_other_and_their_tokens_in_their_pages():
 
 
 def test_padding_is_a_prompt_of_its_own_that_goes_to_nobodys_page():
-    ids, positions, places, blocks = split(pack([[5, 6, 7], [8]], [[4], [2]], PAGE, 32, 5), 32)
+    ids, positions, places, last, blocks = split(pack([[5, 6, 7], [8]], [[4], [2]], PAGE, 32, 5), 32, 5)
+    assert last == [2, 3, 0, 0, 0]
     assert not ids[4:].any()
     assert not positions[4:].any()
     assert not places[4:].any()
@@ -59,7 +62,7 @@ def test_blocks_of_queries_cover_every_token_once_and_as_many_fit_whatever_the_p
         cuts = np.sort(numbers.choice(np.arange(1, used), size=count - 1, replace=False)).tolist()
         lengths = np.diff([0, *cuts, used]).tolist()
         pages = [[1] * -(-length // PAGE) for length in lengths]
-        *_, blocks = split(pack([[1] * n for n in lengths], pages, PAGE, tokens, MOST_PROMPTS), tokens)
+        *_, blocks = split(pack([[1] * n for n in lengths], pages, PAGE, tokens, MOST_PROMPTS), tokens, MOST_PROMPTS)
         assert len(blocks) == tokens // QUERY_BLOCK + MOST_PROMPTS + 1
         covered = [token for start, _, end in blocks.tolist() for token in range(start, min(start + QUERY_BLOCK, end))]
         assert sorted(covered) == list(range(tokens))
@@ -88,8 +91,8 @@ def test_padding_changes_nothing(policy):
         lengths = [3, 70] + [tokens - 73] * (tokens > 73)
         row = torch.from_numpy(pack(prompts, pages, PAGE, tokens, 3))
         packing = Packing.of(lengths, [None] * len(lengths), CPU)
-        hidden = pool.decoder.hidden(PromptRow.of(row, tokens, packing), pool.cache)
-        outcomes.append((hidden[:73], pool.cache[:, 1:].clone()))
+        hidden = pool.decoder.last_hidden(PromptRow.of(row, tokens, 3, packing), pool.cache)
+        outcomes.append((hidden[:2], pool.cache[:, 1:].clone()))
     for plain, padded in zip(*outcomes, strict=True):
         torch.testing.assert_close(plain, padded)
 
