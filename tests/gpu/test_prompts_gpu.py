@@ -60,7 +60,7 @@ def test_attention_of_prompts(dtype, query, kv, dim, normed, padding, pdl, monke
     pages = [[order.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS]
     packed = torch.tensor(pack([[7] * n for n in LENGTHS], pages, PAGE, tokens, 9)).to(CUDA)
     lengths = [*LENGTHS, padding] if padding else LENGTHS
-    row = PromptRow.of(packed, tokens, Packing.of(lengths, [None] * len(lengths), CUDA))
+    row = PromptRow.of(packed, tokens, 9, Packing.of(lengths, [None] * len(lengths), CUDA))
     angle = torch.rand(300, dim // 2, device=CUDA) * 6
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     qkv = torch.randn(tokens, (query + 2 * kv) * dim, device=CUDA).to(dtype)
