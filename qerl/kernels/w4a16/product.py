@@ -22,8 +22,8 @@ _NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epi
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 #: Memory for sums holds this word until a sum is there; the kernel's source has it too.
 _EMPTY = -1
-#: Thread blocks that share a row block of x at least: more row blocks than leave so many take launches of their own.
-LEAST_WORKERS = 4
+#: Least thread blocks that share a row block of x. More row blocks take launches of their own: 2,048 rows on an H200.
+LEAST_WORKERS = 16
 _POINTER = ctypes.c_void_p
 _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
