@@ -36,6 +36,7 @@ from qerl.host.imports import check_engine, check_installed
 from qerl.host.plugins import check as check_function
 from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
+from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward, whole
 from qerl.provenance.files import check_writable, write_text
 from qerl.settings.base import ConfigError, check_seed, parse
@@ -229,17 +230,30 @@ def _write_run_file(settings: RunFile) -> None:
 def _train(run: Run) -> None:
     from qerl.rl.train import train_run
 
-    name, settings = run.folder.name, run.settings.settings.model_dump(mode="json")
-    row = {"id": name, "experiment": name, "arm": "run", "varied": {}, "settings": settings, "base": _hub_base(run)}
-    train_run(row, run.checkpoint, run.data, run.folder / WORK, run.folder)
+    name = run.folder.name
+    job = TrainJob(
+        id=name,
+        experiment=name,
+        arm="run",
+        varied={},
+        settings=run.settings.settings,
+        on_failure="stop",
+        time_limit=None,
+        base=_hub_base(run),
+        checkpoint=run.checkpoint,
+        data=run.data,
+        work=run.folder / WORK,
+        out=run.folder,
+    )
+    train_run(job)
 
 
-def _hub_base(run: Run) -> dict[str, str] | None:
+def _hub_base(run: Run) -> HubBase | None:
     """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
     named = _OF_THE_HUB.fullmatch(run.settings.model)
     if named is None or Path(run.settings.model).is_dir() or (run.checkpoint / REPORT).exists():
         return None
-    return {"name": named["repo"], "revision": named["revision"] or _MAIN}
+    return HubBase(name=named["repo"], revision=named["revision"] or _MAIN)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

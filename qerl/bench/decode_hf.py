@@ -1,7 +1,5 @@
 """Decode speed of transformers' generate with PEFT, and bitsandbytes for NF4: what QLoRA's users run.
 
-    python -m qerl.bench.decode_hf OUT.json --size 7B --weights nf4 --rank 16 --sequences 1 --sequences 32
-
 NF4 has no double quantization, which is the faster way, and products in bfloat16. The adapter, in bfloat16 too, is on
 all seven projections. Weights are random and never touch the disk: each layer is quantized by bitsandbytes as it is
 made.
@@ -9,21 +7,19 @@ made.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import bitsandbytes
 import torch
 import transformers
-import typer
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, timed
-from qerl.bench.grpo_step_work import nbytes, shape_name
-from qerl.host.progress import configure_logging
+from qerl.bench.decode_points import DecodePoints, Measure, timed
+from qerl.bench.grpo_step_work import nbytes
+from qerl.jobs.shapes import DecodeJob
 from qerl.policy.policy import choose_device
 from qerl.random_models.policy import empty_model, fill_model, random_weight
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
@@ -107,31 +103,12 @@ def _sampling(count: int) -> GenerationConfig:
     )
 
 
-def main(
-    out: Path,
-    size: str = "7B",
-    weights: str = "nf4",
-    rank: int = 16,
-    sequences: Annotated[list[int] | None, typer.Option()] = None,
-    prompt: int = PROMPT,
-    tokens: int = TOKENS,
-) -> None:
-    """Measure each of `sequences` (1 to 256 by default) that OUT hasn't, and write it after each.
-
-    `weights`: bf16 or nf4; rank 0: no adapter.
-    """
-    if weights not in ("bf16", "nf4"):
-        raise typer.BadParameter(f"weights are bf16 or nf4, not {weights}")
-    size = shape_name(size)
+def measure_points(job: DecodeJob) -> None:
+    """Measure the points that the job's file hasn't, and write it after each."""
+    work = job.work
 
     def load() -> Measure:
-        lm = random_model(size, weights, rank, choose_device())
-        return lambda count: measure(lm, weights, count, prompt, tokens)
+        lm = random_model(work.size, work.weights, work.rank, choose_device())
+        return lambda count: measure(lm, work.weights, count, work.prompt, work.tokens)
 
-    job = Job("transformers", size, weights, rank, prompt, tokens)
-    DecodePoints(out, job).run(sequences or SEQUENCES, load)
-
-
-if __name__ == "__main__":
-    configure_logging()
-    typer.run(main)
+    DecodePoints(job.out, work).run(job.sequences, load)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -20,17 +19,15 @@ import torch
 from qerl.bench.ceilings import ceilings, gpu_state
 from qerl.host.profiling import peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.progress import log, track
+from qerl.jobs.shapes import Decoding
 from qerl.policy.policy import choose_device
 from qerl.provenance.files import check_writable, write_json
 from qerl.provenance.stamp import machine, stamp
 from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
-from qerl.settings.benches import DecodeGrid
 
 T = TypeVar("T")
 
-#: Sequences, tokens of a prompt and decoded tokens, unless asked for otherwise: those of the grid.
-SEQUENCES, [PROMPT], TOKENS = (DecodeGrid.model_fields[name].default for name in ("sequences", "prompt", "tokens"))
 #: Timed runs of a point: three; where they are short more, up to nine, until they took so many seconds.
 _REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
 _NO_MEMORY = "out of memory"
@@ -43,30 +40,18 @@ Draw = Callable[[list[list[int]], int, int], int]
 Measure = Callable[[int], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is measured at several numbers of sequences; `prompt` and `tokens` (decoded) are of each sequence."""
-
-    engine: str
-    size: str
-    weights: str
-    rank: int
-    prompt: int
-    tokens: int
-
-
 class DecodePoints:
     """The points of a job in its file, which is rewritten after each.
 
     Ceilings, the GPU's state and the stamp are those of the last call that measured anything.
     """
 
-    def __init__(self, out: Path, job: Job) -> None:
+    def __init__(self, out: Path, work: Decoding) -> None:
         """Take up the file if there is one; ConfigError where another job or another machine wrote it."""
         check_writable(out)
         self.out = out
-        self.job = job
-        self.result: dict[str, Any] = _read(out, job) if out.exists() else {"bench": "decode", **asdict(job)}
+        self.work = work
+        self.result: dict[str, Any] = _read(out, work) if out.exists() else {"bench": "decode", **work.model_dump()}
         self.points: list[dict[str, Any]] = self.result.pop("points", [])
         self.result.pop("provenance", None)
 
@@ -105,20 +90,20 @@ class DecodePoints:
             self.result["gpu"]["after"] = gpu_state()
         self._write()
         speed = f"{median(point['samples']):.1f} tokens a second" if point["samples"] else point["status"]
-        log.info("%s, %d sequences: %s", self.job, sequences, speed)
+        log.info("%s, %d sequences: %s", self.work, sequences, speed)
 
     def _write(self) -> None:
         write_json(self.out, self.result | {"points": self.points, "provenance": stamp()})
 
 
-def _read(out: Path, job: Job) -> dict[str, Any]:
+def _read(out: Path, work: Decoding) -> dict[str, Any]:
     again = "delete it, or name another file"
     try:
         result = json.loads(out.read_text())
         of_machine = result["provenance"]["machine"]["label"]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{out} is no file of decode speeds; {again}") from None
-    wanted = {"bench": "decode", **asdict(job)}
+    wanted = {"bench": "decode", **work.model_dump()}
     for name, value in wanted.items():
         if result.get(name) != value:
             raise ConfigError(f"{out} has points of {name}={result.get(name)}, not {value}; {again}")

@@ -1,7 +1,5 @@
 """Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the yardstick beside `qerl.bench.decode`.
 
-    python -m qerl.bench.decode_vllm OUT.json --size 7B --weights nvfp4 --rank 16 --sequences 1 --sequences 32
-
 The adapter is on all seven projections. Prefix caching is off, CUDA graphs are captured for all numbers of sequences
 that are asked for. vLLM fills bf16 and nvfp4 weights itself (load_format=dummy). For nf4 it quantizes a random bfloat16
 checkpoint with bitsandbytes as it loads it, as a QLoRA user does. Its dummy loader makes none of the scales that the
@@ -17,16 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from safetensors.torch import save_file
 from torch import nn
 
-from qerl.bench.decode_points import PROMPT, SEQUENCES, TOKENS, DecodePoints, Job, Measure, check_room, timed
-from qerl.bench.grpo_step_work import TEXTS, nbytes, shape_name
-from qerl.host.progress import configure_logging
+from qerl.bench.decode_points import DecodePoints, Measure, check_room, timed
+from qerl.bench.grpo_step_work import TEXTS, nbytes
+from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import choose_device
 from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.random_models.checkpoint import model_config, write_checkpoint
@@ -55,29 +52,29 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _checkpoint(folder: Path, job: Job) -> dict[str, str]:
+def _checkpoint(folder: Path, work: Decoding) -> dict[str, str]:
     """Write what vLLM loads to `folder`; returns how it loads it."""
-    if job.weights == "nf4":
-        write_checkpoint(folder, job.size, "bf16", TEXTS)
+    if work.weights == "nf4":
+        write_checkpoint(folder, work.size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config(job.size, job.weights)))
+    (folder / "config.json").write_text(json.dumps(model_config(work.size, work.weights)))
     return {"load_format": "dummy"}
 
 
-def _engine(folder: Path, job: Job, sequences: list[int]) -> tuple[Any, Any]:
+def _engine(folder: Path, work: Decoding, sequences: list[int]) -> tuple[Any, Any]:
     """The engine, and the adapter's request or None."""
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     model, adapter = folder / "model", folder / "adapter"
-    loading = _checkpoint(model, job)
-    lora = {"enable_lora": True, "max_lora_rank": max(8, job.rank), "max_loras": 1} if job.rank else {}
+    loading = _checkpoint(model, work)
+    lora = {"enable_lora": True, "max_lora_rank": max(8, work.rank), "max_loras": 1} if work.rank else {}
     engine = LLM(
         model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=max(_LENGTH, job.prompt + job.tokens + 1),
+        max_model_len=max(_LENGTH, work.prompt + work.tokens + 1),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
         # All requests have the adapter: no second set of graphs without one.
@@ -86,20 +83,20 @@ def _engine(folder: Path, job: Job, sequences: list[int]) -> tuple[Any, Any]:
         **loading,
         **lora,
     )
-    if not job.rank:
+    if not work.rank:
         return engine, None
     adapter.mkdir()
-    _write_adapter(adapter, job.size, job.rank)
+    _write_adapter(adapter, work.size, work.rank)
     return engine, LoRARequest("adapter", 1, str(adapter))
 
 
-def _load(folder: Path, job: Job, sequences: list[int]) -> Measure:
+def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
     """What measures; OutOfMemoryError also where vLLM has room for the weights and none for its cache."""
     # One process: the engine's work is then what this process waits for.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with no_room_is_out_of_memory():
-        engine, request = _engine(folder, job, sequences)
-    return lambda count: _measure(engine, request, job, count)
+        engine, request = _engine(folder, work, sequences)
+    return lambda count: _measure(engine, request, work, count)
 
 
 @contextmanager
@@ -113,7 +110,7 @@ def no_room_is_out_of_memory() -> Iterator[None]:
         raise
 
 
-def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, Any]:
+def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> dict[str, Any]:
     """Figures of a point. The peak is None: vLLM takes a set share of the GPU, whatever it needs."""
     import vllm
 
@@ -127,11 +124,11 @@ def _measure(engine: Any, request: Any, job: Job, sequences: int) -> dict[str, A
 
     cache = engine.llm_engine.vllm_config.cache_config
     # vLLM keeps one block free for itself.
-    check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, job.prompt + job.tokens + 1)
-    figures = timed(draw, sequences, job.prompt, job.tokens)
+    check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
+    figures = timed(draw, sequences, work.prompt, work.tokens)
     sampler = f"vLLM {vllm.__version__}"
     return figures | {
-        "sampler": f"{sampler}, bitsandbytes" if job.weights == "nf4" else sampler,
+        "sampler": f"{sampler}, bitsandbytes" if work.weights == "nf4" else sampler,
         "peak_memory_bytes": None,
         "weight_bytes": engine.apply_model(_weight_bytes)[0],
     }
@@ -144,29 +141,7 @@ def _weight_bytes(model: nn.Module) -> int:
     return nbytes([*parameters, *(state.absmax for state in states)])
 
 
-def main(
-    out: Path,
-    size: str = "7B",
-    weights: str = "nvfp4",
-    rank: int = 16,
-    sequences: Annotated[list[int] | None, typer.Option()] = None,
-    prompt: int = PROMPT,
-    tokens: int = TOKENS,
-) -> None:
-    """Measure each of `sequences` (1 to 256 by default) that OUT hasn't, and write it after each.
-
-    `weights`: bf16, nf4 or nvfp4; rank 0: no adapter.
-    """
-    if weights == "mxfp4":
-        raise typer.BadParameter("vLLM isn't timed on mxfp4, which random weights are not written in; use nvfp4")
-    if weights not in ("bf16", "nf4", "nvfp4"):
-        raise typer.BadParameter(f"weights are bf16, nf4 or nvfp4, not {weights}")
-    job = Job("vllm", shape_name(size), weights, rank, prompt, tokens)
-    wanted = sequences or list(SEQUENCES)
+def measure_points(job: DecodeJob) -> None:
+    """Measure the points that the job's file hasn't, and write it after each."""
     with TemporaryDirectory() as folder:
-        DecodePoints(out, job).run(wanted, lambda: _load(Path(folder), job, wanted))
-
-
-if __name__ == "__main__":
-    configure_logging()
-    typer.run(main)
+        DecodePoints(job.out, job.work).run(job.sequences, lambda: _load(Path(folder), job.work, job.sequences))

@@ -1,10 +1,7 @@
 """A whole GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 
-    python -m qerl.bench.grpo_step OUT.json --shape 7b --weights nvfp4
-
-`qerl.bench.grpo_step_trl` gives TRL the same work and `qerl.bench.versus` compares. Nothing is downloaded and no
-weights touch the disk. The steps are those of `qerl.rl.trainer`; completions end at their limit alone, because the
-sampler knows no stop token.
+`qerl.bench.grpo_step_trl` gives TRL the same work. Nothing is downloaded and no weights touch the disk. The steps are
+those of `qerl.rl.trainer`; completions end at their limit alone.
 """
 
 from __future__ import annotations
@@ -16,25 +13,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import typer
 from transformers import AutoTokenizer
 
 from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
     WARMUP,
-    Work,
+    check_drawn,
     memory_of,
     nbytes,
     optimizer_bytes,
     questions,
-    shape_name,
+    steps_of,
     write_failure,
     write_result,
 )
 from qerl.data.records import Problem
 from qerl.host.profiling import cap_memory, peak_memory_bytes, reset_peak_memory
-from qerl.host.progress import configure_logging, log
+from qerl.host.progress import log
+from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import write_tokenizer
@@ -79,7 +76,7 @@ class _Watched:
         return groups
 
 
-def _settings(work: Work, recompute: str, micro_batch_tokens: int, kv_cache_gib: float | None) -> RunSettings:
+def _settings(work: Work, own: GrpoStep) -> RunSettings:
     run = {
         "model": work.size,
         "dataset": "random",
@@ -89,12 +86,12 @@ def _settings(work: Work, recompute: str, micro_batch_tokens: int, kv_cache_gib:
             "prompts": work.prompts,
             "group_size": work.group,
             "sampling": {"max_tokens": work.completion_tokens},
-            "native": {"kv_cache_gib": kv_cache_gib},
+            "native": {"kv_cache_gib": own.kv_cache_gib},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step_work:reward"},
-        "steps": work.steps,
-        "micro_batch_tokens": micro_batch_tokens,
-        "gradient_checkpointing": recompute,
+        "steps": steps_of(work),
+        "micro_batch_tokens": own.micro_batch_tokens,
+        "gradient_checkpointing": own.recompute,
     }
     return parse(RunSettings, run, "grpo_step")
 
@@ -106,13 +103,13 @@ def _policy(work: Work, settings: RunSettings, folder: Path) -> Policy:
 
 
 def _problems(policy: Policy, work: Work) -> list[Problem]:
-    drawn = questions(policy.tokenizer, work.steps * work.prompts, work.prompt_tokens)
+    drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
     return [Problem(str(number), question, None, "0") for number, question in enumerate(drawn)]
 
 
 def _step(trainer: Trainer, work: Work, number: int) -> dict[str, float]:
     row = trainer.step(number, (number - 1) * work.prompts)
-    work.check(int(row["completion_tokens"]))
+    check_drawn(work, int(row["completion_tokens"]))
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
     log.info("step %d: %s", number, {name: row[f"seconds/{name}"] for name in ("step", *PARTS)})
@@ -140,7 +137,7 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
     watched = _Watched(make_sampler(policy, settings.rollout))
     collector = Collector(settings, policy, watched, Task(_problems(policy, work), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
-    steps = [_step(trainer, work, number) for number in range(1, 1 + work.steps)]
+    steps = [_step(trainer, work, number) for number in range(1, 1 + steps_of(work))]
     for row, rollout_peak in zip(steps, watched.peaks, strict=True):
         row["rollout_peak_bytes"] = rollout_peak
     timed = steps[WARMUP:]
@@ -148,46 +145,17 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
     return watched.served, timed, _memory(trainer, peak, watched.cache_bytes(part))
 
 
-def main(
-    out: Path,
-    shape: str = "7b",
-    weights: str = "nvfp4",
-    prompts: int = 16,
-    group: int = 8,
-    prompt_tokens: int = 128,
-    completion_tokens: int = 1024,
-    rank: int = 16,
-    repeats: int = 3,
-    recompute: str = "auto",
-    micro_batch_tokens: int = 16384,
-    kv_cache_gib: float | None = None,
-    memory_gb: float | None = None,
-) -> None:
-    """Time REPEATS steps after one that warms up, and write OUT; `recompute` is `gradient_checkpointing`.
-
-    `memory_gb`: the process gets no more of the GPU's memory, in 10^9 bytes. Out of memory is a result, too.
-    """
-    if memory_gb is not None:
-        cap_memory(memory_gb)
-    size = shape_name(shape)
-    work = Work(size, weights, prompts, group, prompt_tokens, completion_tokens, rank, repeats)
-    settings = _settings(work, recompute, micro_batch_tokens, kv_cache_gib)
-    own: dict[str, Any] = {
-        "recompute": recompute,
-        "micro_batch_tokens": micro_batch_tokens,
-        "kv_cache_gib": kv_cache_gib,
-        "memory_gb": memory_gb,
-    }
-    system = f"qerl {weights.upper()} LoRA"
+def measure_step(job: GrpoStepJob) -> None:
+    """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
+    work, own = job.work, job.settings
+    if own.memory_gb is not None:
+        cap_memory(own.memory_gb)
+    told = own.model_dump()
+    system = f"qerl {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
-            sampler, steps, memory = _measure(work, settings, Path(folder))
+            sampler, steps, memory = _measure(work, _settings(work, own), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        return write_failure(out, system, work, own, "out of memory")
-    write_result(out, system, sampler, work, own, steps, memory)
-
-
-if __name__ == "__main__":
-    configure_logging()
-    typer.run(main)
+        return write_failure(job.out, system, work, told, "out of memory")
+    write_result(job.out, system, sampler, work, told, steps, memory)

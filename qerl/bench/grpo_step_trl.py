@@ -1,16 +1,13 @@
 """The GRPO step of `qerl.bench.grpo_step` by TRL's GRPOTrainer: BF16 LoRA, or QLoRA with bitsandbytes NF4.
 
-    python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights bf16 --checkpoint FOLDER
-    python -m qerl.bench.grpo_step_trl OUT.json --shape 7b --weights nf4 --checkpoint FOLDER
+Completions come from vLLM in TRL's colocate mode, which holds a copy of the weights and no adapter. Before each rollout
+TRL merges the adapter into the base and copies every weight to vLLM. With an NF4 base, vLLM quantizes the checkpoint
+with bitsandbytes (built in up to vLLM 0.27, later a plugin). The merged weights then arrive in 4 bits, but their new
+scales don't, so this sampler drifts from the trained policy. It is timed nevertheless, because `use_vllm=True` does
+this. TRL also has transformers' eager generation (`sampler: transformers`), and continuous batching, which is not timed
+here.
 
-The first call writes a random BF16 checkpoint to FOLDER. Completions come from vLLM in TRL's colocate mode, which holds
-a copy of the weights and no adapter. Before each rollout TRL merges the adapter into the base and copies every weight
-to vLLM. With an NF4 base, vLLM quantizes the checkpoint with bitsandbytes (built in up to vLLM 0.27, later a plugin).
-The merged weights then arrive in 4 bits, but their new scales don't, so this sampler drifts from the trained policy. It
-is timed nevertheless, because `use_vllm=True` does this. TRL also has transformers' eager generation (`--sampler
-transformers`), and continuous batching, which is not timed here.
-
-TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by its own kernels, with `--liger` or
+TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by its own kernels, with `liger` or
 without. That option changes the layers only.
 """
 
@@ -25,7 +22,6 @@ from typing import Any
 
 import torch
 import trl
-import typer
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
@@ -36,18 +32,19 @@ from qerl.bench.grpo_step_work import (
     PARTS,
     TEXTS,
     WARMUP,
-    Work,
+    check_drawn,
     memory_of,
     nbytes,
     optimizer_bytes,
     questions,
-    shape_name,
+    steps_of,
     text_reward,
     write_failure,
     write_result,
 )
 from qerl.host.profiling import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.host.progress import configure_logging, log
+from qerl.host.progress import log
+from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.random_models.architectures import ARCHITECTURES
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.results.roofline import byte_parts
@@ -82,7 +79,7 @@ class TimedTrainer(GRPOTrainer):
             raise RuntimeError(f"a prompt hasn't {self.work.prompt_tokens} tokens: TRL's template differs from ours")
         with seconds() as taken:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments)
-        self.work.check(sum(map(len, completion_ids)))
+        check_drawn(self.work, sum(map(len, completion_ids)))
         self.sampling.append(taken.value)
         return completion_ids, logprobs
 
@@ -120,36 +117,44 @@ def vllm_share(work: Work, device_bytes: int) -> float:
     return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
 
 
-def _default_share(work: Work) -> float:
+def _share(work: Work, own: TrlStep) -> float:
+    """vLLM's part of the GPU's memory."""
+    if own.vllm_memory is not None:
+        return own.vllm_memory
     if not torch.cuda.is_available():
         return 0.25  # of the machine's memory; the cache has a setting of its own there
     _, total = torch.cuda.mem_get_info()
     return vllm_share(work, total)
 
 
-def _config(work: Work, own: dict[str, Any], folder: Path) -> GRPOConfig:
-    vllm = own["sampler"] == "vllm"
+def _settings(work: Work, own: TrlStep) -> dict[str, Any]:
+    """What the result says of TRL's own settings."""
+    return own.model_dump() | {"vllm_memory": _share(work, own)}
+
+
+def _config(work: Work, own: TrlStep, folder: Path) -> GRPOConfig:
+    vllm = own.sampler == "vllm"
     limits = {"min_tokens": work.completion_tokens, "ignore_eos": True, "detokenize": False}
     return GRPOConfig(
         output_dir=str(folder),
-        max_steps=work.steps,
-        per_device_train_batch_size=own["micro_batch"],
-        gradient_accumulation_steps=work.completions // own["micro_batch"],
+        max_steps=steps_of(work),
+        per_device_train_batch_size=own.micro_batch,
+        gradient_accumulation_steps=work.completions // own.micro_batch,
         num_generations=work.group,
         max_completion_length=work.completion_tokens,
         loss_type="grpo",
         learning_rate=1e-5,
-        optim=own["optimizer"],
+        optim=own.optimizer,
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
-        gradient_checkpointing=own["recompute"],
-        use_liger_kernel=own["liger"],
+        gradient_checkpointing=own.recompute,
+        use_liger_kernel=own.liger,
         use_vllm=vllm,
-        vllm_gpu_memory_utilization=own["vllm_memory"],
+        vllm_gpu_memory_utilization=_share(work, own),
         vllm_max_model_length=work.prompt_tokens + work.completion_tokens,
-        vllm_enable_sleep_mode=own["sleep"],
-        vllm_importance_sampling_correction=own["correction"],
+        vllm_enable_sleep_mode=own.sleep,
+        vllm_importance_sampling_correction=own.correction,
         generation_kwargs=limits if vllm else {"min_new_tokens": work.completion_tokens},
         logging_steps=1,
         save_strategy="no",
@@ -158,9 +163,9 @@ def _config(work: Work, own: dict[str, Any], folder: Path) -> GRPOConfig:
     )
 
 
-def _trainer(work: Work, own: dict[str, Any], checkpoint: Path, folder: Path) -> TimedTrainer:
+def _trainer(work: Work, own: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    drawn = questions(tokenizer, work.steps * work.prompts, work.prompt_tokens)
+    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -219,9 +224,9 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
     return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
 
 
-def _system(work: Work, own: dict[str, Any]) -> str:
+def _system(work: Work, own: TrlStep) -> str:
     name = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
-    return name if own["correction"] or own["sampler"] != "vllm" else f"{name} without correction"
+    return name if own.correction or own.sampler != "vllm" else f"{name} without correction"
 
 
 def _sampler(trainer: TimedTrainer, weights: str) -> str:
@@ -232,11 +237,11 @@ def _sampler(trainer: TimedTrainer, weights: str) -> str:
     return f"vLLM {vllm.__version__}, colocated, on merged {'bitsandbytes NF4' if weights == 'nf4' else weights}"
 
 
-def _check(work: Work, own: dict[str, Any]) -> None:
+def _check(work: Work, own: TrlStep) -> None:
     if not trl.__version__.startswith(TRL):
         raise ConfigError(f"TRL is {trl.__version__}, and its parts are timed for {TRL}x only; install trl==1.16.0")
-    if work.completions % own["micro_batch"]:
-        raise ConfigError(f"micro_batch={own['micro_batch']} doesn't divide the {work.completions} completions")
+    if work.completions % own.micro_batch:
+        raise ConfigError(f"micro_batch={own.micro_batch} doesn't divide the {work.completions} completions")
 
 
 def _free_port() -> int:
@@ -245,12 +250,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
-    if own["sampler"] == "vllm":
+def _run(work: Work, own: TrlStep, checkpoint: Path, out: Path) -> None:
+    if own.sampler == "vllm":
         # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    if not checkpoint.exists():
-        write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
+    write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
         trainer = _trainer(work, own, checkpoint, Path(folder))
@@ -261,58 +265,16 @@ def _run(work: Work, own: dict[str, Any], checkpoint: Path, out: Path) -> None:
     if not any(row["grad_norm"] for row in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
-    write_result(out, _system(work, own), _sampler(trainer, work.weights), work, own, timed, memory)
+    write_result(out, _system(work, own), _sampler(trainer, work.weights), work, _settings(work, own), timed, memory)
 
 
-def main(
-    out: Path,
-    shape: str = "7b",
-    weights: str = "bf16",
-    prompts: int = 16,
-    group: int = 8,
-    prompt_tokens: int = 128,
-    completion_tokens: int = 1024,
-    rank: int = 16,
-    repeats: int = 3,
-    checkpoint: Path | None = None,
-    sampler: str = "vllm",
-    micro_batch: int = 16,
-    recompute: bool = True,
-    correction: bool = True,
-    liger: bool = False,
-    sleep: bool = False,
-    vllm_memory: float | None = None,
-    optimizer: str = "adamw_torch_fused",
-) -> None:
-    """Time REPEATS steps after one that warms up, and write OUT.
-
-    `weights` is bf16 or nf4, `sampler` vllm or transformers. `micro_batch` is the number of completions of a forward
-    pass, and `recompute` is gradient checkpointing. `correction` has TRL's importance weights between vLLM and the
-    trainer, which cost another forward pass and are TRL's default. `vllm_memory` is vLLM's share of the GPU, by default
-    `vllm_share`. Without `checkpoint`, one is written for this run. Out of memory is a result, too.
-    """
-    if weights not in ("bf16", "nf4") or sampler not in ("vllm", "transformers"):
-        raise typer.BadParameter("weights are bf16 or nf4, the sampler is vllm or transformers")
-    work = Work(shape_name(shape), weights, prompts, group, prompt_tokens, completion_tokens, rank, repeats)
-    own = {
-        "sampler": sampler,
-        "micro_batch": micro_batch,
-        "recompute": recompute,
-        "correction": correction,
-        "liger": liger,
-        "sleep": sleep,
-        "vllm_memory": vllm_memory or _default_share(work),
-        "optimizer": optimizer,
-    }
+def measure_step(job: TrlStepJob) -> None:
+    """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
+    work, own = job.work, job.settings
     _check(work, own)
     try:
         with TemporaryDirectory() as folder, no_room_is_out_of_memory():
-            _run(work, own, checkpoint or Path(folder) / "model", out)
+            _run(work, own, Path(folder) / "model", job.out)
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        write_failure(out, _system(work, own), work, own, "out of memory")
-
-
-if __name__ == "__main__":
-    configure_logging()
-    typer.run(main)
+        write_failure(job.out, _system(work, own), work, _settings(work, own), "out of memory")

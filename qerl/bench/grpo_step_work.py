@@ -10,19 +10,17 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
+from qerl.jobs.shapes import Work
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
-from qerl.random_models.architectures import ARCHITECTURES
 from qerl.rl.rewards import Answer
 
 #: What the tokenizer of a random checkpoint learns from.
@@ -34,42 +32,16 @@ PARTS = ("sync", "rollout", "update")
 _REWARDS = 2**16
 
 
-@dataclass(frozen=True)
-class Work:
-    """What each system has to do."""
-
-    size: str
-    weights: str
-    prompts: int
-    group: int
-    prompt_tokens: int
-    completion_tokens: int
-    rank: int
-    repeats: int
-
-    @property
-    def completions(self) -> int:
-        """Completions of a step."""
-        return self.prompts * self.group
-
-    @property
-    def steps(self) -> int:
-        """Steps, those that warm up included."""
-        return WARMUP + self.repeats
-
-    def check(self, completion_tokens: int) -> None:
-        """RuntimeError unless a step drew all that it had to."""
-        wanted = self.completions * self.completion_tokens
-        if completion_tokens != wanted:
-            raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
+def steps_of(work: Work) -> int:
+    """Steps, those that warm up included."""
+    return WARMUP + work.repeats
 
 
-def shape_name(name: str) -> str:
-    """The key of ARCHITECTURES, whatever the case of `name`."""
-    for size in ARCHITECTURES:
-        if size.lower() == name.lower():
-            return size
-    raise typer.BadParameter(f"there is no shape {name}; use one of {', '.join(ARCHITECTURES)}")
+def check_drawn(work: Work, completion_tokens: int) -> None:
+    """RuntimeError unless a step drew all that it had to."""
+    wanted = work.completions * work.completion_tokens
+    if completion_tokens != wanted:
+        raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
 
 
 def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> list[str]:
@@ -154,4 +126,4 @@ def write_failure(out: Path, system: str, work: Work, settings: dict[str, Any], 
 
 
 def _told(system: str, work: Work, settings: dict[str, Any], status: str) -> dict[str, Any]:
-    return {"bench": "grpo_step", "system": system, "work": asdict(work), "settings": settings, "status": status}
+    return {"bench": "grpo_step", "system": system, "work": work.model_dump(), "settings": settings, "status": status}

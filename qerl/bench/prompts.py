@@ -18,15 +18,14 @@ import torch
 import typer
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode import check_weights
 from qerl.bench.decode_points import IDS
-from qerl.bench.grpo_step_work import shape_name
 from qerl.host.profiling import seconds
 from qerl.host.progress import configure_logging, log
 from qerl.policy.policy import choose_device
 from qerl.provenance.files import check_writable, write_json
 from qerl.provenance.stamp import stamp
-from qerl.random_models.policy import random_policy
+from qerl.random_models.architectures import ARCHITECTURES
+from qerl.random_models.policy import WEIGHTS, random_policy
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
@@ -58,9 +57,10 @@ def _reserved() -> int:
 
 def main(out: Path, size: str = "7B", weights: str = "nvfp4", rank: int = 16) -> None:
     """Measure all points and write OUT. `weights`: bf16, nf4, mxfp4 or nvfp4; rank 0: no adapter."""
-    check_weights(weights)
+    if size not in ARCHITECTURES or weights not in WEIGHTS:
+        raise typer.BadParameter(f"sizes are {', '.join(ARCHITECTURES)}, weights {', '.join(WEIGHTS)}")
     check_writable(out)
-    size, start = shape_name(size), time.perf_counter()
+    start = time.perf_counter()
     sampler = EngineSampler(random_policy(size, weights, rank, choose_device()), NativeSettings(kv_cache_gib=8.0))
     longest = max(POINTS, key=lambda point: point[1])
     sampler.generate([[1000] * longest[1]] * max(count for count, _ in POINTS), SamplingParams(max_tokens=1))

@@ -11,6 +11,7 @@ from torch import nn
 
 from qerl.bench.points import Point, run_points
 from qerl.host.profiling import seconds
+from qerl.jobs.profile import RolloutJob
 from qerl.policy.policy import Policy, load_policy, weight_bytes, with_adapter
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
@@ -49,18 +50,17 @@ def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[i
     return once
 
 
-def bench_rollout(name: str, settings: RolloutBench, checkpoints: dict[str, Path], out: Path) -> None:
-    """Time `settings.weights` x `settings.ranks`; `checkpoints` maps a weight format to its folder."""
+def bench_rollout(job: RolloutJob) -> None:
+    """Time each weight format at each rank."""
+    settings = job.settings
     points = [
-        Point({"weights": w, "rank": r}, lambda w=w, r=r: _measure(checkpoints[w], r, settings))  # type: ignore[misc]
+        Point({"weights": w, "rank": r}, lambda w=w, r=r: _measure(job.checkpoints[w], r, settings))  # type: ignore[misc]
         for r in settings.ranks
         for w in settings.weights
     ]
     rows = [_row(point, settings) for point in run_points(points, settings.repeats, settings.interleave)]
-    write_json(
-        out,
-        {"bench": name, "model": settings.model, "kind": "rollout", "points": rows, "provenance": stamp(settings.seed)},
-    )
+    about = {"bench": job.bench, "model": settings.model, "kind": "rollout"}
+    write_json(job.out, {**about, "points": rows, "provenance": stamp(settings.seed)})
 
 
 def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:

@@ -8,48 +8,49 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl.bench.points import Point, run_points
+from qerl.jobs.profile import StepJob, TimedRun
 from qerl.policy.policy import weight_bytes
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
 from qerl.rl.train import make_trainer
-from qerl.settings.base import parse
-from qerl.settings.benches import StepBench
-from qerl.settings.run import RunSettings
 
 
-def _measure(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Callable[[int], dict[str, float]]:
-    trainer = make_trainer(settings, checkpoint, data, work)
+def _measure(run: TimedRun, work: Path) -> Callable[[int], dict[str, float]]:
+    trainer = make_trainer(run.settings, run.checkpoint, run.data, work)
     held = weight_bytes(trainer.policy)
 
     def once(round_: int) -> dict[str, float]:
-        metrics = trainer.step(round_ + 1, round_ * settings.rollout.prompts)
+        metrics = trainer.step(round_ + 1, round_ * run.settings.rollout.prompts)
         return {**{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")}, "weight_bytes": held}
 
     return once
 
 
-def bench_step(name: str, settings: StepBench, rows: list[dict[str, Any]], out: Path) -> None:
-    """Time one step of each run in `rows` (id, arm, varied, settings, checkpoint and data folders), in turn."""
+def bench_step(job: StepJob) -> None:
+    """Time one step of each run, in turn."""
     with TemporaryDirectory() as work:
-        points = []
-        for row in rows:
-            run = parse(RunSettings, row["settings"], f"arm {row['arm']}")
-            label = {
-                "model": run.model,
-                "arm": row["arm"],
-                "varied": row["varied"],
-                "weights": run.weights,
-                "recipe": run.recipe,
-                "method": run.method,
-                "rank": run.adapter.rank if run.method == "lora" else 0,
-                "prompts": run.rollout.prompts,
-                "group_size": run.rollout.group_size,
-                "gradient_checkpointing": run.gradient_checkpointing,
-            }
-            folders = Path(row["checkpoint"]), Path(row["data"]), Path(work) / row["id"]
-            points.append(Point(label, lambda run=run, folders=folders: _measure(run, *folders)))  # type: ignore[misc]
-        measured = [_row(point) for point in run_points(points, settings.repeats, settings.interleave)]
-    write_json(out, {"bench": name, "kind": "step", "points": measured, "provenance": stamp()})
+        points = [
+            Point(_label(run), lambda run=run: _measure(run, Path(work) / run.id))  # type: ignore[misc]
+            for run in job.runs
+        ]
+        measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
+    write_json(job.out, {"bench": job.bench, "kind": "step", "points": measured, "provenance": stamp()})
+
+
+def _label(run: TimedRun) -> dict[str, Any]:
+    settings = run.settings
+    return {
+        "model": settings.model,
+        "arm": run.arm,
+        "varied": run.varied,
+        "weights": settings.weights,
+        "recipe": settings.recipe,
+        "method": settings.method,
+        "rank": settings.adapter.rank if settings.method == "lora" else 0,
+        "prompts": settings.rollout.prompts,
+        "group_size": settings.rollout.group_size,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+    }
 
 
 def _row(point: Point) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class _Interruptible(TyperGroup):
 app = typer.Typer(
     cls=_Interruptible, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__
 )
-app.add_typer(rules.app, name="rule", rich_help_panel=WORKFLOW)
+app.command(rich_help_panel=WORKFLOW)(rules.rule)
 gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
 app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)
 
@@ -356,20 +356,21 @@ def grid(
     """List the jobs of a configuration's `shapes` and how far they are."""
     import pandas as pd
 
-    from qerl.bench.grid import MISSING, jobs, state
+    from qerl.plan.jobs import Jobs
+    from qerl.plan.shapes import MISSING, file_of, state
     from qerl.report.summary import rich_table
 
     plan = _plan(config, None)
     if plan.config.shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    own = Path(plan.folder) / "points"
-    states = {job: state(job, plan.config.shapes, own) for job in jobs(plan.config.shapes).values()}
+    own, jobs = Path(plan.folder) / "points", Jobs(plan).points
+    states = {id: state(id, job, plan.config.shapes, own) for id, job in jobs.items()}
     if missing:
-        left = [job for job in states if MISSING in states[job]]
-        point = ("python", "-m", "qerl", "rule", "point")
-        typer.echo("\n".join(shlex.join([*point, job.command, str(own / job.file)]) for job in left))
+        left = [jobs[id].model_copy(update={"out": own / file_of(id)}) for id in jobs if MISSING in states[id]]
+        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left]
+        typer.echo("\n".join(map(shlex.join, commands)))
     else:
-        rows = pd.DataFrame({"job": [job.id for job in states], "state": list(states.values())})
+        rows = pd.DataFrame({"job": list(states), "state": list(states.values())})
         _console().print(rich_table(str(config), rows))
 
 
@@ -388,7 +389,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 @gate_app.command()
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
-    from qerl.gates.job import accept
+    from qerl.gates.accept import accept
 
     typer.echo(accept(_plan(config, keys)))
 

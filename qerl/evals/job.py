@@ -7,8 +7,10 @@ from typing import Any
 
 from qerl.checkpoints.context import usable_length
 from qerl.evals import RESULT, SAMPLES
-from qerl.evals.evaluate import evaluate
+from qerl.evals.evaluate import evaluate, scorer
+from qerl.host.imports import imports
 from qerl.host.progress import log
+from qerl.jobs.evaluate import EvaluateJob
 from qerl.layers.noisy_norm import noise_norm
 from qerl.policy.policy import Policy, load_policy
 from qerl.provenance.files import write_json
@@ -18,25 +20,23 @@ from qerl.rollout.factory import make_sampler
 from qerl.settings.evaluation import EvaluationSettings
 
 
-def evaluate_policy(
-    settings: EvaluationSettings,
-    row: dict[str, Any],
-    checkpoint: Path,
-    trained: Path | None,
-    datasets: dict[str, Path],
-    out: Path,
-) -> None:
-    """Score a base or the outcome of a run on every task of `settings`; `row` says which policy it is.
+def evaluate_policy(job: EvaluateJob) -> None:
+    """Score a base or the outcome of a run on every task.
 
     Of a run that failed, the result says that and has no task.
     """
-    if trained and (status := failed(trained)):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / SAMPLES).write_text("")
-        write_json(out / RESULT, {**row, "tasks": {}, "status": status, "provenance": stamp(settings.seed)})
+    about = job.policy.model_dump(mode="json")
+    if job.trained and (status := failed(job.trained)):
+        job.out.mkdir(parents=True, exist_ok=True)
+        (job.out / SAMPLES).write_text("")
+        write_json(job.out / RESULT, {**about, "tasks": {}, "status": status, "provenance": stamp(job.settings.seed)})
         log.warning("not evaluated: the run is %s", status)
         return
-    score_policy(load_policy(checkpoint, trained, settings.dtype), settings, row, datasets, out)
+    with imports():
+        for task in job.settings.tasks:
+            scorer(task.harness)
+    policy = load_policy(job.checkpoint, job.trained, job.settings.dtype)
+    score_policy(policy, job.settings, about, job.data, job.out)
 
 
 def score_policy(

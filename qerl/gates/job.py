@@ -1,22 +1,19 @@
-"""What the workflow's rules and `qerl gate` call: measure, judge, show, accept."""
+"""Verdicts: made of results for the workflow, and shown to people."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from qerl.gates.baselines import any_baseline, machine_class, own_baseline, write_baseline
+from qerl.gates.baselines import any_baseline, own_baseline
 from qerl.gates.judge import Baselines, judge, overall
-from qerl.gates.measured import Measured
+from qerl.gates.measured import Measured, collect
 from qerl.gates.rows import read_gates
-from qerl.host.progress import log
-from qerl.plan import Plan
+from qerl.jobs.gates import VerdictJob
 from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
 from qerl.results.schema.gates import Verdict
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings
@@ -25,16 +22,9 @@ MEASURED = "measured.json"
 VERDICT = "verdict.json"
 
 
-def measure_speed(checkpoint: Path, baselines: Path, key: str, rounds: int, out: Path) -> None:
-    """Time this code in turn with the baseline's; without a baseline `out` says so and has no samples."""
-    from qerl.gates.speed import compare
-
-    stamped = stamp()
-    own = own_baseline(baselines, stamped["machine"], key)
-    if own is None:
-        log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
-    found = compare(own.commit, checkpoint, rounds, Path("work/gates")) if own else {}
-    write_json(out, {"baseline": None, "samples": {}, **found, "provenance": stamped})
+def judge_results(job: VerdictJob) -> None:
+    """Judge all gates by the results of the workload's rules."""
+    write_verdict(job.settings, collect(job.key, job.results), job.out)
 
 
 def write_verdict(settings: GateSettings, measured: Measured, out: Path) -> None:
@@ -94,36 +84,3 @@ def sentence(verdicts: Sequence[Verdict]) -> str:
     """How many gates pass, fail and have no baseline."""
     counts = pd.Series([verdict.outcome for verdict in verdicts]).value_counts()
     return ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("fail", "no baseline", "pass"))
-
-
-# --- baselines -------------------------------------------------------------------------------------------------------
-
-
-def accept(plan: Plan) -> Path:
-    """Make what was measured last the baseline of its class of machines, in a git commit of its own."""
-    settings = plan.config.gates
-    if settings is None:
-        raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")
-    folder = Path(plan.folder)
-    file = folder / "gates" / MEASURED
-    if not file.is_file():
-        raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
-    measured = Measured.model_validate_json(file.read_bytes())
-    if measured.provenance["dirty"] or not measured.provenance["commit"]:
-        raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
-    _check_nothing_staged()
-    written = write_baseline(settings.baselines, measured)
-    _git("add", str(written))
-    _git("commit", "--quiet", "--message", f"Baseline {written.stem}: {measured.provenance['commit'][:12]}")
-    return written
-
-
-def _check_nothing_staged() -> None:
-    if subprocess.run(["git", "diff", "--cached", "--quiet"], check=False).returncode:
-        raise ConfigError("other changes are staged, and a baseline moves in a commit of its own; commit them first")
-
-
-def _git(*arguments: str) -> None:
-    answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise ConfigError(f"git {arguments[0]} failed: {answer.stderr.strip()}")

@@ -10,13 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl.settings.config import Config
-
 #: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
-#: What `workload_key` calls the folder of every local model: its content counts, its place doesn't. With another name
-#: here, all committed baselines would be of another workload.
-_ANY_FOLDER = "config/gates/policy"
 
 
 class Measured(BaseModel):
@@ -25,7 +20,7 @@ class Measured(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """Key of the workload (`workload_key`)."""
+    """Key of the workload (`qerl.plan.workload`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number per step."""
@@ -38,24 +33,6 @@ class Measured(BaseModel):
     compared_with: str | None
     """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
     provenance: dict[str, Any]
-
-
-def workload_key(config: Config) -> str:
-    """A hash of what is run: another one makes results that can't be compared.
-
-    The files of the base and of the stored policies count; timings and the places of files don't.
-    """
-    assert config.gates is not None
-    told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
-    for model in told["models"].values():
-        model |= {"path": _ANY_FOLDER} if "path" in model else {}
-    told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-    for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:
-        for file in sorted(folder.rglob("*")) if folder else ():
-            if file.is_file():
-                digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 # --- from stored results ---------------------------------------------------------------------------------------------

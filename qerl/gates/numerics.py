@@ -19,12 +19,18 @@ from torch import Tensor
 from qerl.data.answers import is_correct, well_formed
 from qerl.formats import tiles
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
+from qerl.jobs.gates import NumericsJob
 from qerl.layers.packed_linear import PackedLinear
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
 
 VECTORS = "vectors.safetensors"
 ANSWERS = "answers.jsonl"
+
+
+def compare_with_vectors(job: NumericsJob) -> None:
+    """Compare codecs and graders with stored vectors."""
+    measure_numerics(job.vectors, job.out)
 
 
 def measure_numerics(folder: Path, out: Path) -> None:

@@ -21,13 +21,29 @@ from pathlib import Path
 from typing import Any, cast
 
 from qerl.checkpoints.folder import weights_format_of
+from qerl.gates import worker
+from qerl.gates.baselines import machine_class, own_baseline
 from qerl.host.progress import log
+from qerl.jobs.gates import SpeedJob
 from qerl.provenance.code_version import PACKAGE
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
 from qerl.settings.base import ConfigError
 
-WORKER = Path(__file__).with_name("worker.py")
+#: Imported, so that its content counts in the version of what is measured; it runs as a file.
+WORKER = Path(worker.__file__)
 WORKLOADS = ("rollout", "update")
 _ERROR_LINES = 5
+
+
+def measure_speed(job: SpeedJob) -> None:
+    """Time this code in turn with the baseline's; without a baseline the result says so and has no samples."""
+    stamped = stamp()
+    own = own_baseline(job.baselines, stamped["machine"], job.key)
+    if own is None:
+        log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
+    found = compare(own.commit, job.checkpoint, job.rounds, Path("work/gates")) if own else {}
+    write_json(job.out, {"baseline": None, "samples": {}, **found, "provenance": stamped})
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:

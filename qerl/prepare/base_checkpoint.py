@@ -1,4 +1,4 @@
-"""Base checkpoints from files to files: trained from scratch, downloaded, quantized."""
+"""Base checkpoints from files to files: downloaded, quantized."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.data.hub_lock import MODEL_FILES, verify
-from qerl.host.progress import log
+from qerl.data.hub_lock import MODEL_FILES, read_lock, verify
+from qerl.jobs.prepare import FetchJob, QuantizeJob
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
 from qerl.settings.base import ConfigError
-from qerl.settings.models import LockedRepo, PretrainSettings
+from qerl.settings.models import LockedRepo
 
 if TYPE_CHECKING:
     from qerl.quantize.awq import Calibration
 
 
-def pretrain_base(settings: PretrainSettings, datasets: dict[str, Path], target: Path) -> None:
-    """Train the miniature policy and write checkpoint and `pretrain.json` to `target`."""
-    from qerl.policy.policy import Policy
-    from qerl.pretrain.miniature import pretrain
-    from qerl.rollout.eager import NativeSampler
+def fetch_base(job: FetchJob) -> None:
+    """Download a model of the hub at a pinned revision."""
+    fetch_model(job.repo, job.revision, job.out, read_lock(job.lock_file).get(job.repo))
 
-    outcome = pretrain(settings, datasets, target, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer)))
-    write_json(target / "pretrain.json", {**outcome, "provenance": stamp(settings.seed)})
+
+def quantize_base(job: QuantizeJob) -> None:
+    """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
+    texts = None
+    if job.calibration:
+        from qerl.quantize.awq import Calibration
+
+        texts = Calibration(job.calibration.settings, job.calibration.data)
+    make_checkpoint(job.model, job.weights, job.source, job.out / "checkpoint", job.out / "report.json", texts)
 
 
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:

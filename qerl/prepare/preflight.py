@@ -9,10 +9,18 @@ from qerl.checkpoints.context import check_room, usable_length
 from qerl.checkpoints.folder import read_config
 from qerl.data.prompts import check_lengths, check_template, longer_than
 from qerl.evals.evaluate import open_task
+from qerl.jobs.prepare import CheckJob
 from qerl.policy.loading import load_tokenizer
 from qerl.rl.rollouts import Task
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.rollout import RolloutSettings
+
+
+def check_problems(job: CheckJob) -> None:
+    """Check a model with the problems of runs and of an evaluation; an empty file says that all is well."""
+    check_runs(job.model, ((job.data[run.dataset], run.rollout) for run in job.runs))
+    check_evaluation(job.model, job.evaluation, job.data)
+    job.out.touch()
 
 
 def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> None:

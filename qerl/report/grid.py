@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
 from qerl.report.formatting import cell_text, present, three_digits, times
 from qerl.report.goals import write_goals
@@ -39,6 +40,11 @@ _FLOOR = (
     "the floor is the least time of a step, its bytes over the bandwidth of a copy or its FLOPs over the rate of a "
     "BF16 product, both measured in the same job; NF4 counts with double quantization"
 )
+
+
+def write_shapes(job: ShapesJob) -> None:
+    """Make tables and figures of the speed grid."""
+    write_all(job.files, job.out)
 
 
 def write_all(files: Sequence[Path], out: Path) -> None:

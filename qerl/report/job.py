@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from qerl.jobs.report import FigureJob, TableJob
 from qerl.report import layout, paper, tables
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
@@ -108,6 +109,20 @@ class StoredResults:
         files = [path for path in self._paths if path.parent.name == "profile"]
         chosen = [path for path in files if json.loads(path.read_text())["kind"] == kind]
         return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
+
+
+def write_table(job: TableJob) -> None:
+    """Make one table."""
+    make_table(job.name, _listed(job.results), job.out)
+
+
+def write_figure(job: FigureJob) -> None:
+    """Make one figure."""
+    make_figure(job.name, _listed(job.results), job.out)
+
+
+def _listed(file: Path) -> list[Path]:
+    return [Path(line) for line in file.read_text().splitlines()]
 
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:

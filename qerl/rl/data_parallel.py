@@ -18,13 +18,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import nn
 
+from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
 T = TypeVar("T")
-
-
-class KilledError(RuntimeError):
-    """The kernel ended a process of the run, for its memory say; another try goes on from the last checkpoint."""
 
 
 class Processes:

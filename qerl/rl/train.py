@@ -17,6 +17,7 @@ from qerl.data.sources import META, split_file
 from qerl.host.plugins import source_version
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log
+from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
 from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
@@ -30,7 +31,6 @@ from qerl.rl.rollouts import Collector, Task
 from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
-from qerl.settings.base import parse
 from qerl.settings.run import UNDECIDING, RunSettings
 
 METRICS = "metrics.jsonl"
@@ -72,66 +72,63 @@ def _fingerprint(settings: RunSettings) -> str:
     return hashlib.sha256((text + (source_version(function) if function else "")).encode()).hexdigest()[:16]
 
 
-def _state_folder(settings: RunSettings, checkpoint: Path, data: Path, work: Path) -> Path:
+def _state_folder(job: TrainJob) -> Path:
     """Where the run's state lies, by its fingerprint and the content of its base and its problems.
 
     Times of files say nothing: they follow the clock, and what is copied or moved keeps its old ones.
     """
-    check_checkpoint(checkpoint)
-    files = [*model_files(checkpoint), data / META, split_file(data, "train")]
-    text = _fingerprint(settings) + "".join(map(hash_of, files))
-    return work / hashlib.sha256(text.encode()).hexdigest()[:16]
+    check_checkpoint(job.checkpoint)
+    files = [*model_files(job.checkpoint), job.data / META, split_file(job.data, "train")]
+    text = _fingerprint(job.settings) + "".join(map(hash_of, files))
+    return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def train_run(row: dict[str, Any], checkpoint: Path, data: Path, work: Path, out: Path) -> None:
-    """Train the run `row` (id, experiment, arm, varied, settings) and write what came of it to `out`.
+def train_run(job: TrainJob) -> None:
+    """Train a run and write what came of it to `job.out`.
 
-    `work` survives a killed run: the next one goes on from there. Callers keep it to themselves
-    (`qerl.host.gpu_lease.alone`).
-    Results appear in `out` only when all is done, or, with `on_failure: row`, when the run is out of memory or over
-    `time_limit` (hours).
+    `job.work` survives a killed run: the next one goes on from there. Callers keep it to themselves
+    (`qerl.host.gpu_lease.alone`). Results appear in `job.out` only when all is done, or, with `on_failure: row`, when
+    the run is out of memory or over `time_limit`.
     """
-    settings = parse(RunSettings, row["settings"], f"run {row['id']}")
-    forget(work)
-    state = _state_folder(settings, checkpoint, data, work)
-    if not state.exists() and any(work.glob("*/step-*.pt")):
-        log.info("starts anew: checkpoints in %s are of other settings, code, base or data", work)
+    forget(job.work)
+    state = _state_folder(job)
+    if not state.exists() and any(job.work.glob("*/step-*.pt")):
+        log.info("starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
-        run_in_processes(settings.processes, _train, row, settings, checkpoint, data, state, out)
+        run_in_processes(job.settings.processes, _train, job, state)
     except (RuntimeError, MemoryError):
-        found = failure(work)
-        if found is None or row.get("on_failure", "stop") == "stop":
+        found = failure(job.work)
+        if found is None or job.on_failure == "stop":
             raise
-        _write_failure(row, settings, found, state, out)
+        _write_failure(job, found, state)
     else:
-        shutil.rmtree(work)
+        shutil.rmtree(job.work)
 
 
-def _write_failure(row: dict[str, Any], settings: RunSettings, found: Failure, state: Path, out: Path) -> None:
+def _write_failure(job: TrainJob, found: Failure, state: Path) -> None:
     """A result without a policy. Checkpoints stay: another attempt, with more memory or time, goes on from them."""
     metrics = state / METRICS
     rows = metrics.read_text() if metrics.is_file() else ""
-    status = f"{found.kind} after {rows.count(chr(10))} of {settings.steps} steps"
-    (out / "policy").mkdir(parents=True, exist_ok=True)
-    write_text(out / METRICS, rows)
-    told = {"run": row["id"], **_named(row), "status": status, "reason": found.reason, "summary": None}
-    write_json(out / "run.json", {**told, "provenance": stamp(settings.seed)})
-    log.warning("%s: %s (%s)", row["id"], status, found.reason)
+    status = f"{found.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
+    (job.out / "policy").mkdir(parents=True, exist_ok=True)
+    write_text(job.out / METRICS, rows)
+    told = {"run": job.id, **_named(job), "status": status, "reason": found.reason, "summary": None}
+    write_json(job.out / "run.json", {**told, "provenance": stamp(job.settings.seed)})
+    log.warning("%s: %s (%s)", job.id, status, found.reason)
 
 
-def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: Path, state: Path, out: Path) -> None:
+def _train(job: TrainJob, state: Path) -> None:
     """What each process of a run does."""
-    time_limit = row.get("time_limit")
-    with noted(state.parent, time_limit), seconds() as elapsed:
-        trainer = make_trainer(settings, checkpoint, data, state, state.name)
-        rows = trainer.run(time_limit)
+    with noted(state.parent, job.time_limit), seconds() as elapsed:
+        trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
+        rows = trainer.run(job.time_limit)
     peak = trainer.processes.max(peak_memory_bytes())
     if not trainer.processes.writes:
         return
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
-    out.mkdir(parents=True, exist_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
-    _save(trainer, out, Base(**row["base"]) if row.get("base") else None)
+    _save(trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = {
         "steps": len(rows),
         "seconds": elapsed.value,
@@ -142,9 +139,10 @@ def _train(row: dict[str, Any], settings: RunSettings, checkpoint: Path, data: P
         **_speeds(rows),
     }
     write_json(
-        out / "run.json", {"run": row["id"], **_named(row), "summary": summary, "provenance": stamp(settings.seed)}
+        job.out / "run.json",
+        {"run": job.id, **_named(job), "summary": summary, "provenance": stamp(job.settings.seed)},
     )
-    report(rows, settings)
+    report(rows, job.settings)
 
 
 def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
@@ -161,8 +159,8 @@ def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
     flush(out / METRICS)
 
 
-def _named(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: row[key] for key in ("experiment", "arm", "varied", "settings")}
+def _named(job: TrainJob) -> dict[str, Any]:
+    return job.model_dump(mode="json", include={"experiment", "arm", "varied", "settings"})
 
 
 def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:

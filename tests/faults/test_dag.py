@@ -53,6 +53,10 @@ def tree(tmp_path_factory) -> Tree:
     return tree
 
 
+def kind_of(job: bytes) -> str:
+    return json.loads(job)["kind"]
+
+
 def jobs(tree: Tree, rule: str) -> list[int]:
     """Process numbers of a rule's command in this tree."""
     found = []
@@ -61,7 +65,7 @@ def jobs(tree: Tree, rule: str) -> list[int]:
             command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
         except OSError:  # it ended meanwhile, or is another user's
             continue
-        if place == tree.folder.resolve() and command[1:5] == [b"-m", b"qerl", b"rule", rule.encode()]:
+        if place == tree.folder.resolve() and command[1:4] == [b"-m", b"qerl", b"rule"] and kind_of(command[4]) == rule:
             found.append(int(process.name))
     return found
 

@@ -15,11 +15,15 @@ from qerl.checkpoints.folder import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
+from qerl.jobs.prepare import DataJob
 from qerl.policy.export import export
 from qerl.policy.policy import load_policy
 from qerl.provenance.files import check_writable, write_json
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
+from qerl.settings.run import RunSettings
+from tests.jobs import train_job
 
 from .conftest import forked, ordinary_user, read_rows, untimed
 
@@ -226,13 +230,15 @@ def said_by(capsys, monkeypatch, *arguments: str) -> str:
     return said
 
 
-DATA = ("rule", "data", "--settings", '{"format": "gsm8k", "origin": {"source": "generated", "train": 64}}', "--out")
+def data_job(out: Path) -> DataJob:
+    settings = {"format": "gsm8k", "origin": {"source": "generated", "train": 64}}
+    return DataJob(settings=parse(DatasetSettings, settings, "test"), lock_file=None, out=out)
 
 
 def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monkeypatch):
     # The kernel's own full disk: every write to it fails with ENOSPC.
     (tmp_path / "train.jsonl").symlink_to("/dev/full")
-    said = said_by(capsys, monkeypatch, *DATA, str(tmp_path))
+    said = said_by(capsys, monkeypatch, "rule", data_job(tmp_path).model_dump_json())
     assert f"{os.strerror(errno.ENOSPC)}; make room and start again" in said
     assert not (tmp_path / "dataset.json").exists()
 
@@ -241,12 +247,13 @@ def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monke
 
 
 def test_read_only_results_are_told_before_the_work(public, capsys, monkeypatch):
-    """Of every rule: `--out` is checked as it is read. Training here would fail for lack of a checkpoint, later."""
+    """Of every rule: a job's `out` is checked first. Training here would fail for lack of a checkpoint, later."""
     public.chmod(0o555)
-    train = ("rule", "train", "--settings", "{}", "absent", "absent", "absent", "--out")
-    for arguments in (DATA, train):
+    out, absent = public / "results/x", Path("absent")
+    settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
+    for job in (data_job(out), train_job(settings, absent, absent, absent, out)):
         with ordinary_user():
-            said = said_by(capsys, monkeypatch, *arguments, str(public / "results/x"))
+            said = said_by(capsys, monkeypatch, "rule", job.model_dump_json())
         assert f"can't write to {public} (Permission denied); make it writable" in said
     assert not list(public.iterdir())
 

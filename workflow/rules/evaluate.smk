@@ -3,10 +3,11 @@
 
 rule evaluate:
     input:
-        evaluation_data,
-        checkpoint=evaluation_checkpoint,
-        policy=evaluation_policy,
-        checked=checked_evaluation,
+        lambda wildcards: FILES.data_files(JOBS.evaluate(wildcards.evaluation).data),
+        checkpoint=lambda wildcards: str(JOBS.evaluate(wildcards.evaluation).checkpoint),
+        policy=lambda wildcards: str(JOBS.evaluate(wildcards.evaluation).trained or "")
+        or [],
+        checked=lambda wildcards: JOBS.checked_evaluation(wildcards.evaluation),
     output:
         result="<results>/evaluate/{evaluation}/result.json",
         samples="<results>/evaluate/{evaluation}/samples.jsonl",
@@ -19,15 +20,10 @@ rule evaluate:
     resources:
         mem_mb=2000,
         runtime=720,
-        gpu=PLAN.config.evaluation.engine_gpus,
+        gpu=gpus("evaluate"),
     params:
-        settings=evaluation_settings,
-        decides=evaluation_decides,
-        row=evaluation_row,
-        trained=trained_option,
-        data=evaluation_folders,
-        out=subpath(output.result, parent=True),
-        code=code_version("qerl.evals.job"),
+        job=job("evaluate"),
+        decides=decides("evaluate"),
+        code=code("evaluate"),
     shell:
-        "python -m qerl rule evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
-        " {params.trained} {params.data} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -15,16 +15,17 @@ rule gate_numerics:
         mem_mb=2000,
         runtime=10,
     params:
-        vectors=subpath(input.vectors, parent=True),
-        code=code_version("qerl.gates.numerics"),
+        job=job("numerics"),
+        decides=decides("numerics"),
+        code=code("numerics"),
     shell:
-        "python -m qerl rule gate-numerics {params.vectors:q} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule gate_stored:
     input:
-        [file for name in gate_tasks() for file in data_files(name)],
-        checkpoint=gate_checkpoint(),
+        FILES.data_files(FILES.gate_tasks),
+        checkpoint=str(FILES.gate_checkpoint),
         policy=f"{PLAN.config.gates.stored}/{{stored}}",
     output:
         result="<results>/gates/stored/{stored}/result.json",
@@ -32,28 +33,25 @@ rule gate_stored:
     log:
         "<logs>/gates/stored/{stored}.log",
     wildcard_constraints:
-        stored=one_of(stored_policies()),
+        stored=one_of(FILES.stored_policies),
     conda:
         "../../environment.yml"
     resources:
         mem_mb=2000,
         runtime=10,
     params:
-        settings=PLAN.config.evaluation.model_dump_json(),
-        row=stored_row,
-        data=named_folders(gate_tasks()),
-        out=subpath(output.result, parent=True),
-        code=code_version("qerl.evals.job"),
+        job=job("stored"),
+        decides=decides("stored"),
+        code=code("stored"),
     shell:
-        "python -m qerl rule evaluate {input.checkpoint:q} --settings {params.settings:q} --row {params.row:q}"
-        " --trained {input.policy:q} {params.data} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # It takes the whole machine, so that nothing else runs beside it.
 rule gate_speed:
     input:
-        baselines=baseline_files(),
-        checkpoint=gate_checkpoint(),
+        baselines=FILES.baselines,
+        checkpoint=str(FILES.gate_checkpoint),
     output:
         "<results>/gates/speed.json",
     log:
@@ -66,25 +64,18 @@ rule gate_speed:
         runtime=30,
         gpu=1,
     params:
-        key=workload_key(PLAN.config),
-        baselines=str(PLAN.config.gates.baselines),
-        rounds=PLAN.config.gates.rounds,
-        code=code_version("qerl.gates.speed", "qerl.api"),
+        job=job("speed"),
+        decides=decides("speed"),
+        code=code("speed"),
     shell:
-        "python -m qerl rule gate-speed {input.checkpoint:q} --baselines {params.baselines:q}"
-        " --key {params.key} --rounds {params.rounds} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule verdict:
     input:
-        baseline_files(),
-        gates=str(PLAN.config.gates.file),
-        runs=gate_results("train/{}/run.json"),
-        evaluations=gate_results("evaluate/{}/result.json"),
-        stored=stored_policy_results(),
-        bench=f"<results>/profile/{PLAN.config.gates.bench}.json",
-        numerics="<results>/gates/numerics.json",
-        speed="<results>/gates/speed.json",
+        FILES.baselines,
+        str(PLAN.config.gates.file),
+        FILES.judged,
     output:
         measured="<results>/gates/measured.json",
         verdict="<results>/gates/verdict.json",
@@ -101,13 +92,11 @@ rule verdict:
         mem_mb=1000,
         runtime=10,
     params:
-        settings=PLAN.config.gates.model_dump_json(),
-        key=workload_key(PLAN.config),
-        out=subpath(output.verdict, parent=True),
-        code=code_version("qerl.gates.job", "qerl.gates.measured"),
+        job=job("verdict"),
+        decides=decides("verdict"),
+        code=code("verdict"),
     shell:
-        "python -m qerl rule verdict {input.runs:q} {input.evaluations:q} {input.stored:q} {input.bench:q}"
-        " {input.numerics:q} {input.speed:q} --settings {params.settings:q} --key {params.key} --out {params.out:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # The file is there only if every gate passes.

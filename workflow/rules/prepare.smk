@@ -3,7 +3,7 @@
 
 rule prepare_data:
     input:
-        dataset_source,
+        lambda wildcards: own_file(wildcards.dataset),
     output:
         meta="<results>/data/{dataset}/dataset.json",
         train="<results>/data/{dataset}/train.jsonl",
@@ -17,19 +17,17 @@ rule prepare_data:
         mem_mb=1000,
         runtime=30,
     params:
-        settings=dataset_settings,
-        lock=lock_option,
-        content=dataset_content,
-        out=subpath(output.meta, parent=True),
-        code=dataset_code,
+        job=job("data"),
+        decides=decides("data"),
+        content=content("data"),
+        code=code("data"),
     shell:
-        "python -m qerl rule data --settings {params.settings:q} --out {params.out:q} {params.lock}"
-        " > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule pretrain:
     input:
-        pretrain_data,
+        lambda wildcards: FILES.data_files(JOBS.pretrain(wildcards.model).data),
     output:
         directory("<results>/models/{model}"),
     log:
@@ -46,11 +44,11 @@ rule pretrain:
         runtime=30,
         gpu=1,
     params:
-        settings=model_settings,
-        data=pretrain_folders,
-        code=code_version("qerl.pretrain.miniature", "qerl.rollout.eager"),
+        job=job("pretrain"),
+        decides=decides("pretrain"),
+        code=code("pretrain"),
     shell:
-        "python -m qerl rule pretrain --settings {params.settings:q} {params.data} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule fetch_model:
@@ -64,22 +62,23 @@ rule fetch_model:
     conda:
         "../../environment.yml"
     params:
-        model=hub_model,
+        job=job("fetch"),
+        decides=decides("fetch"),
     shell:
-        "python -m qerl rule fetch {params.model} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # First of all that is ready. No input of `quantize`: other lengths would make each format, and so each run, anew.
 rule check_model:
     input:
-        model=check_model_folder,
-        data=check_data,
+        model=lambda wildcards: dense(JOBS.checks[wildcards.check].model),
+        data=lambda wildcards: FILES.data_files(JOBS.check(wildcards.check).data),
     output:
         "<results>/checked/{check}",
     log:
         "<logs>/check_model/{check}.log",
     wildcard_constraints:
-        check=one_of(CHECKS),
+        check=one_of(JOBS.checks),
     priority: 1
     conda:
         "../../environment.yml"
@@ -87,11 +86,9 @@ rule check_model:
         mem_mb=2000,
         runtime=30,
     params:
-        runs=check_runs,
-        evaluation=check_evaluation,
-        data=check_folders,
-        content=check_content,
-        code=code_version("qerl.prepare.preflight"),
+        job=job("check"),
+        decides=decides("check"),
+        content=content("check"),
+        code=code("check"),
     shell:
-        "python -m qerl rule check {input.model:q} --runs {params.runs:q} --evaluation {params.evaluation:q}"
-        " {params.data} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"

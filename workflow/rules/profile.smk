@@ -3,7 +3,7 @@
 
 rule profile:
     input:
-        bench_inputs,
+        lambda wildcards: FILES.bench_inputs(wildcards.bench),
     output:
         "<results>/profile/{bench}.json",
     log:
@@ -16,12 +16,10 @@ rule profile:
     resources:
         mem_mb=4000,
         runtime=240,
-        gpu=bench_gpus,
+        gpu=gpus("profile"),
     params:
-        settings=bench_settings,
-        points=bench_points,
-        decides=bench_decides,
-        code=bench_code,
+        job=job("profile"),
+        decides=decides("profile"),
+        code=code("profile"),
     shell:
-        "python -m qerl rule profile {wildcards.bench} --settings {params.settings:q} --points {params.points:q}"
-        " --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"

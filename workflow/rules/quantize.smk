@@ -4,8 +4,8 @@
 
 rule quantize:
     input:
-        base=base_folder,
-        data=calibration_data,
+        base=lambda wildcards: dense(PLAN.checkpoints[wildcards.checkpoint].model),
+        data=lambda wildcards: FILES.calibration(wildcards.checkpoint),
     output:
         checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
         report="<results>/quantize/{checkpoint}/report.json",
@@ -20,11 +20,9 @@ rule quantize:
         runtime=120,
         gpu=1,
     params:
-        which=checkpoint_names,
-        content=base_content,
-        calibration=calibration_options,
-        out=subpath(output.report, parent=True),
-        code=code_version("qerl.quantize.quantize"),
+        job=job("quantize"),
+        decides=decides("quantize"),
+        content=content("quantize"),
+        code=code("quantize"),
     shell:
-        "python -m qerl rule quantize {params.which} {input.base:q} --out {params.out:q} {params.calibration}"
-        " > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -8,15 +8,15 @@ rule list_results:
         "<logs>/list_results.log",
     localrule: True
     params:
-        paths=stored_results() + printed_files(),
+        paths=FILES.stored + printed_files(),
     run:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
 
 rule tables:
     input:
-        stored_results(),
-        printed_numbers,
+        FILES.stored,
+        lambda wildcards: printed_files(*wildcards),
         names="<results>/results.txt",
     output:
         csv="<results>/tables/{table}.csv",
@@ -25,7 +25,7 @@ rule tables:
         html=report(
             "<results>/tables/{table}.html",
             caption="../report/table.rst",
-            category=table_category,
+            category=lambda wildcards: table_category(wildcards.table),
             labels={"table": "{table}"},
         ),
         caption="<results>/tables/{table}.txt",
@@ -37,22 +37,23 @@ rule tables:
         mem_mb=2000,
         runtime=30,
     params:
-        code=code_version("qerl.report.job"),
-        out=subpath(output[0], parent=True),
+        job=job("table"),
+        decides=decides("table"),
+        code=code("table"),
     shell:
-        "python -m qerl rule table {wildcards.table} --out {params.out:q} {input.names:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule figures:
     input:
-        stored_results(),
-        printed_numbers,
+        FILES.stored,
+        lambda wildcards: printed_files(*wildcards),
         names="<results>/results.txt",
     output:
         png=report(
             "<results>/figures/{figure}.png",
             caption="../report/figure.rst",
-            category=figure_category,
+            category=lambda wildcards: figure_category(wildcards.figure),
             labels={"figure": "{figure}"},
         ),
         svg="<results>/figures/{figure}.svg",
@@ -65,7 +66,8 @@ rule figures:
         mem_mb=2000,
         runtime=30,
     params:
-        code=code_version("qerl.report.job"),
-        out=subpath(output[0], parent=True),
+        job=job("figure"),
+        decides=decides("figure"),
+        code=code("figure"),
     shell:
-        "python -m qerl rule figure {wildcards.figure} --out {params.out:q} {input.names:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -3,7 +3,7 @@
 
 
 wildcard_constraints:
-    point=one_of(shape_jobs()),
+    point=one_of(JOBS.points),
 
 
 # It takes a GPU and that GPU's part of the cores: with `gpu` set to how many there are, as many run at a time. The module goes
@@ -23,12 +23,12 @@ rule shape_point:
         runtime=60,
         gpu=1,
     params:
-        command=shape_command,
-        work=shape_work,
-        code=shape_code,
+        job=job("point"),
+        decides=decides("point"),
+        code=code("point"),
+        points=lambda wildcards: str(JOBS.points[wildcards.point].out),
     shell:
-        "(python -m qerl rule point {params.command:q} {params.work:q}/points.json"
-        " && cp {params.work:q}/points.json {output:q}) > {log:q} 2>&1"
+        "(python -m qerl rule {params.job:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
 
 
 rule shapes:
@@ -47,14 +47,15 @@ rule shapes:
         mem_mb=2000,
         runtime=30,
     params:
-        files=shape_files,
-        content=shape_content,
-        code=code_version("qerl.report.grid"),
+        job=job("shapes"),
+        decides=decides("shapes"),
+        content=content("shapes"),
+        code=code("shapes"),
     shell:
-        "python -m qerl rule shapes {params.files:q} --out {output:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule shapes_measure:
     input:
-        expand("<results>/points/{point}.json", point=shape_jobs()),
+        expand("<results>/points/{point}.json", point=JOBS.points),
     localrule: True

@@ -4,9 +4,11 @@
 
 rule train:
     input:
-        data=run_data,
-        checkpoint=run_checkpoint,
-        checked=checked_run,
+        data=lambda wildcards: FILES.data_files(
+            [PLAN.runs[wildcards.run].settings.dataset]
+        ),
+        checkpoint=lambda wildcards: str(JOBS.train(wildcards.run).checkpoint),
+        checked=lambda wildcards: JOBS.checked_run(wildcards.run),
     output:
         policy=directory("<results>/train/{run}/policy"),
         metrics="<results>/train/{run}/metrics.jsonl",
@@ -17,20 +19,16 @@ rule train:
         "<benchmarks>/train/{run}.tsv"
     conda:
         "../../environment.yml"
-    threads: run_processes
+    threads: lambda wildcards: PLAN.runs[wildcards.run].settings.processes
     resources:
         mem_mb=2000,
         runtime=2880,
-        gpu=run_gpus,
+        gpu=gpus("train"),
     params:
-        settings=run_row,
-        decides=run_decides,
-        data=run_data_folder,
-        work=run_work_folder,
-        out=subpath(output.run, parent=True),
-        code=run_code,
+        job=job("train"),
+        decides=decides("train"),
+        code=code("train"),
     shell:
         "for try in 1 2 3; do"
-        " python -m qerl rule train --settings {params.settings:q} {input.checkpoint:q} {params.data:q} {params.work:q}"
-        " --out {params.out:q} >> {log:q} 2>&1 && exit 0 || status=$?;"
+        " python -m qerl rule {params.job:q} >> {log:q} 2>&1 && exit 0 || status=$?;"
         " [ $status -eq 137 ] || break; done; exit $status"

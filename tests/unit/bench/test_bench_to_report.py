@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from qerl.bench import step
 from qerl.bench.rollout import bench_rollout
 from qerl.bench.step import bench_step
 from qerl.data.sources import prepare
+from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
 from qerl.quantize.quantize import quantize_checkpoint
 from qerl.report import paper, tables
 from qerl.results import readers
 from qerl.settings.base import parse
 from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.data import DatasetSettings
+from qerl.settings.run import RunSettings
 from tests.synthetic_results import rollout_point, step_point
 from tests.tiny import tiny_qwen2
 
@@ -43,24 +46,35 @@ def bases(tmp_path_factory):
     return folder
 
 
-def step_row(bases, weights: str, prompts: int, group_size: int, again: bool) -> dict:
+def timed_run(bases, weights: str, prompts: int, group_size: int, again: bool) -> TimedRun:
     rollout = {"prompts": prompts, "group_size": group_size, "sampling": {"max_tokens": 3}}
-    return {
-        "id": f"{weights}-{prompts}-{group_size}-{again}",
-        "arm": f"{weights}-lora",
-        "varied": {"rollout.group_size": group_size, "gradient_checkpointing": again, "seed": 0},
-        "settings": {**RUN, "weights": weights, "rollout": rollout, "gradient_checkpointing": again},
-        "checkpoint": str(bases / weights),
-        "data": str(bases / "data"),
-    }
+    settings = {**RUN, "weights": weights, "rollout": rollout, "gradient_checkpointing": again}
+    return TimedRun(
+        id=f"{weights}-{prompts}-{group_size}-{again}",
+        arm=f"{weights}-lora",
+        varied={"rollout.group_size": group_size, "gradient_checkpointing": again, "seed": 0},
+        settings=parse(RunSettings, settings, "test"),
+        checkpoint=bases / weights,
+        data=bases / "data",
+    )
+
+
+def time_steps(runs: list[TimedRun], out: Path, **settings) -> Path:
+    bench_step(StepJob(bench="s", settings=StepBench(kind="step", experiment="e", **settings), runs=runs, out=out))
+    return out
+
+
+def time_rollouts(bases: Path, settings: RolloutBench, out: Path) -> Path:
+    checkpoints = {weights: bases / weights for weights in settings.weights}
+    bench_rollout(RolloutJob(bench="r", settings=settings, checkpoints=checkpoints, out=out))
+    return out
 
 
 @pytest.fixture(scope="module")
 def steps(bases):
     """The file of a measurement of two arms at each point of the grid."""
-    rows = [step_row(bases, weights, *point) for weights, point in product(("bf16", "nvfp4"), GRID)]
-    bench_step("s", StepBench(kind="step", experiment="e", repeats=2), rows, bases / "step.json")
-    return bases / "step.json"
+    runs = [timed_run(bases, weights, *point) for weights, point in product(("bf16", "nvfp4"), GRID)]
+    return time_steps(runs, bases / "step.json", repeats=2)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +83,7 @@ def rollouts(bases):
         kind="rollout", model=MODEL, weights=["bf16", "nvfp4"], ranks=[0, 4], sequences=2, prompt_tokens=3,
         completion_tokens=2, repeats=2, dtype="float32",
     )  # fmt: skip
-    bench_rollout("r", settings, {"bf16": bases / "bf16", "nvfp4": bases / "nvfp4"}, bases / "rollout.json")
-    return bases / "rollout.json"
+    return time_rollouts(bases, settings, bases / "rollout.json")
 
 
 def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
@@ -109,10 +122,10 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
     monkeypatch.setattr(step, "make_trainer", fails)
     monkeypatch.setattr("qerl.bench.rollout.make_sampler", fails)
     out = bases / "failed.json"
-    bench_step("s", StepBench(kind="step", experiment="e"), [step_row(bases, "bf16", *GRID[0])], out)
+    time_steps([timed_run(bases, "bf16", *GRID[0])], out)
     assert readers.load_benches([out], "step")["status"].tolist() == ["out of memory"]
     settings = RolloutBench(kind="rollout", model=MODEL, weights=["bf16"], ranks=[4], dtype="float32")
-    bench_rollout("r", settings, {"bf16": bases / "bf16"}, out)
+    time_rollouts(bases, settings, out)
     assert readers.load_benches([out], "rollout")["status"].tolist() == ["out of memory"]
 
 

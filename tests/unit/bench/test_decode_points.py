@@ -6,17 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.bench import decode, decode_hf, decode_points, decode_ranks, decode_vllm
+from qerl.bench import decode, decode_hf, decode_points, decode_vllm
 from qerl.bench.ceilings import ceilings, gpu_state, parse_state
 from qerl.host.profiling import Seconds
-from qerl.policy.policy import weight_bytes
-from qerl.random_models.policy import random_policy
+from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.settings.base import ConfigError
 
-WORK = {"size": "TINY", "rank": 4, "prompt": 4, "tokens": 5}
 SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
 NAMES = {"bench", "engine", "size", "weights", "rank", "prompt", "tokens", "ceilings", "gpu", "points", "provenance"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
@@ -60,6 +57,12 @@ def clock(monkeypatch):
     return draw
 
 
+def measure(module, out, sequences, engine="native", weights="nvfp4"):
+    """Do a job on the tiny shape."""
+    work = Decoding(engine=engine, weights=weights, **SETTINGS)
+    module.measure_points(DecodeJob(work=work, sequences=sequences, out=out))
+
+
 def read(out):
     return json.loads(out.read_text())
 
@@ -82,7 +85,7 @@ def assert_job(result, engine, weights, sequences):
 @pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
 def test_a_job_of_the_native_engine(tmp_path, weights):
     out = tmp_path / "out.json"
-    decode.main(out, weights=weights, sequences=[1], **WORK)
+    measure(decode, out, [1], weights=weights)
     result = read(out)
     assert set(result) == NAMES | {"sync_seconds"}
     assert_job(result, "native", weights, [1])
@@ -92,52 +95,20 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
 
 def test_a_job_goes_on_where_its_file_ends(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
-    decode.main(out, sequences=[2], **WORK)
+    measure(decode, out, [2])
     first = read(out)["points"]
-    decode.main(out, sequences=[2, 1, 2], **WORK)
+    measure(decode, out, [2, 1, 2])
     assert_job(read(out), "native", "nvfp4", [1, 2])
     assert read(out)["points"][1:] == first
     text = out.read_text()
     monkeypatch.setattr(decode, "random_policy", None)
-    decode.main(out, sequences=[1, 2], **WORK)
+    measure(decode, out, [1, 2])
     assert out.read_text() == text
-
-
-def test_ranks_are_measured_in_turn(tmp_path, monkeypatch):
-    """For each number of sequences one rank after the other, so that a change of the machine meets all."""
-    order, measure = [], decode_ranks.measure
-
-    def told(policy, sequences, *sizes):
-        order.append((policy.peft is not None, sequences))
-        return measure(policy, sequences, *sizes)
-
-    monkeypatch.setattr(decode_ranks, "measure", told)
-    lengths = {"size": "TINY", "prompt": 4, "tokens": 5}
-    decode_ranks.main(tmp_path, rank=[0, 4], sequences=[2, 1], **lengths)
-    assert order == [(False, 2), (True, 2), (False, 1), (True, 1)]
-    without, adapted = (read(tmp_path / f"decode-native-tiny-nvfp4-r{rank}-4x5.json") for rank in (0, 4))
-    assert_job(adapted, "native", "nvfp4", [1, 2])
-    assert (without["rank"], without["sync_seconds"], len(adapted["sync_seconds"])) == (0, [], 20)
-    (tmp_path / "decode-native-tiny-nvfp4-r0-4x5.json").unlink()
-    decode_ranks.main(tmp_path, rank=[0, 4], sequences=[1], **lengths)
-    assert order[4:] == [(False, 1)]
-    # A job of the grid takes the file up.
-    decode.main(tmp_path / "decode-native-tiny-nvfp4-r4-4x5.json", sequences=[1, 2], **WORK)
-
-
-def test_the_peak_of_a_rank_is_without_the_others_policies(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode_ranks, "peak_memory_bytes", lambda: 10**9)
-    monkeypatch.setattr(decode_ranks, "measure", lambda policy, sequences, *_: figures(sequences))
-    decode_ranks.main(tmp_path, size="tiny", rank=[0, 4], sequences=[1])
-    peaks = [read(file)["points"][0]["peak_memory_bytes"] for file in sorted(tmp_path.iterdir())]
-    sizes = [weight_bytes(random_policy("tiny", "nvfp4", rank, torch.device("cpu"))) for rank in (0, 4)]
-    assert sizes[0] < sizes[1]
-    assert peaks == [10**9 - sizes[1], 10**9 - sizes[0]]
 
 
 def job(**other):
     values = {"engine": "native", "size": "7B", "weights": "nvfp4", "rank": 16, "prompt": 128, "tokens": 256}
-    return decode_points.Job(**values | other)
+    return Decoding(**values | other)
 
 
 def figures(sequences):
@@ -185,11 +156,11 @@ def test_another_file_is_refused(tmp_path, text):
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measure = tmp_path / "out.json", [], decode.measure
+    out, held, measured = tmp_path / "out.json", [], decode.measure
 
     def scarce(policy, sequences, *sizes):
         if sequences == 1:
-            return measure(policy, sequences, *sizes)
+            return measured(policy, sequences, *sizes)
         tensor = torch.zeros(8)
         held.append(weakref.ref(tensor))
         try:
@@ -200,7 +171,7 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
             raise RuntimeError("lower max_tokens") from error
 
     monkeypatch.setattr(decode, "measure", scarce)
-    decode.main(out, sequences=[3, 2, 1], **WORK)
+    measure(decode, out, [3, 2, 1])
     last, *failed = read(out)["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
         (2, "out of memory", []),
@@ -300,7 +271,7 @@ def test_time_within_that_of_the_prompts_is_no_speed(clock):
 @pytest.mark.parametrize("weights", ["bf16", "nf4"])
 def test_a_job_of_transformers(tmp_path, weights):
     out = tmp_path / "out.json"
-    decode_hf.main(out, weights=weights, sequences=[2], **WORK)
+    measure(decode_hf, out, [2], "transformers", weights)
     result = read(out)
     assert set(result) == NAMES
     assert_job(result, "transformers", weights, [2])
@@ -339,15 +310,9 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
         raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
 
     monkeypatch.setattr(decode_vllm, "_engine", engine)
-    decode_vllm.main(tmp_path / "out.json", sequences=[1], **WORK)
+    measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
     [point] = read(tmp_path / "out.json")["points"]
     assert point["status"] == "out of memory"
-
-
-@pytest.mark.parametrize(("weights", "fix"), [("mxfp4", "use nvfp4"), ("fp8", "bf16, nf4 or nvfp4")])
-def test_vllm_is_not_timed_on_what_it_can_not_fill(tmp_path, weights, fix):
-    with pytest.raises(typer.BadParameter, match=fix):
-        decode_vllm.main(tmp_path / "out.json", weights=weights)
 
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")

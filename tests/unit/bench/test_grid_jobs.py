@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qerl.bench.grid import jobs, measured_files, state
 from qerl.cli.commands import app
+from qerl.jobs.dispatch import function_of, parse_job
 from qerl.plan import plan_from
+from qerl.plan.shapes import file_of, measured_files, point_jobs, state
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import ShapesSettings
 from qerl.settings.config import Config
 from qerl.settings.reading import read_yaml
+from qerl.settings.run import RunSettings
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
@@ -23,12 +25,19 @@ def grid(folder="committed", **changes):
     return parse(ShapesSettings, {"samples": str(folder), "decode": [DECODE | changes]}, "grid")
 
 
+def jobs_of(settings):
+    return point_jobs(settings, Path("work"))
+
+
 def test_a_job_for_each_size_format_and_rank():
-    found = jobs(grid(weights=["bf16", "nvfp4"], ranks=[0, 4]))
+    found = jobs_of(grid(weights=["bf16", "nvfp4"], ranks=[0, 4]))
     assert list(found) == [f"decode-native-tiny-{w}-r{r}-128x256" for w in ("bf16", "nvfp4") for r in (0, 4)]
-    assert found["decode-native-tiny-nvfp4-r4-128x256"].command == (
-        "qerl.bench.decode --size tiny --weights nvfp4 --rank 4 --prompt 128 --tokens 256 --sequences 1 --sequences 2"
-    )
+    one = found["decode-native-tiny-nvfp4-r4-128x256"]
+    lengths = {"prompt": 128, "tokens": 256}
+    assert one.work.model_dump() == {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, **lengths}
+    assert one.sequences == [1, 2]
+    assert one.out == Path("work/decode-native-tiny-nvfp4-r4-128x256/points.json")
+    assert function_of(one) == ("qerl.bench.decode", "measure_points")
 
 
 def test_steps_are_jobs_by_recomputation_and_cap():
@@ -44,20 +53,22 @@ def test_steps_are_jobs_by_recomputation_and_cap():
         },
         "grid",
     )
-    found = jobs(settings)
+    found = jobs_of(settings)
     assert next(iter(found)) == "step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute-12gb"
     capped = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-no-recompute-24.5gb"]
-    assert capped.command.endswith("--memory-gb 24.5 --recompute false")
-    chosen = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].command
-    assert chosen.endswith(f"--recompute auto --micro-batch-tokens {16 * (128 + 1024)}")
-    assert found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"].command.endswith("--micro-batch 16 --recompute")
+    assert (capped.settings.memory_gb, capped.settings.recompute) == (24.5, False)
+    assert capped.settings.micro_batch_tokens == RunSettings.model_fields["micro_batch_tokens"].default
+    chosen = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].settings
+    assert (chosen.recompute, chosen.micro_batch_tokens) == ("auto", 16 * (128 + 1024))
+    trl = found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"]
+    assert (trl.kind, trl.settings.micro_batch, trl.settings.recompute) == ("trl_step", 16, True)
     assert len(found) == 7
 
 
 def test_trl_does_not_choose_what_it_recomputes():
     steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
     with pytest.raises(ConfigError, match="leave recompute: auto out"):
-        jobs(parse(ShapesSettings, {"samples": "committed", "decode": [], "steps": steps}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": "committed", "decode": [], "steps": steps}, "grid"))
 
 
 def test_steps_are_jobs_by_their_work():
@@ -68,18 +79,16 @@ def test_steps_are_jobs_by_their_work():
         {"samples": "committed", "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
         "grid",
     )
-    found = jobs(settings)
+    found = jobs_of(settings)
     assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
-    told = [job.command.partition("--prompts ")[2].split() for job in found.values()]
-    assert [(words[0], words[2], words[-2]) for words in told] == [
-        ("1", "4", "4"), ("1", "8", "8"), ("2", "4", "8"), ("2", "8", "8"),
-    ]  # fmt: skip
+    batches = [(job.work.prompts, job.work.group, job.settings.micro_batch) for job in found.values()]
+    assert batches == [(1, 4, 4), (1, 8, 8), (2, 4, 8), (2, 8, 8)]
 
 
 def test_prompts_of_several_lengths_are_jobs():
-    found = jobs(grid(prompt=[1024, 16384]))
+    found = jobs_of(grid(prompt=[1024, 16384]))
     assert list(found) == ["decode-native-tiny-bf16-r4-1024x256", "decode-native-tiny-bf16-r4-16384x256"]
-    assert "--prompt 16384 --tokens 256" in found["decode-native-tiny-bf16-r4-16384x256"].command
+    assert found["decode-native-tiny-bf16-r4-16384x256"].work.prompt == 16384
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_prompts_of_several_lengths_are_jobs():
 )
 def test_what_cannot_be_measured_is_one_sentence(changes, message):
     with pytest.raises(ConfigError, match=message):
-        jobs(grid(**changes))
+        jobs_of(grid(**changes))
 
 
 def test_an_empty_list_is_an_error():
@@ -104,31 +113,31 @@ def test_an_empty_list_is_an_error():
 def test_points_of_this_machine_come_before_committed_ones(tmp_path):
     own, committed = tmp_path / "own", tmp_path / "committed"
     settings = grid(committed, ranks=[0, 4, 8])
-    names = [job.file for job in jobs(settings).values()]
+    names = [file_of(id) for id in jobs_of(settings)]
     for folder, files in ((own, names[1:2]), (committed, names[:2])):
         folder.mkdir()
         for name in files:
             points = [{"sequences": 1}, {"sequences": 2}][: 1 if folder == own else 2]
             (folder / name).write_text(json.dumps({"points": points}))
     assert measured_files(settings, own) == [committed / names[0], own / names[1]]
-    states = [state(job, settings, own) for job in jobs(settings).values()]
+    states = [state(id, job, settings, own) for id, job in jobs_of(settings).items()]
     assert states == ["committed", "measured, 1 of 2 points missing", "missing"]
 
 
 def test_the_committed_grid_is_whole():
     """What the issue of the speed tables names is among the jobs of config/shapes.yaml."""
-    found = jobs(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
+    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
     for engine in ("native", "vllm"):
         for size in ("7B", "14B", "32B"):
             for weights in ("bf16", "nf4", "nvfp4"):
                 for rank in (16, 64):
-                    command = found[f"decode-{engine}-{size}-{weights}-r{rank}-128x256"].command
-                    assert all(f"--sequences {n}" in command for n in (1, 8, 32, 64, 256))
+                    job = found[f"decode-{engine}-{size}-{weights}-r{rank}-128x256"]
+                    assert {1, 8, 32, 64, 256} <= set(job.sequences)
     assert "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb" in found
 
 
 def test_the_committed_grid_has_the_contexts_early_and_the_papers_steps():
-    found = jobs(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
+    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
     names = list(found)
     contexts = [f"decode-native-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192, 16384)]
     contexts += [f"decode-vllm-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192)]
@@ -156,7 +165,8 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     assert "decode-native-tiny-bf16-r4-128x256" in shown.output
     assert "missing" in shown.output
     commands = CliRunner().invoke(app, ["grid", str(file), "--missing"]).output.splitlines()
-    *rule, command, points = shlex.split(commands[0])
-    assert (len(commands), rule) == (1, ["python", "-m", "qerl", "rule", "point"])
-    assert command.startswith("qerl.bench.decode --size tiny")
-    assert points == "results/speed/points/decode-native-tiny-bf16-r4-128x256.json"
+    *rule, text = shlex.split(commands[0])
+    assert (len(commands), rule) == (1, ["python", "-m", "qerl", "rule"])
+    job = parse_job(text)
+    assert (job.kind, job.work.size) == ("decode", "tiny")
+    assert str(job.out) == "results/speed/points/decode-native-tiny-bf16-r4-128x256.json"

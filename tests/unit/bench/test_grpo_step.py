@@ -1,4 +1,4 @@
-"""The measurement of a whole GRPO step on a tiny shape, and the table beside TRL's."""
+"""The measurement of a whole GRPO step on a tiny shape."""
 
 import json
 
@@ -7,15 +7,21 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl.bench import grpo_step
-from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, shape_name, text_reward
-from qerl.bench.versus import versus
+from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, text_reward
+from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.random_models.tokenizer import write_tokenizer
 from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine.engine import EngineSampler
-from qerl.settings.base import ConfigError
 
 WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 2}
+
+
+def measure(out, repeats=2, **settings):
+    """Do a job on the tiny shape."""
+    values = {"recompute": "auto", "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": None}
+    work = Work(**{"size": "tiny", "weights": "nvfp4", **WORK, "repeats": repeats})
+    grpo_step.measure_step(GrpoStepJob(work=work, settings=GrpoStep(**values | settings), out=out))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
         patch.setattr(grpo_step, "Collector", Kept)
-        grpo_step.main(out, "TINY", "nvfp4", **WORK, recompute="true", micro_batch_tokens=120)
+        measure(out, recompute=True, micro_batch_tokens=120)
     return json.loads(out.read_text()), rollouts
 
 
@@ -79,7 +85,7 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
     out = tmp_path / "out.json"
-    grpo_step.main(out, "tiny", "nvfp4", **WORK | {"repeats": 1})
+    measure(out, repeats=1)
     result = json.loads(out.read_text())
     assert result["sampler"].startswith("native engine")
     # A page holds keys and values of 64 tokens, of one head of 32 in bfloat16, in two layers.
@@ -99,7 +105,7 @@ def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatc
     monkeypatch.setattr(grpo_step, "peak_memory_bytes", lambda: 10)
     monkeypatch.setattr(trainer, "peak_memory_bytes", lambda: 2000)
     out = tmp_path / "out.json"
-    grpo_step.main(out, "tiny", "nvfp4", **WORK | {"repeats": 1})
+    measure(out, repeats=1)
     memory = json.loads(out.read_text())["memory"]
     assert memory["peak_bytes"] == 2000
     assert (memory["kv_cache_bytes"] == 0) == given_back
@@ -112,7 +118,7 @@ def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_pat
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(trainer.Updater, "update", fails)
     out = tmp_path / "out.json"
-    grpo_step.main(out, "tiny", "nvfp4", **WORK)
+    measure(out)
     assert json.loads(out.read_text())["status"] == "out of memory"
     assert "used up by the update; lower micro_batch_tokens" in caplog.text
     assert "sleep: true" in caplog.text
@@ -138,51 +144,12 @@ def test_rewards_differ_between_texts_and_stay():
     assert rewards == [text_reward(f"{number}") for number in range(64)]
 
 
-def test_a_shape_is_found_in_any_case():
-    assert [shape_name(name) for name in ("7b", "7B", "1.5b")] == ["7B", "7B", "1.5B"]
-
-
-def told(system, seconds, **work):
-    return {
-        "status": "ok",
-        "system": system,
-        "sampler": "a sampler",
-        "work": {"size": "7B", "weights": "bf16", "repeats": 3, "prompts": 16} | work,
-        "settings": {"recompute": "auto"},
-        "steps": [{"step": one, "sync": 0.5, "rollout": one / 2, "update": one / 4} for one in seconds],
-        "memory": {"without_kv_cache_bytes": 11.04e9, "kv_cache_bytes": 8.46e9},
-    }
-
-
-def test_others_are_compared_with_the_first():
-    ours, theirs = versus([told("ours", [10.0, 10.0, 10.0], weights="nvfp4"), told("theirs", [20.0, 25.0, 30.0])])
-    assert ours["times the first"] == "1"
-    assert theirs["times the first"] == "2.50 (2.00 to 3.00)"
-    assert (theirs["step, s"], theirs["rollout, s"], theirs["update, s"]) == ("25.00", "12.50", "6.25")
-    assert (theirs["peak without KV cache, GB"], theirs["KV cache, GB"]) == ("11.0", "8.5")
-
-
-def test_what_came_to_no_result_is_not_compared():
-    failed = told("theirs", []) | {"status": "out of memory"}
-    with pytest.raises(ConfigError, match="theirs came to no result"):
-        versus([told("ours", [1.0]), failed])
-
-
 def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
     def too_much(*_):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(grpo_step, "_measure", too_much)
-    grpo_step.main(tmp_path / "out.json", "tiny", "nvfp4", **WORK)
+    measure(tmp_path / "out.json")
     told = json.loads((tmp_path / "out.json").read_text())
     assert (told["status"], told["work"]["size"]) == ("out of memory", "tiny")
     assert told["provenance"]
-
-
-def test_one_repeat_has_no_interval():
-    assert versus([told("ours", [10.0]), told("theirs", [25.0])])[1]["times the first"] == "2.50"
-
-
-def test_other_work_is_not_compared():
-    with pytest.raises(ConfigError, match="prompts=8"):
-        versus([told("ours", [10.0]), told("theirs", [20.0], prompts=8)])

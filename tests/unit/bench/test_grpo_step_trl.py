@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from qerl.bench.grpo_step_work import Work
+from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.settings.base import ConfigError
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
@@ -22,13 +22,27 @@ ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 #: vLLM packs weights for a CPU's products, and TRL, which hands weights over one by one, finds none to fill. Without
 #: oneDNN they stay as they are on a GPU.
 VLLM = """
-import json, sys
-from pathlib import Path
+import sys
 import vllm._custom_ops
 vllm._custom_ops._supports_onednn = False
-from qerl.bench.grpo_step_trl import main
-main(Path(sys.argv[1]), "tiny", "bf16", **json.loads(sys.argv[2]), micro_batch=4)
+from qerl.bench.grpo_step_trl import measure_step
+from qerl.jobs.dispatch import parse_job
+measure_step(parse_job(sys.argv[1]))
 """
+
+
+def job(out, weights="bf16", **settings):
+    """The tiny shape's."""
+    values = {
+        "sampler": "vllm",
+        "micro_batch": 4,
+        "recompute": True,
+        "correction": True,
+        "liger": False,
+        "sleep": False,
+    }
+    own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
+    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK), settings=own, out=out)
 
 
 def assert_timed(result):
@@ -57,7 +71,7 @@ def optimizer_bytes(adapter):
 def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     out = tmp_path / "out.json"
-    grpo_step_trl.main(out, "tiny", "nf4", **WORK, sampler="transformers", micro_batch=4)
+    grpo_step_trl.measure_step(job(out, "nf4", sampler="transformers"))
     result = json.loads(out.read_text())
     assert_timed(result)
     assert result["steps"][0]["sync"] == 0
@@ -73,7 +87,7 @@ def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
 def test_a_step_with_vllm_in_the_process(tmp_path):
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     out = tmp_path / "out.json"
-    command = [sys.executable, "-c", VLLM, str(out), json.dumps(WORK)]
+    command = [sys.executable, "-c", VLLM, job(out).model_dump_json()]
     subprocess.run(command, check=True, env={**os.environ, "QERL_COMMIT": "test", **settings})
     result = json.loads(out.read_text())
     assert_timed(result)
@@ -89,7 +103,8 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
 
 
 def test_vllm_gets_memory_for_all_completions_at_once():
-    work = Work("14B", "bf16", 16, 8, 128, 1024, 16, 1)
+    lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
+    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, repeats=1, **lengths)
     # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
     needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
     assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
@@ -112,7 +127,7 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monk
     monkeypatch.setattr(grpo_step_trl, "_run", fail)
     out = tmp_path / "out.json"
     with nullcontext() if status else pytest.raises(ValueError, match=message):
-        grpo_step_trl.main(out, "tiny", **WORK, micro_batch=4)
+        grpo_step_trl.measure_step(job(out))
     assert out.exists() == bool(status)
     assert not status or json.loads(out.read_text())["status"] == status
 
@@ -130,11 +145,11 @@ def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatc
         monkeypatch.setenv("MASTER_PORT", "1")  # so that it is put back
         monkeypatch.delenv("MASTER_PORT")
         with pytest.raises(InterruptedError):
-            grpo_step_trl.main(tmp_path / "out.json", "tiny", **WORK, micro_batch=4, checkpoint=tmp_path)
+            grpo_step_trl.measure_step(job(tmp_path / "out.json"))
     assert len({*ports, "29500"}) == 3
 
 
 def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(trl, "__version__", "1.17.0")
     with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
-        grpo_step_trl.main(tmp_path / "out.json", "tiny", **WORK)
+        grpo_step_trl.measure_step(job(tmp_path / "out.json"))

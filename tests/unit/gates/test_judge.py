@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
+from qerl.gates.accept import accept
 from qerl.gates.baselines import Baseline, any_baseline, machine_class, own_baseline, read_baseline, write_baseline
-from qerl.gates.job import accept, verdict_table, write_verdict
+from qerl.gates.job import verdict_table, write_verdict
 from qerl.gates.judge import Baselines, judge, overall
-from qerl.gates.measured import Measured, collect, workload_key
+from qerl.gates.measured import Measured, collect
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
+from qerl.plan.workload import workload_key
 from qerl.results.intervals import paired_ratio_interval
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config

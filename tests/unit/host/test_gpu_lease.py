@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qerl.host.gpu_lease import alone, devices, lease
+from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.settings.base import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -170,16 +171,31 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
+#: `qerl rule`, but that functions of the module `probe` do what engines would.
+RULE = """
+import sys
+from qerl.jobs import dispatch
+dispatch.DECODE["native"] = "probe"
+from qerl.cli.commands import main
+main()
+"""
 PROBE = """
 import os, sys, time
-from pathlib import Path
 assert "torch" not in sys.modules
-folder = Path(sys.argv[2]).parents[1]
-Path(sys.argv[2]).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {sorted(os.sched_getaffinity(0))} {sys.argv[1]}")
-while len(list(folder.glob("*/points.json"))) < 2:  # until both are at work
-    time.sleep(0.05)
-raise SystemExit(3)
+
+def measure_points(job):
+    cores = sorted(os.sched_getaffinity(0))
+    job.out.write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {cores} {job.work.size}")
+    while len(list(job.out.parents[1].glob("*/points.json"))) < 2:  # until both are at work
+        time.sleep(0.05)
+    raise SystemExit(3)
 """
+
+
+def rule(out: Path) -> list[str]:
+    """The command of a job that measures points."""
+    work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, prompt=1, tokens=1)
+    return [sys.executable, "-c", RULE, "rule", DecodeJob(work=work, sequences=[1], out=out).model_dump_json()]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -188,10 +204,9 @@ def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
     (tmp_path / "probe.py").write_text(PROBE)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     files = [tmp_path / name / "points.json" for name in ("first", "second")]
-    command = [sys.executable, "-m", "qerl", "rule", "point", "probe --option"]
-    started = [subprocess.Popen([*command, file], cwd=tmp_path, env=environment) for file in files]
+    started = [subprocess.Popen(rule(file), cwd=tmp_path, env=environment) for file in files]
     assert [process.wait(timeout=60) for process in started] == [3, 3]
-    told = [re.fullmatch(r"(\d) \[(.+)\] --option", file.read_text()) for file in files]
+    told = [re.fullmatch(r"(\d) \[(.+)\] tiny", file.read_text()) for file in files]
     assert {match[1] for match in told} == {"0", "1"}
     cores = [set(map(int, match[2].split(", "))) for match in told]
     assert cores[0] | cores[1] == os.sched_getaffinity(0)
@@ -201,12 +216,12 @@ def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
 def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
     """And no other file of the folder."""
     node(0)
-    (tmp_path / "probe.py").write_text("")
+    (tmp_path / "probe.py").write_text("def measure_points(job): pass")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-m", "qerl", "rule", "point", "probe", tmp_path / "work" / "points.json"]
+    command = rule(tmp_path / "work" / "points.json")
     with alone(tmp_path / "work", ".points.lock"):
         refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        other = [*command[:-1], tmp_path / "work" / "other.json"]
+        other = rule(tmp_path / "work" / "other.json")
         assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0

@@ -9,6 +9,7 @@ from torch.nn.functional import log_softmax
 
 import qerl
 from qerl.evals import job
+from qerl.jobs.evaluate import EvaluateJob, StoredPolicy
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.export import export
 from qerl.policy.policy import Policy, load_policy, trained_in_full, with_adapter
@@ -76,7 +77,16 @@ def test_the_evaluation_rule_scores_the_trained_norms(checkpoints, tmp_path, mon
     train(with_adapter(checkpoints / "nvfp4", AdapterSettings(rank=4), "bfloat16", 0, CPU)).save(tmp_path)
     scored = []
     monkeypatch.setattr(job, "score_policy", lambda policy, *_: scored.append(policy))
-    job.evaluate_policy(EvaluationSettings(tasks=[]), {}, checkpoints / "nvfp4", tmp_path, {}, tmp_path / "out")
+    job.evaluate_policy(
+        EvaluateJob(
+            policy=StoredPolicy(stored="p"),
+            settings=EvaluationSettings(tasks=[]),
+            checkpoint=checkpoints / "nvfp4",
+            trained=tmp_path,
+            data={},
+            out=tmp_path / "out",
+        )
+    )
     are_kept(scored[0])
 
 

@@ -176,16 +176,16 @@ def test_engines_are_looked_for_where_jobs_start(configuration, monkeypatch):
 
 def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
     data = tmp_path / "data"
-    CliRunner().invoke(cli.app, ["rule", "data", "--settings", json.dumps(settings["dataset"]), "--out", str(data)])
+    job = {"kind": "data", "settings": settings["dataset"], "lock_file": None, "out": str(data)}
+    CliRunner().invoke(cli.app, ["rule", json.dumps(job)])
     rollout = settings["rollout"]
     evaluation = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 8}}
     out = tmp_path / "checked"
 
     def check(rollout: dict, evaluation: dict):
-        settings = ["--runs", json.dumps([("d", rollout)]), "--evaluation", json.dumps(evaluation)]
-        return CliRunner().invoke(
-            cli.app, ["rule", "check", str(model), *settings, "--data", f"d={data}", "--out", str(out)]
-        )
+        job = {"kind": "check", "model": str(model), "data": {"d": str(data)}, "out": str(out)}
+        job |= {"runs": [{"dataset": "d", "rollout": rollout}], "evaluation": evaluation}
+        return CliRunner().invoke(cli.app, ["rule", json.dumps(job)])
 
     assert "1 of 40 prompts are too long" in str(check(rollout, evaluation).exception)
     rollout = rollout | {"max_prompt_tokens": 200}

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
+from tests.jobs import train_job
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {
@@ -57,8 +59,8 @@ def settings(**changes) -> dict:
 
 
 def run(folder, name: str, **changes):
-    row = {"id": name, "experiment": "e", "arm": "a", "varied": {}, "settings": settings(**changes)}
-    train_run(row, folder / "nvfp4", folder / "data", folder / f"work-{name}", folder / name)
+    own = parse(RunSettings, settings(**changes), "test")
+    train_run(train_job(own, folder / "nvfp4", folder / "data", folder / f"work-{name}", folder / name))
     weights = load_file(folder / name / "policy/adapter_model.safetensors")
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return weights, rows
@@ -114,9 +116,9 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
     with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*goes on from its last checkpoint"):
         run_in_processes(2, fail, 1)
     monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))
-    row = {"id": "r", "settings": {"model": "m", "dataset": "d", "processes": 2}}
-    arguments = ["rule", "train", "--settings", json.dumps(row), "m", "d", str(tmp_path / "w"), "--out", str(tmp_path)]
-    left = CliRunner().invoke(cli.app, arguments)
+    own = parse(RunSettings, {"model": "m", "dataset": "d", "processes": 2}, "test")
+    job = train_job(own, Path("m"), Path("d"), tmp_path / "work", tmp_path / "r")
+    left = CliRunner().invoke(cli.app, ["rule", job.model_dump_json()])
     assert left.exit_code == 137
     assert left.stderr.startswith("qerl: process 1 of 2 was killed")
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from qerl.data.sources import prepare
 from qerl.evals.job import evaluate_policy
-from qerl.report import job
+from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy
+from qerl.report import job as report_job
 from qerl.results import readers
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.train import train_run
@@ -18,6 +19,7 @@ from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
+from tests.jobs import train_job
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {
@@ -61,22 +63,32 @@ def folder(tmp_path, monkeypatch):
 
 
 def train(folder: Path, name: str = "run", changes: dict | None = None, **row) -> dict:
-    settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test").model_dump(mode="json")
-    given = {"id": name, "experiment": "e", "arm": "bf16-lora", "varied": {"seed": 0}, "settings": settings, **row}
-    train_run(given, folder / "base", folder / "data", folder / f"work-{name}", folder / "train" / name)
+    job = train_job(
+        parse(RunSettings, {**SETTINGS, **(changes or {})}, "test"),
+        folder / "base",
+        folder / "data",
+        folder / f"work-{name}",
+        folder / "train" / name,
+        **{"arm": "bf16-lora", "varied": {"seed": 0}, **row},
+    )
+    train_run(job)
     return json.loads((folder / "train" / name / "run.json").read_text())
 
 
 def evaluate(folder: Path, name: str | None) -> Path:
     settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
-    row = {"eval": name or "base", "model": "tiny", "weights": "bf16", "run": name, "arm": name and "bf16-lora"}
+    row = {"model": "tiny", "weights": "bf16", "recipe": "rtn", "run": name, "arm": name and "bf16-lora"}
     row |= {"experiment": name and "e", "varied": {"seed": 0} if name else {}}
-    trained = folder / "train" / name / "policy" if name else None
-    out = folder / "evaluate" / row["eval"]
-    evaluate_policy(
-        EvaluationSettings(**settings, repeats=1), row, folder / "base", trained, {"d": folder / "data"}, out
+    job = EvaluateJob(
+        policy=PlannedPolicy(eval=name or "base", **row),
+        settings=EvaluationSettings(**settings, repeats=1),
+        checkpoint=folder / "base",
+        trained=folder / "train" / name / "policy" if name else None,
+        data={"d": folder / "data"},
+        out=folder / "evaluate" / (name or "base"),
     )
-    return out / "result.json"
+    evaluate_policy(job)
+    return job.out / "result.json"
 
 
 def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder):
@@ -91,7 +103,7 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     base, skipped = evaluate(folder, None), evaluate(folder, "lost")
     assert json.loads(skipped.read_text())["tasks"] == {}
     paths = [folder / "train/lost/run.json", base, skipped]
-    job.make_table("accuracy", paths, folder)
+    report_job.make_table("accuracy", paths, folder)
     row = next(line for line in (folder / "accuracy.md").read_text().splitlines() if "LoRA" in line)
     assert "seed 0: out of memory after 2 of 4 steps" in row
     assert readers.load_metrics(paths[:1]).empty

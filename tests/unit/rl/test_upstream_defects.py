@@ -13,6 +13,7 @@ import torch
 
 from qerl.data.sources import prepare, read_split
 from qerl.evals.job import evaluate_policy
+from qerl.jobs.evaluate import EvaluateJob, StoredPolicy
 from qerl.policy.policy import with_adapter
 from qerl.rl.train import make_trainer
 from qerl.rollout.sampler import Completion
@@ -67,7 +68,12 @@ def test_defect_c_evaluation_applies_the_adapter(base, data, tmp_path):
     settings = EvaluationSettings(tasks=tasks, sampling=sampling, repeats=1, dtype="float32")
     texts = {}
     for name, trained in (("base", None), ("trained", tmp_path / "policy")):
-        evaluate_policy(settings, {"eval": name}, base, trained, {"sums": data}, tmp_path / name)
+        policy, out = StoredPolicy(stored=name), tmp_path / name
+        evaluate_policy(
+            EvaluateJob(
+                policy=policy, settings=settings, checkpoint=base, trained=trained, data={"sums": data}, out=out
+            )
+        )
         rows = [json.loads(line) for line in (tmp_path / name / "samples.jsonl").open()]
         texts[name] = [row["completion"] for row in rows]
     assert len(texts["base"]) == 4

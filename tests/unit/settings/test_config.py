@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from qerl import settings
-from qerl.bench.grid import jobs
 from qerl.cli import config_reference
 from qerl.host import plugins
 from qerl.plan import plan
+from qerl.plan.jobs import Jobs
 from qerl.settings.base import ConfigError, Settings, parse
 from qerl.settings.config import Config
 from qerl.settings.data import DatasetSettings
@@ -27,7 +27,7 @@ def test_every_configuration_of_the_repository_is_valid(file):
     if values.get("fit_to_model"):
         pytest.skip("it needs a model: test_own.py")
     planned = plan(parse(Config, values, file.name))
-    assert planned.runs or jobs(planned.config.shapes)
+    assert planned.runs or Jobs(planned).points
     for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
         plugins.check(function, "reward.function")

@@ -1,0 +1,42 @@
+"""What was measured last becomes the baseline."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from qerl.gates.baselines import write_baseline
+from qerl.gates.job import MEASURED
+from qerl.gates.measured import Measured
+from qerl.plan import Plan
+from qerl.settings.base import ConfigError
+
+
+def accept(plan: Plan) -> Path:
+    """Make what was measured last the baseline of its class of machines, in a git commit of its own."""
+    settings = plan.config.gates
+    if settings is None:
+        raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")
+    folder = Path(plan.folder)
+    file = folder / "gates" / MEASURED
+    if not file.is_file():
+        raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
+    measured = Measured.model_validate_json(file.read_bytes())
+    if measured.provenance["dirty"] or not measured.provenance["commit"]:
+        raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
+    _check_nothing_staged()
+    written = write_baseline(settings.baselines, measured)
+    _git("add", str(written))
+    _git("commit", "--quiet", "--message", f"Baseline {written.stem}: {measured.provenance['commit'][:12]}")
+    return written
+
+
+def _check_nothing_staged() -> None:
+    if subprocess.run(["git", "diff", "--cached", "--quiet"], check=False).returncode:
+        raise ConfigError("other changes are staged, and a baseline moves in a commit of its own; commit them first")
+
+
+def _git(*arguments: str) -> None:
+    answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise ConfigError(f"git {arguments[0]} failed: {answer.stderr.strip()}")

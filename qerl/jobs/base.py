@@ -1,0 +1,58 @@
+"""What all jobs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+
+class KilledError(RuntimeError):
+    """The kernel ended a process of a job, for its memory say; another try goes on from what it kept."""
+
+
+class Lock(NamedTuple):
+    """A file that one process at a time holds."""
+
+    folder: Path
+    name: str
+
+
+class Part(BaseModel):
+    """A part of a job: immutable, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Job(Part):
+    """One call of `qerl rule`. Every value is given: a job has no defaults."""
+
+    #: Whether the process keeps to the cores that belong to its GPUs.
+    own_cores: ClassVar[bool] = False
+    #: Libraries that the job's function looks for and does without: to import them takes seconds.
+    without: ClassVar[Collection[str]] = ()
+
+    out: Path
+    """Where the result goes: a file, or a folder of files."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the job takes."""
+        return 0
+
+    @property
+    def lock(self) -> Lock | None:
+        """What the job must have to itself, since it goes on with what a killed one left."""
+        return None
+
+    @property
+    def undeciding(self) -> Any:
+        """Fields that don't decide the result, as pydantic's `exclude`."""
+        return None
+
+    @property
+    def deciding(self) -> str:
+        """What decides the result, as JSON: where it is as it was, the result is kept."""
+        return self.model_dump_json(exclude=self.undeciding)

@@ -1,0 +1,95 @@
+"""Which function does a job, and how `qerl rule` calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from qerl.host.gpu_lease import alone, devices, keep_to_own_cores, lease
+from qerl.host.imports import imports
+from qerl.jobs.base import Job
+from qerl.jobs.evaluate import EvaluateJob
+from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
+from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
+from qerl.jobs.profile import RolloutJob, StepJob
+from qerl.jobs.report import FigureJob, ShapesJob, TableJob
+from qerl.jobs.shapes import DecodeJob, GrpoStepJob, TrlStepJob
+from qerl.jobs.train import TrainJob
+from qerl.provenance.files import check_writable
+
+AnyJob = (
+    DataJob
+    | CheckJob
+    | PretrainJob
+    | FetchJob
+    | QuantizeJob
+    | TrainJob
+    | EvaluateJob
+    | RolloutJob
+    | StepJob
+    | DecodeJob
+    | GrpoStepJob
+    | TrlStepJob
+    | TableJob
+    | FigureJob
+    | ShapesJob
+    | NumericsJob
+    | SpeedJob
+    | VerdictJob
+)
+_JOB: TypeAdapter[AnyJob] = TypeAdapter(Annotated[AnyJob, Field(discriminator="kind")])
+
+#: The function that does a job of each kind. What is made depends on the code of its module and of all it imports.
+FUNCTIONS: dict[type[Job], str] = {
+    DataJob: "qerl.data.job:prepare_data",
+    CheckJob: "qerl.prepare.preflight:check_problems",
+    PretrainJob: "qerl.pretrain.job:pretrain_base",
+    FetchJob: "qerl.prepare.base_checkpoint:fetch_base",
+    QuantizeJob: "qerl.prepare.base_checkpoint:quantize_base",
+    TrainJob: "qerl.rl.train:train_run",
+    EvaluateJob: "qerl.evals.job:evaluate_policy",
+    RolloutJob: "qerl.bench.rollout:bench_rollout",
+    StepJob: "qerl.bench.step:bench_step",
+    GrpoStepJob: "qerl.bench.grpo_step:measure_step",
+    TrlStepJob: "qerl.bench.grpo_step_trl:measure_step",
+    TableJob: "qerl.report.job:write_table",
+    FigureJob: "qerl.report.job:write_figure",
+    ShapesJob: "qerl.report.grid:write_shapes",
+    NumericsJob: "qerl.gates.numerics:compare_with_vectors",
+    SpeedJob: "qerl.gates.speed:measure_speed",
+    VerdictJob: "qerl.gates.job:judge_results",
+}
+#: The module that does a decode job, by engine.
+DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
+
+
+def parse_job(text: str) -> AnyJob:
+    """The job in a rule's parameter."""
+    return _JOB.validate_json(text)
+
+
+def function_of(job: Job) -> tuple[str, str]:
+    """Module and name of the function that does a job."""
+    path = f"{DECODE[job.work.engine]}:measure_points" if isinstance(job, DecodeJob) else FUNCTIONS[type(job)]
+    module, _, name = path.partition(":")
+    return module, name
+
+
+def run(job: Job) -> None:
+    """Do a job, with the GPUs that it takes and what it must have to itself."""
+    check_writable(job.out)
+    visible = [*devices()] if job.own_cores else []
+    with ExitStack() as kept:
+        if job.lock:  # first: a job that is left over from a killed Snakemake may have the GPU too
+            kept.enter_context(alone(*job.lock))
+        gpus = kept.enter_context(lease(job.gpus))
+        if job.own_cores and gpus:
+            keep_to_own_cores(gpus, visible)
+        module, name = function_of(job)
+        with imports(job.without):
+            function: Callable[[Any], None] = getattr(import_module(module), name)
+        function(job)

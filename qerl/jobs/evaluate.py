@@ -1,0 +1,54 @@
+"""The job of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from qerl.host.imports import OPTIONAL
+from qerl.jobs.base import Job, Part
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.rollout import UNDECIDING_OF_ENGINE
+
+
+class PlannedPolicy(Part):
+    """What the result says of a policy that the plan has: a base, or the outcome of a run."""
+
+    eval: str
+    model: str
+    weights: str
+    recipe: str
+    run: str | None
+    arm: str | None
+    experiment: str | None
+    varied: dict[str, Any]
+
+
+class StoredPolicy(Part):
+    """What the result says of a committed adapter, which the gates evaluate as it is."""
+
+    stored: str
+
+
+class EvaluateJob(Job):
+    """Score a base or a trained policy on every task."""
+
+    without: ClassVar[Collection[str]] = OPTIONAL
+    kind: Literal["evaluate"] = "evaluate"
+    policy: PlannedPolicy | StoredPolicy
+    settings: EvaluationSettings
+    checkpoint: Path
+    trained: Path | None
+    """The outcome of a run; None for a base."""
+    data: dict[str, Path]
+
+    @property
+    def gpus(self) -> int:
+        """Those of its engine."""
+        return self.settings.engine_gpus
+
+    @property
+    def undeciding(self) -> Any:
+        """How the engine uses memory, and where a server is."""
+        return {"settings": UNDECIDING_OF_ENGINE}

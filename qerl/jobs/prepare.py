@@ -1,0 +1,88 @@
+"""Jobs that make data sets and bases, and that look at them before anything long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from qerl.host.imports import OPTIONAL
+from qerl.jobs.base import Job, Part
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.models import CalibrationSettings, PretrainSettings
+from qerl.settings.rollout import RolloutSettings
+
+
+class DataJob(Job):
+    """Prepare a data set: generated, from a local file or from the hub."""
+
+    kind: Literal["data"] = "data"
+    settings: DatasetSettings
+    lock_file: Path | None
+    """Compare the hub's files with this lock file."""
+
+
+class RunLengths(Part):
+    """The problems of a run, and the settings that its lengths are looked at by."""
+
+    dataset: str
+    rollout: RolloutSettings
+
+
+class CheckJob(Job):
+    """Look at tokenizer and problems together, before anything long."""
+
+    without: ClassVar[Collection[str]] = OPTIONAL
+    kind: Literal["check"] = "check"
+    model: Path
+    runs: list[RunLengths]
+    evaluation: EvaluationSettings
+    data: dict[str, Path]
+    """The folder of each prepared data set."""
+
+
+class PretrainJob(Job):
+    """Train the miniature base policy from scratch."""
+
+    without: ClassVar[Collection[str]] = OPTIONAL
+    kind: Literal["pretrain"] = "pretrain"
+    settings: PretrainSettings
+    data: dict[str, Path]
+
+    @property
+    def gpus(self) -> int:
+        """One, where there is any."""
+        return 1
+
+
+class FetchJob(Job):
+    """Download a model of the hub at a pinned revision."""
+
+    kind: Literal["fetch"] = "fetch"
+    repo: str
+    revision: str
+    lock_file: Path | None
+
+
+class CalibratedOn(Part):
+    """The texts that AWQ measures activations on."""
+
+    settings: CalibrationSettings
+    data: Path
+
+
+class QuantizeJob(Job):
+    """Make a base in one weight format, with a report on size and error."""
+
+    kind: Literal["quantize"] = "quantize"
+    model: str
+    weights: str
+    source: Path
+    calibration: CalibratedOn | None
+    """None: rounded to nearest."""
+
+    @property
+    def gpus(self) -> int:
+        """One, where there is any."""
+        return 1

@@ -1,0 +1,104 @@
+"""Jobs of the speed grid (`shapes` of a configuration): each writes one file of points on random weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from qerl.jobs.base import Job, Lock, Part
+
+
+class PointJob(Job):
+    """Has a GPU, and its part of the cores, to itself; goes on with a file that a killed one left."""
+
+    own_cores: ClassVar[bool] = True
+
+    @property
+    def gpus(self) -> int:
+        """One, where there is any."""
+        return 1
+
+    @property
+    def lock(self) -> Lock:
+        """Several share a folder."""
+        return Lock(self.out.parent, f".{self.out.stem}.lock")
+
+
+class Decoding(Part):
+    """What is measured at several numbers of sequences; `prompt` and `tokens` (decoded) are of each sequence."""
+
+    engine: Literal["native", "vllm", "transformers"]
+    size: str
+    weights: str
+    rank: int
+    prompt: int
+    tokens: int
+
+
+class DecodeJob(PointJob):
+    """Measure an engine's decode speed, a point for each number of sequences."""
+
+    kind: Literal["decode"] = "decode"
+    work: Decoding
+    sequences: list[int]
+
+
+class Work(Part):
+    """What each system has to do in a GRPO step."""
+
+    size: str
+    weights: str
+    prompts: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    rank: int
+    repeats: int
+    """Timed steps, beside those that warm up."""
+
+    @property
+    def completions(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+
+class GrpoStep(Part):
+    """This project's own settings of the step."""
+
+    recompute: bool | Literal["auto"]
+    """`gradient_checkpointing` of a run."""
+    micro_batch_tokens: int
+    kv_cache_gib: float | None
+    memory_gb: float | None
+    """The process gets no more of the GPU's memory, in 10^9 bytes."""
+
+
+class GrpoStepJob(PointJob):
+    """Measure a whole GRPO step of this project."""
+
+    kind: Literal["grpo_step"] = "grpo_step"
+    work: Work
+    settings: GrpoStep
+
+
+class TrlStep(Part):
+    """TRL's own settings of the step."""
+
+    sampler: Literal["vllm", "transformers"]
+    micro_batch: int
+    """Completions of a forward pass."""
+    recompute: bool
+    correction: bool
+    """Importance weights between vLLM and the trainer, TRL's default, which cost another forward pass."""
+    liger: bool
+    sleep: bool
+    vllm_memory: float | None
+    """Share of the GPU for vLLM; None: what it needs to decode all completions at once."""
+    optimizer: str
+
+
+class TrlStepJob(PointJob):
+    """Measure the same step of TRL."""
+
+    kind: Literal["trl_step"] = "trl_step"
+    work: Work
+    settings: TrlStep

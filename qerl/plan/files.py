@@ -1,0 +1,155 @@
+"""Where the files of a plan lie, and which ones a job reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from qerl.plan.sheets import Checkpoint, Plan
+from qerl.results import printed
+from qerl.settings.benches import RolloutBench
+from qerl.settings.models import LocalModel
+
+
+class Files:
+    """The files of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.results = Path(plan.folder)
+        #: What a killed job left, outside of the results.
+        self.work = Path("work") / plan.config.name
+
+    def data(self, dataset: str) -> Path:
+        """The folder of a prepared data set."""
+        return self.results / "data" / dataset
+
+    def data_folders(self, datasets: Iterable[str]) -> dict[str, Path]:
+        """The folder of each of some data sets."""
+        return {name: self.data(name) for name in datasets}
+
+    def data_files(self, datasets: Iterable[str]) -> list[str]:
+        """The files of prepared data sets."""
+        names = ("dataset.json", "train.jsonl", "validation.jsonl", "test.jsonl")
+        return [str(self.data(dataset) / name) for dataset in datasets for name in names]
+
+    def is_own(self, model: str) -> bool:
+        """Whether a model is a folder of the user's."""
+        return isinstance(self._plan.config.models[model], LocalModel)
+
+    def dense(self, model: str) -> Path:
+        """The unquantized model: the user's folder, or what is trained or downloaded."""
+        settings = self._plan.config.models[model]
+        return settings.path if isinstance(settings, LocalModel) else self.results / "models" / model
+
+    def checkpoint(self, checkpoint: Checkpoint) -> Path:
+        """A base in one format."""
+        return self.results / "quantize" / checkpoint.id / "checkpoint"
+
+    def calibration(self, checkpoint: str) -> list[str]:
+        """What AWQ measures activations on; nothing for a checkpoint that is rounded to nearest."""
+        made = self._plan.checkpoints[checkpoint].calibration
+        return self.data_files([str(made.dataset)]) if made else []
+
+    def policy(self, run: str) -> Path:
+        """What a run trains."""
+        return self.results / "train" / run / "policy"
+
+    def bench_inputs(self, bench: str) -> list[str]:
+        """What a measurement reads."""
+        plan = self._plan
+        if isinstance(plan.config.benches[bench], RolloutBench):
+            return sorted(str(self.checkpoint(one)) for one in plan.bench_checkpoints(bench))
+        runs = plan.step_bench_runs(bench)
+        bases = sorted({str(self.checkpoint(run.checkpoint)) for run in runs})
+        return bases + self.data_files(sorted({run.settings.dataset for run in runs}))
+
+    @property
+    def stored(self) -> list[str]:
+        """Every result that tables and figures are made of."""
+        plan = self._plan
+        named = [
+            *(f"quantize/{name}/report.json" for name in plan.checkpoints),
+            *(f"train/{name}/run.json" for name in plan.runs),
+            *(f"evaluate/{name}/result.json" for name in plan.evaluations),
+            *(f"profile/{name}.json" for name in plan.config.benches),
+        ]
+        return [str(self.results / name) for name in named]
+
+    @property
+    def listed(self) -> Path:
+        """A file with the path of each of them a line."""
+        return self.results / "results.txt"
+
+    @property
+    def outcome(self) -> list[str]:
+        """What a configuration is run for: tables and figures, of its shapes alone, or the verdict of its gates."""
+        plan = self._plan
+        if plan.config.shapes:
+            return [str(self.results / "tables")]
+        if plan.config.gates:
+            return [str(self.results / "gates/passed")]
+        tables = [f"tables/{name}.md" for name in plan.tables]
+        return [str(self.results / name) for name in (*tables, *(f"figures/{name}.png" for name in plan.figures))]
+
+    # --- gates
+
+    @property
+    def gate_runs(self) -> list[str]:
+        """The runs that are compared with the baseline's."""
+        assert self._plan.config.gates is not None
+        return [e.run.id for e in self._plan.evaluations_of(self._plan.config.gates.experiment) if e.run]
+
+    @property
+    def gate_tasks(self) -> list[str]:
+        """The data sets that policies are evaluated on."""
+        return sorted({task.dataset for task in self._plan.config.evaluation.tasks})
+
+    @property
+    def gate_checkpoint(self) -> Path:
+        """The base whose sampling and updating is timed."""
+        return self.checkpoint(self._plan.runs[self.gate_runs[0]].checkpoint)
+
+    @property
+    def stored_policies(self) -> list[str]:
+        """The names of the trained policies that the gates evaluate as they are."""
+        gates = self._plan.config.gates
+        return sorted(file.name for file in gates.stored.iterdir() if file.is_dir()) if gates else []
+
+    @property
+    def baselines(self) -> list[str]:
+        """Baselines of all machines; the jobs pick theirs."""
+        assert self._plan.config.gates is not None
+        return sorted(map(str, self._plan.config.gates.baselines.glob("*.json")))
+
+    @property
+    def judged(self) -> list[str]:
+        """The results that the verdict is made of."""
+        assert self._plan.config.gates is not None
+        runs = self.gate_runs
+        named = [
+            *(f"train/{run}/run.json" for run in runs),
+            *(f"evaluate/{run}/result.json" for run in runs),
+            *(f"gates/stored/{name}/result.json" for name in self.stored_policies),
+            f"profile/{self._plan.config.gates.bench}.json",
+            "gates/numerics.json",
+            "gates/speed.json",
+        ]
+        return [str(self.results / name) for name in named]
+
+
+def printed_files(name: str | None = None) -> list[str]:
+    """What the paper prints; for a table or a figure that doesn't stand beside it, nothing."""
+    return sorted(map(str, printed.FOLDER.glob("*.csv"))) if name is None or name in printed.NAMES else []
+
+
+def table_category(name: str) -> str:
+    """A table's category in the report, which sorts categories by name."""
+    if name in printed.NAMES:
+        return printed.CATEGORY
+    return "1 Main table" if name == "accuracy" else "2 Tables"
+
+
+def figure_category(name: str) -> str:
+    """A figure's category in the report."""
+    return printed.CATEGORY if name in printed.NAMES else "3 Figures"

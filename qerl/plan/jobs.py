@@ -1,0 +1,273 @@
+"""The job of every rule, by the name that its wildcard has."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from qerl.data.inputs import content_of
+from qerl.host.plugins import source_version
+from qerl.jobs.base import Job
+from qerl.jobs.dispatch import function_of
+from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy, StoredPolicy
+from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
+from qerl.jobs.prepare import CalibratedOn, CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
+from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
+from qerl.jobs.report import FigureJob, ShapesJob, TableJob
+from qerl.jobs.shapes import PointJob
+from qerl.jobs.train import TrainJob
+from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
+from qerl.plan.files import Files
+from qerl.plan.shapes import measured_files, point_jobs
+from qerl.plan.sheets import Evaluation, Plan
+from qerl.plan.workload import workload_key
+from qerl.provenance.code_version import code_version
+from qerl.settings.benches import GateSettings, RolloutBench
+from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.models import HubModel, PretrainSettings
+
+
+class Jobs:
+    """The jobs of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self.files = Files(plan)
+
+    # --- data and bases
+
+    @property
+    def _lock_file(self) -> Path | None:
+        lock = self._config.lock
+        return lock if lock and lock.is_file() else None
+
+    def data(self, dataset: str) -> DataJob:
+        """Prepare a data set."""
+        settings = self._config.datasets[dataset]
+        return DataJob(settings=settings, lock_file=self._lock_file, out=self.files.data(dataset))
+
+    def pretrain(self, model: str) -> PretrainJob:
+        """Train the miniature."""
+        settings = self._config.models[model]
+        assert isinstance(settings, PretrainSettings)
+        data = self.files.data_folders(settings.datasets)
+        return PretrainJob(settings=settings, data=data, out=self.files.dense(model))
+
+    def fetch(self, model: str) -> FetchJob:
+        """Download a model."""
+        settings = self._config.models[model]
+        assert isinstance(settings, HubModel)
+        repo, revision = settings.repo, settings.revision
+        return FetchJob(repo=repo, revision=revision, lock_file=self._lock_file, out=self.files.dense(model))
+
+    @cached_property
+    def checks(self) -> dict[str, ModelCheck]:
+        """The models that are looked at together with their problems."""
+        return checks(self._plan)
+
+    def check(self, id: str) -> CheckJob:
+        """Look at a model and problems."""
+        check = self.checks[id]
+        return CheckJob(
+            model=self.files.dense(check.model),
+            runs=list(check.runs),
+            evaluation=check.evaluation,
+            data=self.files.data_folders(check.datasets),
+            out=self.files.results / "checked" / id,
+        )
+
+    def checked_run(self, run: str) -> list[str]:
+        """The file that says that a run's base fits its problems; none for one that needs no check."""
+        return self._checked(run_check(self._plan, self._plan.runs[run]))
+
+    def checked_evaluation(self, evaluation: str) -> list[str]:
+        """The same of an evaluation."""
+        return self._checked(evaluation_check(self._plan, self._plan.evaluations[evaluation]))
+
+    def _checked(self, check: ModelCheck) -> list[str]:
+        return [str(self.check(check.id).out)] if check.id in self.checks else []
+
+    def quantize(self, checkpoint: str) -> QuantizeJob:
+        """Make a base in one format."""
+        base = self._plan.checkpoints[checkpoint]
+        made = base.calibration
+        return QuantizeJob(
+            model=base.model,
+            weights=base.weights,
+            source=self.files.dense(base.model),
+            calibration=CalibratedOn(settings=made, data=self.files.data(str(made.dataset))) if made else None,
+            out=self.files.checkpoint(base).parent,
+        )
+
+    # --- runs and evaluations
+
+    def train(self, id: str) -> TrainJob:
+        """Train a run."""
+        run = self._plan.runs[id]
+        experiment = self._config.experiments[run.experiment]
+        return TrainJob(
+            id=run.id,
+            experiment=run.experiment,
+            arm=run.arm,
+            varied=run.varied,
+            settings=run.settings,
+            on_failure=experiment.on_failure,
+            time_limit=experiment.time_limit,
+            base=None,
+            checkpoint=self.files.checkpoint(run.checkpoint),
+            data=self.files.data(run.settings.dataset),
+            work=self.files.work / id,
+            out=self.files.policy(id).parent,
+        )
+
+    def evaluate(self, id: str) -> EvaluateJob:
+        """Evaluate a base, or what a run trains."""
+        evaluation = self._plan.evaluations[id]
+        tasks = [task for task in self._config.evaluation.tasks if task.dataset in evaluation.tasks]
+        return EvaluateJob(
+            policy=_planned(evaluation),
+            settings=self._config.evaluation.model_copy(update={"tasks": tasks}),
+            checkpoint=self.files.checkpoint(evaluation.checkpoint),
+            trained=self.files.policy(evaluation.run.id) if evaluation.run else None,
+            data=self.files.data_folders(sorted(evaluation.tasks)),
+            out=self.files.results / "evaluate" / id,
+        )
+
+    def profile(self, bench: str) -> RolloutJob | StepJob:
+        """Measure rollouts or steps."""
+        settings, out = self._config.benches[bench], self.files.results / "profile" / f"{bench}.json"
+        if isinstance(settings, RolloutBench):
+            bases = {base.weights: self.files.checkpoint(base) for base in self._plan.bench_checkpoints(bench)}
+            return RolloutJob(bench=bench, settings=settings, checkpoints=bases, out=out)
+        runs = [
+            TimedRun(
+                id=run.id,
+                arm=run.arm,
+                varied={key: value for key, value in run.varied.items() if key != "seed"},
+                settings=run.settings,
+                checkpoint=self.files.checkpoint(run.checkpoint),
+                data=self.files.data(run.settings.dataset),
+            )
+            for run in self._plan.step_bench_runs(bench)
+        ]
+        return StepJob(bench=bench, settings=settings, runs=runs, out=out)
+
+    # --- report
+
+    def table(self, name: str) -> TableJob:
+        """Make a table."""
+        return TableJob(name=name, results=self.files.listed, out=self.files.results / "tables")
+
+    def figure(self, name: str) -> FigureJob:
+        """Make a figure."""
+        return FigureJob(name=name, results=self.files.listed, out=self.files.results / "figures")
+
+    # --- the speed grid
+
+    @cached_property
+    def points(self) -> dict[str, PointJob]:
+        """The jobs of the speed grid."""
+        return point_jobs(self._config.shapes, self.files.work) if self._config.shapes else {}
+
+    def point(self, id: str) -> PointJob:
+        """Measure a file of points."""
+        return self.points[id]
+
+    def shapes(self) -> ShapesJob:
+        """Make tables and figures of the points that are measured, here or elsewhere."""
+        assert self._config.shapes is not None
+        files = measured_files(self._config.shapes, self.files.results / "points")
+        return ShapesJob(files=files, out=self.files.results / "tables")
+
+    # --- gates
+
+    @property
+    def _gates(self) -> GateSettings:
+        assert self._config.gates is not None
+        return self._config.gates
+
+    def stored(self, name: str) -> EvaluateJob:
+        """Evaluate a committed adapter as it is."""
+        settings: EvaluationSettings = self._config.evaluation
+        return EvaluateJob(
+            policy=StoredPolicy(stored=name),
+            settings=settings,
+            checkpoint=self.files.gate_checkpoint,
+            trained=self._gates.stored / name,
+            data=self.files.data_folders(self.files.gate_tasks),
+            out=self.files.results / "gates/stored" / name,
+        )
+
+    def numerics(self) -> NumericsJob:
+        """Compare with stored vectors."""
+        return NumericsJob(vectors=self._gates.vectors, out=self.files.results / "gates/numerics.json")
+
+    def speed(self) -> SpeedJob:
+        """Time this code in turn with the baseline's."""
+        return SpeedJob(
+            checkpoint=self.files.gate_checkpoint,
+            baselines=self._gates.baselines,
+            key=workload_key(self._config),
+            rounds=self._gates.rounds,
+            out=self.files.results / "gates/speed.json",
+        )
+
+    def verdict(self) -> VerdictJob:
+        """Judge the gates."""
+        return VerdictJob(
+            settings=self._gates,
+            key=workload_key(self._config),
+            results=[Path(file) for file in self.files.judged],
+            out=self.files.results / "gates",
+        )
+
+    def of(self, rule: str, *names: str) -> Job:
+        """The job of a rule."""
+        job: Job = getattr(self, rule)(*names)
+        return job
+
+    # --- what decides results beside a job's own values
+
+    def code(self, rule: str, *names: str) -> str:
+        """The version of the code that does a job, functions of the user included."""
+        job = self.of(rule, *names)
+        versions = map(source_version, sorted(user_functions(job)))
+        return " ".join([code_version(function_of(job)[0]), *versions])
+
+    def content(self, rule: str, *names: str) -> list[str]:
+        """The content of the user's own files that a job reads: their times tell of copies alone."""
+        job = self.of(rule, *names)
+        if isinstance(job, DataJob):
+            return [content_of(own)] if (own := job.settings.own_file) else []
+        if isinstance(job, ShapesJob):
+            return [content_of(file) for file in job.files]
+        model = self.checks[names[0]].model if isinstance(job, CheckJob) else self._plan.checkpoints[names[0]].model
+        return [content_of(self.files.dense(model))] if self.files.is_own(model) else []
+
+
+def user_functions(job: Job) -> set[str]:
+    """The functions of the user that a job calls."""
+    if isinstance(job, DataJob):
+        named = [getattr(job.settings.origin, "function", None)]
+    elif isinstance(job, TrainJob):
+        named = [job.settings.reward.function]
+    elif isinstance(job, StepJob):
+        named = [run.settings.reward.function for run in job.runs]
+    else:
+        named = []
+    return {function for function in named if function}
+
+
+def _planned(evaluation: Evaluation) -> PlannedPolicy:
+    base, run = evaluation.checkpoint, evaluation.run
+    return PlannedPolicy(
+        eval=evaluation.id,
+        model=base.model,
+        weights=base.weights,
+        recipe=base.recipe,
+        run=run.id if run else None,
+        arm=run.arm if run else None,
+        experiment=run.experiment if run else None,
+        varied=run.varied if run else {},
+    )

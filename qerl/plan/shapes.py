@@ -1,0 +1,132 @@
+"""The jobs of the speed grid (`shapes` of a configuration): each measures some points in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from qerl.jobs.shapes import DecodeJob, Decoding, GrpoStep, GrpoStepJob, PointJob, TrlStep, TrlStepJob, Work
+from qerl.random_models.architectures import ARCHITECTURES
+from qerl.settings.base import ConfigError
+from qerl.settings.benches import DecodeGrid, ShapesSettings, StepGrid
+from qerl.settings.run import RunSettings
+
+#: In what `state` says of a job that isn't finished.
+MISSING = "missing"
+#: Formats that others than this project can't run, or not from random weights.
+_MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
+
+
+def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
+    """Every job by its id, in the order in which they are to be measured; a `ConfigError` for what can't be.
+
+    Each writes `work`/ID/points.json, and goes on with a file that an earlier one left.
+    """
+    found: dict[str, PointJob] = {}
+    for id, job in (
+        *(j for grid in settings.decode for j in _decodes(grid, work)),
+        *(j for grid in settings.steps for j in _steps(grid, work)),
+    ):
+        if id in found:
+            raise ConfigError(f"shapes: {id} is asked for twice; merge the two entries, sequences included")
+        found[id] = job
+    return found
+
+
+def file_of(id: str) -> str:
+    """The name of a job's file among results."""
+    return f"{id}.json"
+
+
+def measured_files(settings: ShapesSettings, own: Path) -> list[Path]:
+    """The files there are of the grid's jobs: those of this machine in `own`, else committed ones."""
+    found = []
+    for id in point_jobs(settings, Path()):
+        here = [folder / file_of(id) for folder in (own, settings.samples) if (folder / file_of(id)).is_file()]
+        found += here[:1]
+    return found
+
+
+def state(id: str, job: PointJob, settings: ShapesSettings, own: Path) -> str:
+    """How far a job is, in words, by this machine's or by committed points."""
+    sequences = job.sequences if isinstance(job, DecodeJob) else []
+    for folder, where in ((own, "measured"), (settings.samples, "committed")):
+        file = folder / file_of(id)
+        if file.is_file():
+            there = {point["sequences"] for point in json.loads(file.read_text()).get("points", [])}
+            left = [count for count in sequences if count not in there]
+            return f"{where}, {len(left)} of {len(sequences)} points {MISSING}" if left else where
+    return MISSING
+
+
+def _out(work: Path, id: str) -> Path:
+    return work / id / "points.json"
+
+
+def _decodes(grid: DecodeGrid, work: Path) -> Iterator[tuple[str, DecodeJob]]:
+    for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
+        _check(grid.engine, size, weights)
+        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{prompt}x{grid.tokens}"
+        asked = Decoding(engine=grid.engine, size=size, weights=weights, rank=rank, prompt=prompt, tokens=grid.tokens)
+        yield id, DecodeJob(work=asked, sequences=grid.sequences, out=_out(work, id))
+
+
+def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
+    if grid.memory_gb and grid.system == "trl":
+        raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
+    if "auto" in grid.recompute and grid.system == "trl":
+        raise ConfigError("shapes: TRL recomputes or doesn't; leave recompute: auto out of that entry")
+    caps: list[float | None] = [*grid.memory_gb] or [None]
+    policies, batches = product(grid.sizes, grid.weights, grid.ranks), product(grid.prompts, grid.group_size)
+    for (size, weights, rank), (prompts, group), recompute, cap in product(policies, batches, grid.recompute, caps):
+        _check(grid.system, size, weights)
+        asked = Work(
+            size=size,
+            weights=weights,
+            prompts=prompts,
+            group=group,
+            prompt_tokens=grid.prompt,
+            completion_tokens=grid.tokens,
+            rank=rank,
+            repeats=grid.repeats,
+        )
+        id = _step_id(grid.system, asked, recompute, cap)
+        if grid.system == "qerl":
+            yield id, GrpoStepJob(work=asked, settings=_own(grid, recompute, cap), out=_out(work, id))
+        else:
+            yield id, TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True), out=_out(work, id))
+
+
+def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:
+    lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{work.completion_tokens}"
+    name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
+    return f"step-{system}-{work.size}-{work.weights}-r{work.rank}-{lengths}-{name}" + (f"-{cap:g}gb" if cap else "")
+
+
+def _own(grid: StepGrid, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
+    default: int = RunSettings.model_fields["micro_batch_tokens"].default
+    tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
+    return GrpoStep(recompute=recompute, micro_batch_tokens=tokens, kv_cache_gib=None, memory_gb=cap)
+
+
+def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:
+    return TrlStep(
+        sampler="vllm",
+        micro_batch=min(grid.micro_batch, work.completions),
+        recompute=recompute,
+        correction=True,
+        liger=False,
+        sleep=False,
+        vllm_memory=None,
+        optimizer="adamw_torch_fused",
+    )
+
+
+def _check(system: str, size: str, weights: str) -> None:
+    if size not in ARCHITECTURES:
+        raise ConfigError(f"shapes: there is no size {size!r}; use one of {', '.join(ARCHITECTURES)}")
+    if weights in _MISSING.get(system, ()):
+        raise ConfigError(f"shapes: {system} has no {weights} here; leave it out of that entry")

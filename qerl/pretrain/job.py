@@ -1,0 +1,19 @@
+"""Pretraining from a job to files."""
+
+from __future__ import annotations
+
+from qerl.host.progress import log
+from qerl.jobs.prepare import PretrainJob
+from qerl.policy.policy import Policy
+from qerl.pretrain.miniature import pretrain
+from qerl.provenance.files import write_json
+from qerl.provenance.stamp import stamp
+from qerl.rollout.eager import NativeSampler
+
+
+def pretrain_base(job: PretrainJob) -> None:
+    """Train the miniature policy and write its checkpoint and `pretrain.json`."""
+    outcome = pretrain(
+        job.settings, job.data, job.out, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer))
+    )
+    write_json(job.out / "pretrain.json", {**outcome, "provenance": stamp(job.settings.seed)})
