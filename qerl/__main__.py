@@ -1,5 +1,15 @@
-"""`python -m qerl`."""
+"""The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.cli.commands import main
+from qerl.cli.interrupt import interruptible
 
-main()
+
+def main() -> None:
+    """Import the command line, which takes a second, and call it; Ctrl-C may come in either."""
+    with interruptible():
+        from qerl.cli.commands import main
+
+        main()
+
+
+if __name__ == "__main__":
+    main()

@@ -416,6 +416,7 @@ def evaluate(
     seed: int = 0,
     instruction: str | None = None,
     answer: AnswerForm = "native",
+    units: Sequence[str] = (),
     task: StockTask | TaskSettings | None = None,
     **sampling: float,
 ) -> Evaluation:
@@ -425,9 +426,10 @@ def evaluate(
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
 
     `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
-    `answer` and with `instruction`, by default that of `DatasetSettings`. `problems` may also be a folder with a file
-    test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the test split is asked. `sampling` and
-    `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p 0.95, four repeats.
+    `answer` whose number `units` may follow, and with `instruction`, by default that of `DatasetSettings`. `problems`
+    may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the
+    test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p
+    0.95, four repeats.
     """
     check_installed("eval")
     from qerl.data.sources import read_meta
@@ -436,12 +438,12 @@ def evaluate(
     folder = Path(out)
     if isinstance(task, str):
         task = stock_task(task)
-    if task and task.task and (instruction or answer != "native"):
+    if task and task.task and (instruction or answer != "native" or units):
         raise ConfigError(
-            f"task {task.task} has a prompt and a form of answers of its own; leave out instruction and answer"
+            f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
     check_evaluation(problems, folder, task)
-    asked = {"answer": answer} if instruction is None else {"answer": answer, "instruction": instruction}
+    asked = {"answer": answer, "units": [*units], **({} if instruction is None else {"instruction": instruction})}
     data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
@@ -496,7 +498,7 @@ def _evaluation_settings(
     return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
 
 
-def _problem_folder(problems: Problems, asked: Mapping[str, str], out: Path) -> Path:
+def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the one given, or one made in `out`."""
     from qerl.data.sources import prepare
 

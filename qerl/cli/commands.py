@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,9 +18,10 @@ from typer.core import TyperGroup
 
 from qerl import api
 from qerl.cli import rules
+from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.data import AnswerForm, DatasetSettings
+from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.reading import parse_yaml, read_yaml
 from qerl.settings.rollout import SamplingSettings
@@ -36,14 +36,11 @@ WORKFLOW = "The workflow"
 
 
 class _Interruptible(TyperGroup):
-    """The commands; Ctrl-C ends any of them with a sentence, since what each has finished is kept."""
+    """The commands; click, which calls them, would answer Ctrl-C with "Aborted!"."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with interruptible():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("qerl: interrupted; run the same command to continue", err=True)
-            raise typer.Exit(128 + signal.SIGINT) from None
 
 
 app = typer.Typer(
@@ -139,8 +136,8 @@ def sample(
         raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    added = _instruction(model) if instruction is None else instruction
-    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added or "", **sampling)
+    added = _asked(model).get("instruction", "") if instruction is None else instruction
+    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
     for text, completions in zip(asked, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
@@ -175,13 +172,11 @@ def evaluate(
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    own = (_instruction(model), _answer(model)) if stock is None else (None, "native")
-    added = own[0] if instruction is None else instruction
+    asks = _asked(model) if stock is None else {}
+    asks |= {} if instruction is None else {"instruction": instruction}
     api.check_evaluation(asked, out, stock)
     policy = api.load(model, dtype)
-    outcome = api.evaluate(
-        policy, asked, out, repeats=repeats, seed=seed, instruction=added, answer=own[1], task=stock, **sampling
-    )
+    outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, task=stock, **{**asks, **sampling})
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
@@ -198,14 +193,10 @@ def _run_of(model: str) -> api.Run | None:
     return api.Run(Path(model)) if (Path(model) / api.RUN_FILE).is_file() else None
 
 
-def _instruction(model: str) -> str | None:
+def _asked(model: str) -> dict[str, Any]:
+    """How a run's data set asks, and what it takes for an answer; nothing of a model that is no run."""
     run = _run_of(model)
-    return run.settings.dataset.instruction if run else None
-
-
-def _answer(model: str) -> AnswerForm:
-    run = _run_of(model)
-    return run.settings.dataset.answer if run else "native"
+    return run.settings.dataset.asked if run else {}
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ import yaml
 from datasets import Dataset, DatasetDict
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -74,6 +77,18 @@ class SamplerLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
         """Refuse: no task of the project scores given text."""
         self.loglikelihood(requests)
+
+
+class _QuietTask(ConfigurableTask):  # type: ignore[misc]
+    """lm-eval's task without the bar of progress that it draws while it writes prompts, in no time."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def build_all_requests(self, **settings: Any) -> None:
+        """Write the prompts; logging keeps its own stream."""
+        with redirect_stderr(StringIO()):
+            super().build_all_requests(**settings)
 
 
 def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
@@ -154,7 +169,9 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chat = dataset.stock is None or dataset.stock.chat
     model = SamplerLM(policy, chat=chat)
-    loaded = TaskManager(include_defaults=False).load([task_config(dataset, policy.params.count)])
+    loaded = TaskManager(include_defaults=False).load(
+        [{**task_config(dataset, policy.params.count), "class": _QuietTask}]
+    )
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     # As lm-eval's own entry point has it: with the chat template, each example is a turn of the chat.

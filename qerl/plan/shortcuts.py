@@ -37,8 +37,7 @@ def shortened(config: Config) -> Config:
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
         same = next((known for known in config.datasets.values() if known.format == record_format), None)
-        asked = {"instruction": same.instruction, "answer": same.answer, "units": same.units} if same else {}
-        values = {"format": record_format, "origin": origin, **asked}
+        values = {"format": record_format, "origin": origin, **(same.asked if same else {})}
         dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, problems: dataset}
         task = TaskSettings(dataset=problems, harness=harness_of(record_format))

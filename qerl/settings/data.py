@@ -144,6 +144,11 @@ class DatasetSettings(Settings):
             return self.origin.path
         return self.origin.folder if isinstance(self.origin, HubData) else None
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """How problems are asked and what counts as their answer: what other problems can be asked by too."""
+        return {"instruction": self.instruction, "answer": self.answer, "units": self.units}
+
     @field_validator("units")
     @classmethod
     def _units_hold_no_digits(cls, units: list[str]) -> list[str]:

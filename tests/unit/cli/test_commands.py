@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import qerl
+from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.host.progress import configure_logging
 from tests.tiny import tiny_qwen2
@@ -33,7 +35,7 @@ def folder(tmp_path_factory):
     origin = {"source": "local", "path": str(folder / "sums.jsonl")}
     values = {
         "model": str(model),
-        "dataset": {"format": "gsm8k", "origin": origin, "instruction": "Be brief."},
+        "dataset": {"format": "gsm8k", "origin": origin, "instruction": "Be brief.", "units": ["plums"]},
         "weights": "bf16",
         "dtype": "float32",
         "steps": 1,
@@ -127,6 +129,15 @@ def test_eval_asks_what_was_held_out_of_the_run(call, folder):
     assert outcome.metrics["problems"] == len(held_out) > 0
     assert f"{100 * outcome.accuracy.mean:.1f} [" in said
     assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
+
+
+def test_eval_asks_other_problems_as_the_run_asks_its_own(call, folder):
+    call("eval", "run", "--out", "others", "--problems", "sums.jsonl", "--repeats", "1", "--max-tokens", "3")
+    about, own = (json.loads((folder / name / "data/dataset.json").read_text()) for name in ("others", "run"))
+    assert about["rows"]["test"] == 30
+    for key in ("instruction", "answer", "units"):
+        assert about[key] == own[key], key
+    assert own["units"] == ["plums"]
 
 
 def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
@@ -236,6 +247,30 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, 
         assert interrupted.stderr.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
         assert "Traceback" not in interrupted.output
         assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0, command
+
+
+class _InterruptedImport:
+    """A finder of modules that Ctrl-C interrupts at the command line's own."""
+
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "qerl.cli.commands":
+            raise KeyboardInterrupt
+
+
+def test_an_interruption_while_modules_are_imported_is_a_sentence_too(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "qerl.cli.commands")
+    monkeypatch.delattr("qerl.cli.commands")
+    monkeypatch.setattr(sys, "meta_path", [_InterruptedImport, *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "qerl: interrupted; run the same command to continue\n"
+
+
+def test_the_installed_command_begins_where_interruptions_are_caught():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"qerl": f"{__main__.__name__}:{__main__.main.__name__}"}
 
 
 def test_bitsandbytes_does_not_warn_of_a_package_that_is_not_used():

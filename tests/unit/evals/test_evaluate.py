@@ -145,6 +145,11 @@ def test_reference_solutions_score_one(run, problems):
     assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
 
 
+def test_no_harness_draws_a_bar_of_its_own(run, problems, capsys):
+    run(lambda name, i, repeat: stated(name, problems[name][i].answer))
+    assert "%|" not in capsys.readouterr().err
+
+
 def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
     def script(name, number, repeat):
         return stated(name, same_first_digit(problems[name][number].answer))
