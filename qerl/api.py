@@ -91,12 +91,12 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The base in the run's format; linked where it was so already."""
+        """The base in the run's format. It is a link if the model had that format already."""
         return self.folder / CHECKPOINT
 
     @property
     def adapter(self) -> Path:
-        """What was trained: an adapter in PEFT's layout, or after method=full a whole model."""
+        """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
         return self.folder / "policy"
 
     @property
@@ -200,7 +200,7 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
 
 
 def _check_same(folder: Path, settings: RunFile) -> None:
-    """A folder belongs to one run: refuse another one's."""
+    """Refuse a folder that belongs to another run."""
     if not (folder / RUN_FILE).is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
         begun = {WORK, GIVEN, f"{RUN_FILE}.partial"}
@@ -260,7 +260,7 @@ def _hub_base(run: Run) -> HubBase | None:
 
 
 def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
-    """Write the dense `model` into the new folder `out` in 4 bits; report.json in it tells size and error.
+    """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
 
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
@@ -324,7 +324,7 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
 
 
 def _folder(model: str) -> Path:
-    """Where a model lies; one of the hub is downloaded to its cache."""
+    """The folder of a model. A model of the hub is downloaded to the hub's cache."""
     if (folder := Path(model)).is_dir():
         return folder
     named = _OF_THE_HUB.fullmatch(model)
@@ -458,7 +458,7 @@ _TASK = "problems"
 
 
 def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
-    """Raise `ConfigError` for what can't be evaluated so, before a policy is loaded."""
+    """Raise `ConfigError` for an impossible evaluation, before a policy is loaded."""
     folder = Path(out)
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")

@@ -1,4 +1,4 @@
-"""How many tokens a model was made for, read from its config.json alone: no torch."""
+"""The context length of a model, read from its config.json alone, without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SCALED_ALREADY = ("default", "llama3", "longrope", "su")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The most tokens of a prompt and its completion together; None where config.json doesn't say.
+    """The longest prompt with its completion, in tokens. None if config.json doesn't say.
 
     It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM. With
     YaRN some checkpoints state the scaled length there and some the original one, so the larger of both counts. A
-    sliding window bounds what a layer attends to and not the length.
+    sliding window limits attention, not the length.
     """
     stated = config.get("max_position_embeddings")
     if type(stated) is not int or stated <= 0:
@@ -32,13 +32,13 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def usable_length(config: Mapping[str, Any], engine: EngineSettings) -> int | None:
-    """The context, and what the engine is set to take of it (`vllm.max_model_len`)."""
+    """The context, limited by the engine's setting (`vllm.max_model_len`)."""
     lengths = [context_length(config), engine.vllm.max_model_len if engine.engine == "vllm" else None]
     return min((length for length in lengths if length is not None), default=None)
 
 
 def check_room(context: int | None, max_tokens: int, key: str) -> None:
-    """Raise `ConfigError` where completions alone take the whole context; `key` is that of `max_tokens`."""
+    """Raise `ConfigError` if completions alone fill the whole context. `key` is that of `max_tokens`."""
     if context is not None and max_tokens >= context:
         raise ConfigError(
             f"{key}={max_tokens} leaves no room for a prompt: the model's context has {context} tokens "

@@ -1,4 +1,4 @@
-"""Checkpoint folders in the hub's layout, checked by their headers alone: no torch, milliseconds at any size."""
+"""Checkpoint folders in the hub's layout, checked by their headers alone, without torch, in milliseconds."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
 
 
 class CheckpointError(UserError):
-    """A checkpoint that can't be loaded; the message is one sentence for the user."""
+    """A checkpoint that can't be loaded. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes."""
+    """A tensor's file, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes."""
 
     shard: Path
     dtype: str
@@ -62,7 +62,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` if the files hold fewer blocks than config.json calls for: known before any is built."""
+    """Raise `CheckpointError` if the files hold fewer blocks than config.json states, before any block is built."""
     layers = read_config(folder)["num_hidden_layers"]
     numbers = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in headers)
     held = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
@@ -74,7 +74,7 @@ def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
 
 
 def check_base(folder: Path) -> None:
-    """Whether `folder` can be a run's base: a whole dense checkpoint, with a tokenizer that has a chat template."""
+    """Check that `folder` can be a run's base: a complete dense checkpoint with tokenizer and chat template."""
     check_checkpoint(folder)
     if (found := weights_format_of(folder)) != "bf16":
         raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
@@ -98,10 +98,10 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Tokens with their ids, all that plain text can be made of.
+    """All tokens of plain text with their ids.
 
-    Special tokens aren't among them: models may have some that nothing uses, and the chat template is looked at by
-    `qerl.data.prompts.check_template`.
+    Special tokens aren't among them, because models may have unused ones. `qerl.data.prompts.check_template` checks the
+    chat template.
     """
     from tokenizers import Tokenizer
 
@@ -117,9 +117,9 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise `CheckpointError` unless the adapter in PEFT's layout is LoRA and in safetensors, whole.
+    """Raise `CheckpointError` unless the adapter in PEFT's layout is LoRA and its safetensors are complete.
 
-    PEFT itself would take a pickle in the place of missing safetensors.
+    PEFT itself would load a pickle in place of missing safetensors.
     """
     weights = folder / ADAPTER
     if not weights.is_file():
@@ -176,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_kind(folder: Path) -> None:
-    """Raise `CheckpointError` for folders of this project and of PEFT that are taken for checkpoints."""
+    """Raise `CheckpointError` for folders of this project and of PEFT that a user may mistake for checkpoints."""
     if (folder / CONFIG).exists():
         return
     if (folder / RUN_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files, one at a time: without the library of models, whose import takes seconds."""
+"""Tensors of checkpoint files, read one at a time without the library of models, whose import takes seconds."""
 
 from __future__ import annotations
 

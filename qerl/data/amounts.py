@@ -62,9 +62,9 @@ _LATEX = [
 
 
 def read_amount(text: str, units: Collection[str] = ()) -> str | None:
-    """The number that `text` is, in digits; None if it is anything else or says more.
+    """The number that `text` states, in digits. None if the text is anything else or says more.
 
-    A fraction in lowest terms is the decimal that it equals; `36/2` and `1/3` are none.
+    A fraction in lowest terms counts as the equal decimal. `36/2` and `1/3` don't count.
     """
     if len(text) > _LONGEST:
         return None
@@ -78,7 +78,7 @@ def read_amount(text: str, units: Collection[str] = ()) -> str | None:
 
 
 def is_unit(text: str, units: Collection[str] = ()) -> bool:
-    """Whether `text` is nothing, a currency or a unit: of the list or of `units`, also as `m^2`, `km/h`, `per day`."""
+    """Whether `text` is empty, a currency or a unit of the list or of `units`, such as `m^2`, `km/h` or `per day`."""
     first, *per = _PER.split(text, maxsplit=1)
     return _is_simple(first, units) and all(other != "" and _is_simple(other, units) for other in per)
 

@@ -1,21 +1,21 @@
 """The one home of answer extraction and grading: pure functions of the completion's text.
 
-Where a completion states its answer depends on the form that the data set asks for:
+The place of the answer in a completion depends on the form that the data set asks for:
 
 native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math and aime as `\\boxed{}`
-    (the last one counts).
-tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last `<answer>` counts, up to the
-    first `</answer>` after it; one that is never closed states nothing, even if a closed one stands before it. Inside,
-    gsm8k and aime expect a number (`qerl.data.amounts`), math an expression. `\\boxed{}`, `$...$`, `\\(...\\)`,
-    `\\[...\\]` and `**...**` around either are taken off. Of a longer text with one box at its end, the box counts.
+(the last one counts). tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last
+`<answer>` counts, up to the first `</answer>` after it. A tag that is never closed states nothing, even if a closed one
+stands before it. Inside, gsm8k and aime expect a number (`qerl.data.amounts`), math an expression. `\\boxed{}`,
+`$...$`, `\\(...\\)`, `\\[...\\]` and `**...**` around either are removed. If a longer text ends with one box, the box
+counts.
 
-In both, thinking never counts: only what follows the last `</think>` does, and of that only what precedes a `<think>`.
+In both forms, thinking never counts. Only the text after the last `</think>` and before any later `<think>` does.
 A `</think>` without a `<think>` is fine, since some chat templates open the thinking in the prompt. Tags are lower case
 and exact; `<Answer>` and `<answer >` are text.
 
-An expression of math is equal if math-verify says so and it tells nothing more than the expected answer
-(`qerl.data.prose`). After `####`, commas are ignored wherever they stand, as lm-eval ignores them; elsewhere only those
-between thousands are, and in math `1,2` is two numbers.
+An expression of math is equal if math-verify says so and it says no more than the expected answer (`qerl.data.prose`).
+After `####`, all commas are ignored, as in lm-eval. Elsewhere only commas between thousands are, and in math `1,2` is
+two numbers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def extract(
 ) -> str | None:
     """Return the final answer that `text` states, None if it states none.
 
-    `units`: what may follow a number besides `qerl.data.amounts.UNITS`. Of a number with such around it, the number is
-    returned; else the answer as written, without delimiters.
+    `units` may follow a number besides `qerl.data.amounts.UNITS`. A number with units is returned without them, any
+    other answer as written, without delimiters.
     """
     spoken = after_thinking(text)
     if form == "tags":
@@ -83,7 +83,7 @@ def extract(
 
 
 def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
-    """Return how a completion is expected to state `answer`: what `extract` reads it from."""
+    """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
     if form == "tags":
         return f"<think>...</think><answer>{answer}</answer>"
     return f"#### {answer}" if record_format == "gsm8k" else f"{_BOXED}{answer}}}"
@@ -111,8 +111,8 @@ def well_formed(
 ) -> bool:
     """Whether `text` states exactly one final answer, which `extract` finds, and nothing after it.
 
-    With tags: each of the four tags once, in their order, with nothing but white space outside, and nothing but the
-    answer inside the answer's. Prose such as `I do not know` is no answer.
+    With tags, the text has each of the four tags once, in their order, with only white space outside. Inside the
+    answer's tags stands only the answer. Prose such as `I do not know` isn't an answer.
     """
     answer = extract(text, record_format, form, units)
     if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
@@ -149,7 +149,7 @@ def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) ->
 
 
 def _content(spoken: str) -> str:
-    """What the last answer tag holds; nothing if it isn't closed."""
+    """The content of the last answer tag, empty if the tag isn't closed."""
     _, opened, rest = spoken.rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return content if opened and closed else ""

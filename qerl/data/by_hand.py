@@ -1,4 +1,4 @@
-"""Runs and data sets as a person writes them: a file or folder of records may stand for the settings of a data set."""
+"""Runs and data sets as people write them, where a file or folder of records may stand for a data set's settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qerl.settings.run import RunFile
 
 
 def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
-    """Values of `DatasetSettings` for a file or folder of records, which tell their format themselves."""
+    """Values of `DatasetSettings` for a file or folder of records, with the format that its records have."""
     return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
 
 
 def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
-    """The settings of a run by hand, whose `dataset` may be a path; a `ConfigError` names `where` and the key."""
+    """The settings of a run by hand, whose `dataset` may be a path. A `ConfigError` names `where` and the key."""
     dataset = values.get("dataset")
     if isinstance(dataset, (str, Path)):
         try:

@@ -1,4 +1,4 @@
-"""Each question once: repeated ones, those of another split, and those with answers that contradict each other."""
+"""Removal of repeated questions: within a split, across splits, and those with contradictory answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = 3
 def distinct(splits: dict[Split, list[Located]], record_format: RecordFormat) -> dict[Split, list[Located]]:
     """The splits with the first record of each question; the log says how many were dropped.
 
-    A question whose answers in one split contradict each other has no right answer: all its records are dropped.
+    If the answers to a question contradict each other within a split, all its records are dropped.
     """
     seen: set[str] = set()
     kept: dict[Split, list[Located]] = {}
@@ -47,7 +47,7 @@ def _by_question(records: list[Located], record_format: RecordFormat) -> dict[st
 
 
 def _agree(same: _Same, record_format: RecordFormat) -> bool:
-    """Whether the grader takes each record's answer for the first one's."""
+    """Whether the grader accepts each record's answer for the first one's."""
     stated = "#### {}" if record_format == "gsm8k" else "\\boxed{{{}}}"
     first, *others = dict.fromkeys(problem.answer for _, problem in same)
     return all(is_correct(stated.format(other), first, record_format) for other in others)
@@ -79,7 +79,7 @@ def _warn(split: Split, contradictory: list[_Same]) -> None:
 
 
 def _places(same: _Same) -> list[str]:
-    """Where each of the answers stands first."""
+    """The index of the first record with each answer."""
     places: dict[str, str] = {}
     for (where, _), problem in same:
         places.setdefault(problem.answer, f"{where} ({problem.answer[:40]})")

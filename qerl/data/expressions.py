@@ -1,8 +1,8 @@
-"""Whether two LaTeX expressions are equal: math-verify in a helper process, under limits that hold for any input.
+"""Comparison of LaTeX expressions by math-verify in a helper process, under limits that hold for any input.
 
 math-verify bounds its time by SIGALRM, which works in a main thread only and can't interrupt the arithmetic of big
 numbers in C. Here a helper process forks for each comparison, and the kernel ends a fork that uses more than
-`CPU_SECONDS` or `MEMORY_BYTES`: in any thread of any process, whatever the expression. CPU time, not time of day, so
+`CPU_SECONDS` or `MEMORY_BYTES`. This works in any thread of any process for any expression. The limit is CPU time, so
 that a busy machine gives the same verdicts as an idle one.
 
 This file is also the helper's program; it imports nothing of this package.

@@ -1,8 +1,7 @@
-"""Records given as Python objects: a list, a generator, a function that returns them, a `datasets.Dataset`; or splits
-of such, as a `datasets.DatasetDict`.
+"""Records given as Python objects: a list, a generator, a function, a `datasets.Dataset`, or splits of these.
 
-They become files in the folder of what is made of them. From there on they are local data: a run that goes on, and
-whoever asks what it was trained on, find them there.
+They become files in the folder of their run. From then on they are local data, which a continued run reads, and which
+record what it was trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Given:
     files: dict[Path, str]
 
     def write(self, replace: bool = True) -> None:
-        """Write the files; without `replace`, a `ConfigError` where others were given before."""
+        """Write the files. Without `replace`, files that differ from earlier ones are a `ConfigError`."""
         for file, text in self.files.items():
             there = file.read_text() if file.is_file() else None
             if there not in (None, text) and not replace:
@@ -46,7 +45,7 @@ class Given:
 
 
 def given(dataset: Any, folder: Path) -> Given:
-    """A data set in which Python objects have become files in `folder`; one without such is left as it is."""
+    """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
     if _is_given(dataset):
         return _as_files({}, dataset, folder / GIVEN)
     if isinstance(dataset, Mapping) and _is_given(dataset.get("origin")):

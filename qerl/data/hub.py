@@ -1,8 +1,8 @@
 """Data sets in the layout of the Hugging Face hub: which files hold which split.
 
 The repository's card (README.md) assigns files to subsets and splits, so the card is a part of the data set: a copy
-of the repository needs it too. Files come from a local copy, the hub's cache or the hub, in this order, and are the
-same wherever they come from; a lock entry proves it.
+of the repository needs it too. Files come from a local copy, the hub's cache or the hub, in this order. All three have
+the same files, which a lock entry proves.
 """
 
 from __future__ import annotations

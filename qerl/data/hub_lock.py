@@ -1,6 +1,6 @@
-"""The lock file: which commit of each repository of the hub a configuration means, and the SHA-256 of its files.
+"""The lock file: the commit of each repository of the hub that a configuration uses, and the SHA-256 of its files.
 
-A YAML mapping. Data sets are written as in the hub's addresses, `datasets/org/name`:
+It is a YAML mapping. Data sets are written as in the hub's addresses, `datasets/org/name`:
 
     Qwen/Qwen2.5-3B-Instruct:
       revision: <commit>
@@ -36,14 +36,14 @@ def key_of(origin: HubModel | HubData) -> str:
 
 
 def hub_origins(config: Config) -> Iterator[HubModel | HubData]:
-    """All that a configuration takes from the hub; a local copy is taken as it is."""
+    """Everything that a configuration takes from the hub. Local copies aren't among it."""
     yield from (model for model in config.models.values() if isinstance(model, HubModel))
     origins = (data.origin for data in config.datasets.values())
     yield from (origin for origin in origins if isinstance(origin, HubData) and origin.folder is None)
 
 
 def read_lock(path: Path | None) -> Lock:
-    """The entries of a lock file; none if there is no such file yet."""
+    """The entries of a lock file, none if the file doesn't exist yet."""
     if path is None or not path.is_file():
         return {}
     values = parse_yaml(path.read_bytes(), str(path)) or {}
@@ -81,12 +81,12 @@ def _pinned(origin: Any, lock: Mapping[str, LockedRepo], path: Path | None) -> A
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a commit, which nobody can move, and no branch or tag."""
+    """Whether a revision is a commit, which nobody can move, and not a branch or tag."""
     return bool(_COMMIT.fullmatch(revision or ""))
 
 
 def check_pinned(config: Config, file: str) -> None:
-    """Every repository of the hub is given by a commit; a `ConfigError` names the command that sees to it."""
+    """Raise `ConfigError`, with the command that pins it, unless each repository of the hub has a commit."""
     loose = sorted({f"{key_of(o)}@{o.revision or 'main'}" for o in hub_origins(config) if not is_commit(o.revision)})
     if loose:
         raise ConfigError(
@@ -96,9 +96,9 @@ def check_pinned(config: Config, file: str) -> None:
 
 
 def verify(entry: LockedRepo, folder: Path) -> None:
-    """Compare the files in `folder` with the lock; a `ConfigError` names the first that differs.
+    """Compare the files in `folder` with the lock. A `ConfigError` names the first that differs.
 
-    Files that are in one place only are no difference: a folder may hold a part of a repository.
+    Files that are in one place only are ignored, because a folder may hold a part of a repository.
     """
     for name, expected in entry.files.items():
         path = folder / name
@@ -146,7 +146,7 @@ def _asked(origin: HubModel | HubData) -> LockedRepo:
 
 
 def _hash(repo: str, kind: str, commit: str, file: Any) -> str:
-    """The hub knows the SHA-256 of large files; small ones are fetched."""
+    """The SHA-256 of a file. The hub knows that of large files, and small ones are fetched."""
     if file.lfs is not None:
         return str(file.lfs.sha256)
     from huggingface_hub import hf_hub_download

@@ -1,6 +1,6 @@
-"""What a result is made of: the user's files by their content, functions and the package's code by their version.
+"""The inputs of a result: the user's files by their content, functions and the package's code by their version.
 
-Times of files say nothing: what is copied keeps its old time or gets a new one.
+Times of files aren't compared, because a copy may keep its old time or get a new one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGE = 2**24
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file of records, or those of a folder with their card; what lies in hidden folders is none of them."""
+    """The file of records, or those of a folder with their card. Files in hidden folders don't count."""
     if not path.is_dir():
         return [path]
     found = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
@@ -41,7 +41,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """What is read of a model's folder."""
+    """The files of a model's folder that are read."""
     return sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
 
 
@@ -52,15 +52,15 @@ def hashes_of(files: Iterable[Path], root: Path) -> dict[str, str]:
 
 
 def content_of(path: Path) -> str:
-    """A hash of the user's own problems or model: of names and content of all files that are read of it."""
+    """A hash of the user's own problems or model, over names and content of all files that are read."""
     files = model_files(path) if (path / "config.json").is_file() else data_files(path)
     return hashlib.sha256(json.dumps(hashes_of(files, path)).encode()).hexdigest()[:12]
 
 
 def hash_of(file: Path) -> str:
-    """The SHA-256 of a file. That of a large one is kept in the user's cache, so that it's read once.
+    """The SHA-256 of a file. That of a large file is kept in the user's cache, so that the file is read once.
 
-    The time of the last change of a file's state, which it's kept by among others, can't be set by anybody.
+    The key of the cache includes the time of the last change of the file's state, which nobody can set.
     """
     state = file.stat()
     if state.st_size < _LARGE:
@@ -74,7 +74,7 @@ def hash_of(file: Path) -> str:
 
 
 def _read(kept: Path) -> str | None:
-    """A hash that was kept, and whole: power may have been cut."""
+    """A kept hash, if it is complete: power may have been cut."""
     try:
         text = kept.read_text()
     except OSError:
@@ -83,7 +83,7 @@ def _read(kept: Path) -> str | None:
 
 
 def _keep(kept: Path, found: str) -> None:
-    """Write a hash whole, whoever else writes it."""
+    """Write a hash completely, even if another process writes it too."""
     if _read(kept):
         return
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _keep(kept: Path, found: str) -> None:
 
 
 class MadeOf(BaseModel):
-    """What decides a part of a run, beside the settings in its run.yaml."""
+    """The inputs that determine a part of a run, besides the settings in its run.yaml."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -108,13 +108,13 @@ class MadeOf(BaseModel):
     """The version of the package's code."""
 
     def changes(self, now: MadeOf) -> list[str]:
-        """Names of the user's files and functions that aren't as they were."""
+        """Names of the user's files and functions that have changed."""
         before, after = {**self.files, **self.functions}, {**now.files, **now.functions}
         return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
 
 
 def made_of(module: str, files: Mapping[str, str], functions: Iterable[str | None]) -> MadeOf:
-    """What the code of `module` would make a part of now."""
+    """The inputs of which the code of `module` would make a part now."""
     versions = {path: source_version(path) for path in functions if path}
     return MadeOf(files=dict(files), functions=versions, code=code_version(module))
 
@@ -125,10 +125,10 @@ _RECORD = TypeAdapter(Record)
 
 
 def read_record(file: Path) -> Record:
-    """What the parts of a run were made of; empty where that was never written."""
+    """The recorded inputs of the parts of a run, empty if none were written."""
     return _RECORD.validate_json(file.read_bytes()) if file.is_file() else {}
 
 
 def write_record(file: Path, record: Record) -> None:
-    """Write it whole or not at all."""
+    """Write the record completely or not at all."""
     write_text(file, _RECORD.dump_json(record, indent=1).decode() + "\n")

@@ -35,7 +35,7 @@ def chat_text(
 ) -> str:
     """Render a chat by the tokenizer's template, which the library runs in a sandbox.
 
-    Raises `DataError` for a template that is broken or reaches for more than text.
+    Raises `DataError` for a template that is broken or accesses more than text.
     """
     try:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
@@ -49,7 +49,7 @@ def chat_text(
 def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise `DataError` unless the chat template renders a user's message, question and instruction, in known tokens.
 
-    `vocab_size` is how many tokens the model has an embedding for.
+    `vocab_size` is the number of tokens with an embedding in the model.
     """
     _check_there(tokenizer)
     question, instruction = "What is 2+3", "Answer briefly"
@@ -96,5 +96,5 @@ def check_lengths(longer: Iterable[int], of: int, context: int, max_tokens: int,
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of bare text, without the chat template, after the tokenizer's start token if it has one."""
+    """Return the token ids of plain text, without the chat template, after the tokenizer's start token if any."""
     return list(tokenizer.encode(text))

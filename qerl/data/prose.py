@@ -1,4 +1,4 @@
-"""Words and relations in an answer of math that math-verify passes over, so that a grader must look at them itself.
+"""Words and relations in an answer of math that math-verify ignores, so that a grader must check them.
 
 math-verify drops `\\text{...}` and takes the last side of a chain: `5 \\text{ is wrong}`, `5 \\text{ thousand}` and
 `7=5` equal 5 for it.
@@ -47,14 +47,14 @@ def tells_more(answer: str, expected: str, units: Collection[str] = ()) -> bool:
 
 
 def is_prose(answer: str, units: Collection[str] = ()) -> bool:
-    """Whether `answer` is words rather than an expression: more of them than one alone, or such as no unit is."""
+    """Whether `answer` is words rather than an expression: more than one word, or a word that isn't a unit."""
     said = " ".join(_TEXT.sub(r"\1", answer).split())
     words = [word for word in _words(answer, units) if len(word) > 1]  # single letters may be variables
     return bool(words) and not _SINGLE.fullmatch(said) and said.strip(". ").lower() not in _PHRASES
 
 
 def _words(answer: str, units: Collection[str]) -> set[str]:
-    """What is written in `\\text` or reads as text, in lower case, without units, `and` and `or`."""
+    """The words inside `\\text` or readable as text, in lower case, without units, `and` and `or`."""
     rest = _TEXT.sub("+", answer)
     sentences = _SENTENCE.findall(_COMMAND.sub("+", rest))
     bare = [word for sentence in sentences for word in _spoken(_LETTERS.findall(sentence)) if not is_unit(word, units)]

@@ -24,7 +24,7 @@ Located = tuple[str, Record]
 
 
 class DataError(UserError):
-    """Problems that can't be used; the message is one sentence for the user."""
+    """Problems that can't be used. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", 
 
 
 def _mapping(record: Mapping[str, Any]) -> str:
-    """How to say, with `columns`, that a record's own names mean those of a format."""
+    """The hint that `columns` can map a record's own names to those of a format."""
     question = next((name for name in _QUESTIONS if name in record), None)
     answer = next((name for name in _ANSWERS if name in record), None)
     if question is None or answer is None:
@@ -77,7 +77,7 @@ def _mapping(record: Mapping[str, Any]) -> str:
 
 
 def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
-    """Return the problem that `record` states; a `DataError` names `where` (file and line) and the missing key."""
+    """Return the problem that `record` states. A `DataError` names `where` (file and line) and the missing key."""
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
     solution: str | None

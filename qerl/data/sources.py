@@ -41,9 +41,9 @@ _Splits = dict[Split, list[Located]]
 
 
 def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = None) -> None:
-    """Write the prepared data set into the folder `target`; a `DataError` names the place of a bad record.
+    """Write the prepared data set into the folder `target`. A `DataError` names the place of a bad record.
 
-    `locked`: what the lock file says of the repository of a `HubData`, if it does.
+    `locked` is the lock file's entry for the repository of a `HubData`, if there is one.
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
@@ -177,7 +177,7 @@ def _parse_json(text: bytes, where: str) -> Any:
 
 
 def as_record(value: Any, where: str) -> Record:
-    """The record at the place `where`; a `DataError` for what has no keys."""
+    """The record at the place `where`. A `DataError` if it has no keys."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
     return dict(value)
@@ -243,7 +243,7 @@ def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[
 
 
 def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
-    """What the user's function returns: records, or splits of records."""
+    """The return value of the user's function: records, or splits of records."""
     returned = call(origin.function, key="origin.function")
     if not isinstance(returned, Mapping):
         return list(_numbered(returned, origin.function))
@@ -278,7 +278,7 @@ def _split_by_hash(
 
 
 def _hashed_split(problem: Problem, origin: LocalData | FunctionData) -> Split:
-    """Place a problem by the hash of its question, so that adding records moves none of the others."""
+    """The split of a problem by the hash of its question, so that new records don't move others."""
     position = int(problem.id, 16) / 16 ** len(problem.id)
     if position < origin.test_fraction:
         return "test"
@@ -317,14 +317,14 @@ def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
 
 
 def _write(records: list[Record], path: Path) -> str:
-    """Write one record a line; return the file's SHA-256."""
+    """Write one record per line. Returns the file's SHA-256."""
     content = lines_of(records).encode()
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def lines_of(records: Iterable[Record]) -> str:
-    """Records as text, one a line."""
+    """Records as text, one per line."""
     return "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
 
 

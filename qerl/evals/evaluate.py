@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class EvaluationError(ValueError):
-    """An evaluation that can't run; the message is one sentence for the user."""
+    """An evaluation that can't run. The message is one sentence for the user."""
 
 
 def evaluate(
@@ -77,7 +77,7 @@ def summarize(samples: Iterable[Row]) -> Row:
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
-    """The problems of a task; an `EvaluationError` if there are none, or none that its harness can score."""
+    """The problems of a task. An `EvaluationError` if there are none, or none that its harness can score."""
     if task.dataset not in datasets:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]
@@ -106,7 +106,7 @@ def _stock(task: TaskSettings, folder: Path) -> Stock:
 
 
 def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str, str]]:
-    """The records of a split as the task reads them: text, as in the repositories that it was made for."""
+    """The records of a split as the stock task reads them: text, as in the task's repository."""
     columns, records = STOCK_COLUMNS[task], read_records(folder, split)
     for column in columns:
         if any(record.get(column) is None for record in records):
@@ -118,7 +118,7 @@ def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str
 
 
 def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[list[GradedCompletion]]]:
-    """What scores a policy by a harness."""
+    """The function that scores a policy by a harness."""
     # Each harness costs seconds to import; only those in use are.
     if name == "lm-eval":
         from qerl.evals import lm_eval

@@ -1,4 +1,4 @@
-"""An evaluation from files to files."""
+"""An evaluation that reads and writes files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qerl.settings.evaluation import EvaluationSettings
 def evaluate_policy(job: EvaluateJob) -> None:
     """Score a base or the outcome of a run on every task.
 
-    Of a run that failed, the result says that and has no task.
+    The result of a failed run says so and has no task.
     """
     about = job.policy.model_dump(mode="json")
     if job.trained and (status := failed(job.trained)):

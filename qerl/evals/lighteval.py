@@ -3,9 +3,9 @@
 `math_500`, `aime24` and `aime25` are the objects that lighteval ships. `amc23`, which it lacks, is its aime24 on other
 records: the same prompt and metric, a gold answer that may be any number.
 
-lighteval's Pipeline is left aside: its registry imports every task module, one of which downloads at import.
-The task, its documents and its metric are lighteval's own objects, put together as the Pipeline does.
-Of completions that state their answer in tags, the metric is given that answer in a box.
+lighteval's Pipeline isn't used, because its registry imports every task module, one of which downloads at import. The
+task, its documents and its metric are lighteval's own objects, combined as in the Pipeline. If completions state their
+answer in tags, the metric gets that answer in a box.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _boxed(answer: str) -> str:
 
 
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
-    """What the metric is given of a completion."""
+    """The function that makes the metric's input of a completion."""
 
     def boxed(text: str) -> str:
         answer = extract(text, dataset.format, dataset.answer, dataset.units)
@@ -54,9 +54,9 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
 
 
 class SamplerModel(LightevalModel):
-    """lighteval's model interface over a policy; it generates only, and nothing is cached.
+    """lighteval's model interface over a policy. It only generates, and caches nothing.
 
-    `read` makes of a completion the text that metrics see.
+    `read` makes the text that metrics see of a completion.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ _INVALID = "[invalid]"
 
 
 class SamplerLM(LM):
-    """lm-eval's model interface over a policy; it generates only."""
+    """lm-eval's model interface over a policy. It only generates."""
 
     def __init__(self, policy: EvaluatedPolicy, *, chat: bool = True) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def _stock_prompts(file: dict[str, Any], stock: Stock) -> dict[str, Any]:
 
 
 def _in_memory(splits: dict[str, list[dict[str, Any]]]) -> Callable[..., DatasetDict]:
-    """What lm-eval calls for records: no look-up on the hub, no cache on disk that processes would share."""
+    """The function that lm-eval calls for records, without the hub and without a cache on disk."""
     return lambda **_: DatasetDict({split: Dataset.from_list(records) for split, records in splits.items()})
 
 

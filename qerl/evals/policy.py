@@ -1,4 +1,4 @@
-"""What both harnesses share: the policy under evaluation, its completions, and the data set they are scored on."""
+"""The shared parts of both harnesses: the policy under evaluation, its completions, and the data set."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stock:
 class EvaluationSet:
     """A data set's problems, their records' format, the instruction appended to each question, the answers' form.
 
-    With `stock`, prompt and gold answer are the harness's, and instruction, form and units apply to nothing.
+    With `stock`, prompt and gold answer are the harness's, and instruction, form and units have no effect.
     """
 
     name: str

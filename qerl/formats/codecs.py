@@ -80,9 +80,9 @@ def quantize(
 ) -> Packed:
     """Round a weight [out, in] (float32 or bfloat16) to the nearest codes, without calibration.
 
-    `global_scale` (NVFP4): float32 [1], shared with the layers that are fused with this one (`nvfp4_global_scale`).
-    `double_quant` (NF4): store absmax in 8 bits. Raises `FormatError` if the format's group doesn't divide `in`, or a
-    weight is none that a format can hold (`check_magnitudes`).
+    `global_scale` (NVFP4) is float32 [1], shared with the layers that are fused with this one (`nvfp4_global_scale`).
+    `double_quant` (NF4) stores absmax in 8 bits. Raises `FormatError` if the format's group doesn't divide `in`, or if
+    no format can hold a weight (`check_magnitudes`).
     """
     if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
         raise FormatError(

@@ -1,4 +1,4 @@
-"""What a 4-bit format refuses."""
+"""The error of tensors that a 4-bit format refuses."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from qerl.settings.base import UserError
 
 
 class FormatError(UserError):
-    """A tensor, shape or checkpoint that a weight format cannot hold; the message names it."""
+    """A tensor, shape or checkpoint that a weight format can't hold. The message names it."""

@@ -141,7 +141,7 @@ def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], b
 
 
 def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Any:
-    """What bitsandbytes reads beside a weight's codes."""
+    """The state that bitsandbytes reads beside a weight's codes."""
     from bitsandbytes.functional import QuantState
 
     state = QuantState(

@@ -47,7 +47,7 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class Tiles:
-    """Weights of layers that read the same input, one behind the other, or (`interleaved`, two of them) 8 rows each."""
+    """Weights of layers that read the same input, one after the other, or two `interleaved` by 8 rows."""
 
     data: Tensor  # uint8 [blocks of rows, blocks of columns, 8, 1152]
     weights_format: str
@@ -77,7 +77,7 @@ def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
 
 
 def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
-    """Lay out the weights of `layers`, on their device. Raises `FormatError` for scales that are no positive number."""
+    """Lay out the weights of `layers`, on their device. Raises `FormatError` unless scales are positive numbers."""
     weights_format, columns = layers[0].weights_format, layers[0].shape[1]
     parts = tuple(layer.shape[0] for layer in layers)
     codes, scales, factors, largest = [], [], [], []
@@ -96,7 +96,7 @@ def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
 
 
 def unpack(tiles: Tiles, part: int) -> Packed:
-    """The weight of a layer as `pack` was given it; a group with scale zero has codes zero now."""
+    """The weight of a layer as it was given to `pack`, except that a group with scale zero has codes of zero."""
     codes, scales = _from_blocks(tiles.data)
     if tiles.interleaved:
         codes, scales = (t[: tiles.rows].view(-1, 2, 8, t.shape[1])[:, part].flatten(0, 1) for t in (codes, scales))

@@ -1,1 +1,1 @@
-"""What the machine gives: a GPU lease, time and memory, progress, imports and plugins."""
+"""Services of the machine: GPU leases, time and memory, progress, imports and plugins."""

@@ -1,8 +1,8 @@
-"""What one process has to itself: GPUs of this node, so that jobs of several workflows never share one by accident,
-and the folder of a run.
+"""Leases: a process has GPUs of this node, and the folder of its run, to itself.
 
-A lease is a `filelock` on a file a GPU: an flock, which the kernel drops when the process ends, however it ends. The
-GPUs are found by NVML without torch, because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+Jobs of several workflows thus never share a GPU by accident. A lease is a `filelock` on one file per GPU. This is an
+flock, which the kernel drops when the process ends for any reason. NVML finds the GPUs without torch, because
+CUDA_VISIBLE_DEVICES must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 1.0
 
 
 def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The GPUs that this process may use: from their name in CUDA_VISIBLE_DEVICES to their UUID; empty without any.
+    """The GPUs that this process may use, as a mapping from their name in CUDA_VISIBLE_DEVICES to their UUID.
 
     Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
     """
@@ -53,7 +53,7 @@ def _uuids() -> dict[str, str]:
 
 
 def lock_folder() -> Path:
-    """One folder a node, for all its users."""
+    """The folder of locks of this node, for all its users."""
     folder = Path(tempfile.gettempdir()) / "qerl-gpus"
     if not folder.is_dir():
         folder.mkdir(exist_ok=True)
@@ -63,10 +63,10 @@ def lock_folder() -> Path:
 
 @contextmanager
 def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
-    """Keep `folder` (made if it isn't there) for the length of the block; a `ConfigError` if another process has it.
+    """Lock `folder` (made if it is missing) during the block, or raise a `ConfigError` if another process has it.
 
-    A training goes on when its Snakemake is killed; another one beside it would write the same checkpoints. `lock` is
-    the name of the file that is locked: with another one for each, several share a folder.
+    A training survives a killed Snakemake, and a second training would write the same checkpoints. `lock` is the name
+    of the locked file. Processes with different names can share a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / lock
@@ -84,10 +84,10 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
 
 @contextmanager
 def lease(count: int) -> Iterator[list[str]]:
-    """Wait until `count` GPUs are free, keep them for the length of the block, and show no others to CUDA.
+    """Wait until `count` GPUs are free, keep them during the block, and hide all others from CUDA.
 
-    Yields their names. Without GPUs there is nothing to share: an empty list, at once. Raises `ConfigError` if there
-    are fewer GPUs than asked for.
+    Yields their names, on a machine without GPUs an empty list at once. Raises `ConfigError` if the machine has fewer
+    GPUs than requested.
     """
     there = devices()
     if there and count > len(there):
@@ -113,7 +113,7 @@ def lease(count: int) -> Iterator[list[str]]:
 def keep_to_own_cores(gpus: Sequence[str], there: Sequence[str]) -> None:
     """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `there` has an equal part.
 
-    A compiler of one job then doesn't slow another one's launches. With fewer cores than GPUs nothing changes.
+    The compiler of one job then doesn't slow the launches of another. With fewer cores than GPUs nothing changes.
     """
     cores = sorted(os.sched_getaffinity(0))
     ends = [len(cores) * i // len(there) for i in range(len(there) + 1)]

@@ -1,4 +1,4 @@
-"""Imports of large libraries: quicker, and missing ones said in a sentence."""
+"""Faster imports of large libraries, and a sentence for a missing one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ DO_WITHOUT = {
 
 
 def check_installed(extra: str) -> None:
-    """Raise `ConfigError` unless the libraries of an extra of this package are there: said before anything long.
+    """Raise `ConfigError` unless the libraries of an extra of this package are installed, before any long work.
 
-    Where the package itself isn't installed, as in a working tree on PYTHONPATH, nothing is known of its extras.
+    If the package itself isn't installed, as in a working tree on PYTHONPATH, its extras are unknown and nothing is
+    checked.
     """
     try:
         declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])

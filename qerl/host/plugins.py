@@ -29,9 +29,9 @@ _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Import the function `module:function`; a `ConfigError` says which part of the path is wrong.
+    """Import the function `module:function`. A `ConfigError` says which part of the path is wrong.
 
-    What the module itself raises while it is imported is passed on, with a note that names it.
+    An error that the module itself raises during import is passed on, with a note that names the module.
     """
     module_name, _, name = path.partition(":")
     # The installed command `qerl` hasn't the working directory on its path as `python -m qerl` has. It comes last, so
@@ -98,7 +98,7 @@ def check(path: str, key: str) -> None:
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:
-    """The import path of a function that was given itself; a `ConfigError` where another process couldn't find it."""
+    """The import path of a function object. A `ConfigError` says that another process couldn't find it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     path = f"{module}:{name}"
     if module in (None, "__main__") or not name.isidentifier() or load(path) is not function:
@@ -110,9 +110,9 @@ def path_of(function: Callable[..., Any], key: str) -> str:
 
 
 def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
-    """What the function returns. `key` is where the configuration names it, and in `limit` seconds it must be done.
+    """The return value of the function, which may take `limit` seconds. `key` is its key in the configuration.
 
-    What it raises is passed on with a note that names it; over the limit, or where it ends the process, a
+    An error that it raises is passed on with a note that names it. If it exceeds the limit or ends the process, a
     `ConfigError` says where it was.
     """
     function = load(path)
@@ -184,9 +184,9 @@ def source_version(path: str) -> str:
 
 
 def check_unchanged(path: str) -> None:
-    """Raise a `ConfigError` where the source isn't what this process imported when it was asked first.
+    """Raise a `ConfigError` if the source has changed since this process first imported it.
 
-    Python doesn't import a module again, so a notebook would go on with the old function, recorded as the new one.
+    Python doesn't import a module twice, so a notebook would run the old function and record it as the new one.
     """
     version, spec = source_version(path), sys.modules[path.partition(":")[0]].__spec__
     seen_spec, seen_version = _SEEN.get(path, (None, version))

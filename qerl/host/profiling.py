@@ -16,7 +16,7 @@ PROCESS = Path("/proc/self")
 
 @dataclass
 class Seconds:
-    """Filled when the block ends."""
+    """The seconds of a block, set when the block ends."""
 
     value: float = 0.0
 
@@ -61,7 +61,7 @@ def allocatable_bytes() -> int:
 def peak_memory_bytes() -> int:
     """Most memory held since the start or the last reset.
 
-    On a GPU what its allocator handed out, on a CPU the resident set of the process (Linux: proc(5)).
+    On a GPU this is the memory that its allocator handed out, on a CPU the process's resident set (Linux: proc(5)).
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()

@@ -1,1 +1,1 @@
-"""Layers of a policy: what stands in its blocks instead of transformers' own modules."""
+"""Layers of a policy, which replace transformers' own modules in its blocks."""

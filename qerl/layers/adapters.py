@@ -33,7 +33,7 @@ class Adapted:
 
 
 def unwrap(layer: nn.Module) -> Adapted:
-    """The parts of a linear layer; TypeError for a layer that is none, ValueError for a variant of LoRA."""
+    """The parts of a linear layer. Raises TypeError for another kind of layer, and ValueError for a variant of LoRA."""
     lora = None
     if isinstance(layer, LoraLayer):
         if POLICY_ADAPTER in layer.lora_variant:

@@ -1,6 +1,6 @@
 """Packed attention, registered with transformers, which calls it in every block.
 
-A forward pass that brings a `Packing` gets packed attention, any other is transformers' own SDPA.
+A forward pass with a `Packing` gets packed attention. Any other uses transformers' own SDPA.
 """
 
 from __future__ import annotations

@@ -72,11 +72,11 @@ class TorchLinear:
 
 
 class BitsandbytesLinear(TorchLinear):
-    """The same over NF4 layers on a GPU, which bitsandbytes multiplies: in one kernel where rows are few."""
+    """A `FusedLinear` over NF4 layers on a GPU, which bitsandbytes multiplies, in one kernel if rows are few."""
 
     @staticmethod
     def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-        """Whether it can take these layers, with activations of `dtype`."""
+        """Whether this class supports these layers, with activations of `dtype`."""
         bases = [unwrap(layer).base for layer in layers]
         return dtype in nf4.KERNEL_DTYPES and all(
             isinstance(base, PackedLinear) and base.weights_format == "nf4" and base.qweight.is_cuda for base in bases
@@ -106,7 +106,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, resid
 
 @torch.no_grad()
 def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """The weights of `layers` as one tensor [N, K], of which they are views from now on; None for no layers."""
+    """The weights of `layers` as one tensor [N, K], of which they become views. None without layers."""
     if not layers:
         return None
     weights = [layer.weight for layer in layers]

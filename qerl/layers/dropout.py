@@ -14,7 +14,7 @@ Key = tuple[int, ...]
 
 
 class KeyedDropout(nn.Module):
-    """Dropout over packed rows; in training mode, `set_keys` must have told the pieces of the row."""
+    """Dropout over packed rows. In training mode, `set_keys` must have stated the pieces of the row."""
 
     def __init__(self, p: float, layer: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class KeyedDropout(nn.Module):
         self.lengths: Sequence[int] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, L, features] to the same shape; what is kept is divided by its share."""
+        """Map [1, L, features] to the same shape. Kept values are divided by their share."""
         if not self.training:
             return x
         if x.shape[:-1] != (1, sum(self.lengths)):
@@ -40,7 +40,7 @@ class KeyedDropout(nn.Module):
 
 
 def key_dropout(model: nn.Module, adapter: str) -> None:
-    """Put `KeyedDropout` in the place of PEFT's dropout of an adapter, which draws from torch's global generator."""
+    """Replace PEFT's dropout of an adapter, which draws from torch's global generator, by `KeyedDropout`."""
     layers = (module for module in model.modules() if isinstance(module, LoraLayer))
     for number, layer in enumerate(layers):
         plain = layer.lora_dropout[adapter]
@@ -49,7 +49,7 @@ def key_dropout(model: nn.Module, adapter: str) -> None:
 
 
 def set_keys(model: nn.Module, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-    """Tell the pieces of the next row; they count until the next call, in the backward pass too."""
+    """State the pieces of the next row. They hold until the next call, also in the backward pass."""
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.keys, module.lengths = keys, lengths

@@ -1,4 +1,4 @@
-"""Products of a decode step: what an implementation offers, and which one serves given layers."""
+"""Products of a decode step: the interface of implementations, and the choice of one for given layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.layers.w4_linear import W4Linear, serves
 
 
 class FusedLinear(Protocol):
-    """Layers that read the same input, as one product; their outputs lie one behind the other."""
+    """Layers that read the same input, as one product. Their outputs are concatenated."""
 
     #: N, the sum of the layers' outputs.
     out_features: int
@@ -25,7 +25,7 @@ class FusedLinear(Protocol):
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
         """x [B, K] to out [B, N] = W x + b + B (A x), all in the model's dtype and contiguous.
 
-        `residual`: added to what `out` holds. `silu`: out [B, N/2] = silu(first half) * second half.
+        With `residual` the result is added to `out`. With `silu`, out [B, N/2] = silu(first half) * second half.
         """
         ...
 
@@ -33,7 +33,7 @@ class FusedLinear(Protocol):
 def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -> FusedLinear:
     """One product of layers that read the same input: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
-    `dtype`: of the activations. `gated`: gate and up, to be called with `silu`.
+    `dtype` is that of the activations. `gated` layers are gate and up, called with `silu`.
     """
     if serves(layers, dtype):
         return W4Linear(layers, interleaved=gated)

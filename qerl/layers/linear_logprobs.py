@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens from hidden states: M tokens, V in the vocabulary.
+"""Log-probabilities of tokens from hidden states, for M tokens and V words of the vocabulary.
 
-Without the logits of all of them, unless they are to be kept.
+The logits of all tokens are computed only if they are to be kept.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from qerl.layers.packed_linear import PackedLinear
 
 @dataclass(frozen=True)
 class _Frozen:
-    """The layer under an adapter, and what multiplies the adapter's product."""
+    """The layer under an adapter, and the factor of the adapter's product."""
 
     base: nn.Linear | PackedLinear
     scaling: float
@@ -80,7 +80,7 @@ def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dt
 
 
 def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
-    """What of the ranks side by side is each layer's."""
+    """Each layer's part of the concatenated ranks."""
     return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
 
 
@@ -92,12 +92,12 @@ def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tenso
 
 
 class LeanLoraLinear(LoraLinear):
-    """LoRA whose forward and backward passes keep and write no more than they must.
+    """LoRA whose forward and backward passes keep and write no more than necessary.
 
-    PEFT's casts the input to the adapter's float32, which autocast casts back: each layer keeps a copy, where q, k and
-    v could share theirs. And it makes B's output, scales it and adds it, three tensors as large as the layer's output.
-    Inputs that autocast doesn't bring to one dtype with the adapter take PEFT's way, and so do several adapters at once
-    and a base that is trained itself.
+    PEFT's layer casts the input to the adapter's float32, which autocast casts back. Each layer keeps a copy, where q,
+    k and v could share one. It also makes B's output, scales it and adds it, which are three tensors as large as the
+    layer's output. This class uses PEFT's code if autocast doesn't bring input and adapter to one dtype, for several
+    adapters at once, and for a base that is trained itself.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -150,7 +150,7 @@ class PackedLoraLinear(LeanLoraLinear):
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        """Packed weights take no update: always an error."""
+        """Raise an error: packed weights can't be updated."""
         raise ValueError(
             f"can't merge an adapter into {self.get_base_layer().weights_format} weights without loss; keep it as an "
             "adapter, or merge it into the dense model"

@@ -1,4 +1,4 @@
-"""The MLP of a block with its activation in one pass over memory each way, where a kernel serves the device."""
+"""The MLP of a block. Where the device has a kernel, its activation takes one pass over memory each way."""
 
 from __future__ import annotations
 

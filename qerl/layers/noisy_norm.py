@@ -20,8 +20,8 @@ ROLES = ("input_layernorm", "post_attention_layernorm")
 def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qerl.kernels.norm_training.forward`.
 
-    Products of a 16-bit and a float32 tensor are taken in float32 and results rounded as they are written, which spares
-    passes over memory that a cast would take.
+    Products of a 16-bit and a float32 tensor are computed in float32, and results are rounded as they are written. This
+    saves the passes over memory of a cast.
     """
     norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
@@ -41,7 +41,7 @@ def _backward(
 
 
 def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward: Triton's on a GPU, PyTorch's elsewhere; and in float64, which PyTorch's refuses to lose."""
+    """Forward and backward pass: Triton's on a GPU, PyTorch's elsewhere and for float64, which Triton's would lose."""
     if not hidden.is_cuda or hidden.dtype == torch.float64:
         return _forward, _backward
     from qerl.kernels.norm_training import backward, forward
@@ -50,7 +50,7 @@ def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """w x / rms(x) in float32, which keeps for the backward pass its input as it is, and no float32 copies of it."""
+    """w x / rms(x) in float32. The backward pass keeps the input itself, without float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The attention of a block over packed sequences without transposed views, where a kernel serves the device."""
+"""The attention of a block over packed sequences, without transposed views where the device has a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl.layers.lora import products
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions by Triton, which keeps cos and sin for the backward pass; all blocks have the same."""
+    """Rotary positions by Triton. The backward pass needs cos and sin, which all blocks share."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def _kernel_serves(hidden: Tensor) -> bool:
 
 
 class PackedAttention(nn.Module):
-    """Before a class of transformers' attention: packed sequences on a GPU go its own way, all else is that class's."""
+    """A mixin before transformers' attention that computes packed sequences on a GPU and leaves the rest to it."""
 
     # Of the class behind; transformers' own types of these differ from one to the next.
     config: Any
@@ -110,7 +110,7 @@ _PACKED: dict[type, type[PackedAttention]] = {
 
 
 def fuse_attentions(model: nn.Module) -> None:
-    """Let every attention whose class is known take packed sequences on a GPU its own way.
+    """Give every attention of a known class its own code for packed sequences on a GPU.
 
     The class of the module is changed, not the module: its weights, their names, hooks and configuration stay where
     they are, whatever transformers puts there. As each class has a name in this file, copies and pickles keep it.

@@ -85,7 +85,7 @@ class PackedLinear(nn.Module):
         return layer
 
     def use_tiles(self, tiles: Tiles, part: int) -> None:
-        """Read the weight from `tiles`, which other layers may share, from now on; the layer's own tensors go."""
+        """Read the weight from `tiles`, which other layers may share, and drop the layer's own tensors."""
         for name in self.packed_names:
             delattr(self, name)
         self.tiles, self._part, self.packed_names = tiles, part, ("tiles_data",)

@@ -28,7 +28,7 @@ def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
 class W4Linear:
     """`FusedLinear` over NVFP4 or MXFP4 layers; bfloat16 activations.
 
-    The layers' weights move into `Tiles`, of which the layers read their own part from then on: there is one copy.
+    The layers' weights move into `Tiles`, and each layer then reads its part of them. There is one copy.
     """
 
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to the sheets of the DAG: which checkpoints, runs, evaluations and measurements there are."""
+"""Plans: the checkpoints, runs, evaluations and measurements of a configuration, with their cost."""
 
 from __future__ import annotations
 

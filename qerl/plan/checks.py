@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any job starts."""
+"""Checks of a plan before any job starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qerl.settings.models import LocalModel, PretrainSettings
 
 
 def check_run(run: Run, config: Config) -> None:
-    """What can be known before any job starts."""
+    """Check what can be known of a run before any job starts."""
     settings = run.settings
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
@@ -52,7 +52,7 @@ def _widths(model: Any) -> dict[str, int]:
 
 
 def check_inputs(plan_: Plan) -> None:
-    """Local checkpoints, problem files and functions are there, whole and readable; a sentence names what isn't."""
+    """Check that local checkpoints, problem files and functions are complete and readable."""
     config = plan_.config
     origins = [dataset.origin for dataset in config.datasets.values()]
     rewards = [run.settings.reward.function for run in plan_.runs.values()]
@@ -79,7 +79,7 @@ def check_inputs(plan_: Plan) -> None:
 
 
 def _check_lengths(plan_: Plan) -> None:
-    """Completions leave room for a prompt in the context of local checkpoints."""
+    """Check that completions leave room for a prompt in the context of local checkpoints."""
     folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
     for run in plan_.runs.values():
         if folder := folders.get(run.settings.model):
@@ -94,7 +94,7 @@ def _check_lengths(plan_: Plan) -> None:
 
 
 def _check_test_splits(plan_: Plan) -> None:
-    """What is evaluated on has a test split, where the configuration tells."""
+    """Check that evaluated data sets have a test split, as far as the configuration says."""
     for name in dict.fromkeys(task for evaluation in plan_.evaluations.values() for task in evaluation.tasks):
         origin = plan_.config.datasets[name].origin
         if isinstance(origin, HubData) and "test" not in origin.splits:
@@ -109,7 +109,7 @@ def _check_test_splits(plan_: Plan) -> None:
 
 
 def check_engines(plan_: Plan) -> None:
-    """Engines of runs, evaluations and measurements are installed: for where jobs start, not for who only plans."""
+    """Check that the engines of runs, evaluations and measurements are installed, before jobs start here."""
     for run in plan_.runs.values():
         check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
     if plan_.evaluations:

@@ -1,7 +1,7 @@
-"""GPU-hours before anything runs: tokens over speeds that were measured, and estimates where nobody measured.
+"""GPU-hours before anything runs: tokens over measured speeds, and estimates without a measurement.
 
-Hours are upper limits: every completion is taken to be as long as is allowed. Starting, loading, compiling and
-quantization, minutes a job, are not counted.
+Hours are upper limits, because every completion counts at its longest. Starting, loading, compiling and quantization,
+which take minutes per job, are not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Hours:
-    """GPU-hours by measured speeds, and besides by estimates, NaN where there is nothing to estimate by."""
+    """GPU-hours by measured speeds and by estimates. NaN if there is no basis for an estimate."""
 
     measured: float = 0.0
     estimated: float = 0.0
@@ -51,7 +51,7 @@ class Hours:
         return Hours(self.measured + other.measured, self.estimated + other.estimated)
 
     def __str__(self) -> str:
-        """Such as "9.8 + ~120"; the part after ~ is an estimate."""
+        """Text such as "9.8 + ~120". The part after ~ is an estimate."""
         measured = [_rounded(self.measured)] if self.measured else []
         if math.isnan(self.estimated):
             return " + ".join([*measured, UNMEASURED])
@@ -69,7 +69,7 @@ def total(hours: Iterable[Hours]) -> Hours:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a job does at most."""
+    """The most work that a job may do."""
 
     model: str
     weights: str
@@ -188,7 +188,7 @@ def _speed(row: dict[str, str], phase: str) -> Speed:
 
 
 def problem_counts() -> dict[str, int]:
-    """How many test problems each data set of the hub has."""
+    """The number of test problems of each data set of the hub."""
     return {row["repo"]: int(row["problems"]) for row in _rows(PROBLEMS)}
 
 

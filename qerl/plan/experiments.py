@@ -58,7 +58,7 @@ def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
 
 
 def _holds(tree: Any, key: str) -> bool:
-    """Whether there is a value at a dotted key, places in lists (`[0]`) left aside."""
+    """Whether there is a value at a dotted key, without places in lists (`[0]`)."""
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if not isinstance(tree, Mapping) or part not in tree:
             return False
@@ -67,7 +67,7 @@ def _holds(tree: Any, key: str) -> bool:
 
 
 def _as_taken(value: Any, key: str, settings: Any) -> Any:
-    """A value of a grid, with the one word that settings have for "off", whichever was used."""
+    """A value of a grid, with every word for "off" replaced by the settings' own."""
     for part in key.split("."):
         settings = getattr(settings, part)
     if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def _as_taken(value: Any, key: str, settings: Any) -> Any:
 
 
 def _short(keys: list[str]) -> dict[str, str]:
-    """The last part of each dotted key, where it tells the keys apart; else the whole."""
+    """The last part of each dotted key if it is unique, else the whole key."""
     last = {key: key.rpartition(".")[2] for key in keys}
     return {key: part if list(last.values()).count(part) == 1 else key for key, part in last.items()}
 

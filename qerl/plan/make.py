@@ -23,7 +23,7 @@ _LONGEST_ID = 200
 
 
 def plan(config: Config) -> Plan:
-    """Expand a configuration and check that its parts fit; a `ConfigError` says what doesn't."""
+    """Expand a configuration and check that its parts fit. A `ConfigError` names a part that doesn't."""
     config = shortened(config) if config.model or config.problems else config
     runs: dict[str, Run] = {}
     for name, experiment in config.experiments.items():
@@ -97,7 +97,7 @@ def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
 def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
     """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`.
 
-    A whole configuration comes from `files`, where there are any, but for the keys `typed` on the command line. Errors
+    A whole configuration comes from `files`, if there are any, except for the keys `typed` on the command line. Errors
     name both.
     """
     values, where = given, ", ".join(map(_as_typed, files)) or "configuration"
@@ -118,12 +118,12 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
 
 
 def _as_typed(file: Path) -> str:
-    """A file as people name it: from the working directory, where it lies below that."""
+    """A file's path as people write it: relative to the working directory if it is below that."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def fitting(plan_: Plan) -> list[str]:
-    """Lines for people about the settings that follow from the models; none where nothing does."""
+    """Lines for people about the settings that follow from the models."""
     if not plan_.config.fit_to_model:
         return []
     first = {run.settings.model: run for run in reversed(plan_.runs.values())}

@@ -1,6 +1,6 @@
-"""Settings for a model that isn't the project's own, chosen by what its checkpoint is: their one home.
+"""The choice of settings for a user's own model, by its checkpoint.
 
-They are rules of thumb, for a first run that fits and learns. Keys that a configuration has itself win.
+The choices are rules of thumb for a first run that fits and learns. Keys in the configuration win.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_TOKENS_CPU = 256
 
 @dataclass(frozen=True)
 class Traits:
-    """What the choices depend on."""
+    """The properties of a model and machine that the choices depend on."""
 
     parameters: int
     context: int | None
@@ -34,7 +34,7 @@ class Traits:
 
 
 def traits(folder: Path) -> Traits:
-    """Those of a checkpoint on this machine, from its headers; a `CheckpointError` if it isn't one."""
+    """The traits of a checkpoint on this machine, from its headers. A `CheckpointError` if the folder isn't one."""
     context = context_length(read_config(folder))
     parameters = sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
     return Traits(parameters, context, bool(devices()))
@@ -61,7 +61,7 @@ def chosen(of: Traits) -> dict[str, Any]:
 
 
 def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values; with `fit_to_model` those that it leaves out are chosen by each experiment's model."""
+    """A configuration's values. With `fit_to_model`, missing ones are chosen by each experiment's model."""
     experiments = values.get("experiments")
     if values.get("fit_to_model") is not True or not isinstance(experiments, Mapping):
         return dict(values)
@@ -90,7 +90,7 @@ def _folder(values: Mapping[str, Any], experiment: Any) -> Path:
 
 
 def described(of: Traits, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for people: what the checkpoint is, and what the keys that are chosen by it are in `settings`."""
+    """Lines for people: the checkpoint's traits, and the values in `settings` of the keys that follow from them."""
     where = "with a GPU" if of.gpu else "without a GPU"
     length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
     yield f"{of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:"

@@ -1,6 +1,6 @@
-"""Which runs, evaluations and measurements each table and figure of the paper takes, and what they cost.
+"""The runs, evaluations and measurements of each table and figure of the paper, and their cost.
 
-The join is that of the tables themselves (`qerl.report.paper`): by what a result is, the first arm that fits.
+The join is that of the tables themselves (`qerl.report.paper`): the first arm whose result fits a printed number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qerl.settings.evaluation import TaskSettings
 
 @dataclass
 class Need:
-    """Names of what a table or figure takes."""
+    """Names of the experiments and measurements that a table or figure needs."""
 
     runs: set[str] = field(default_factory=set)
     evaluations: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class Need:
 
 
 class Needs:
-    """What the tables and figures of a plan take."""
+    """The needs of the tables and figures of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -56,7 +56,7 @@ class Needs:
         self._asked = {task.dataset for task in plan.config.evaluation.tasks}
 
     def of(self, name: str) -> Need:
-        """What one table or figure takes."""
+        """The needs of one table or figure."""
         if name in CURVE_FIGURES:
             asked = [series.asked for panel in CURVE_FIGURES[name] for series in panel.series]
             return Need(runs={run.id for one in asked for run in self._first_arm(one)})
@@ -120,7 +120,7 @@ def _step(run: Run) -> dict[str, Any]:
 
 
 def evaluation_work(plan: Plan, evaluation: Evaluation) -> Iterator[Work]:
-    """What each task of an evaluation draws at most."""
+    """The most work of each task of an evaluation."""
     settings, run = plan.config.evaluation, evaluation.run
     for task in settings.tasks:
         if task.dataset in evaluation.tasks:
@@ -136,13 +136,13 @@ def evaluation_work(plan: Plan, evaluation: Evaluation) -> Iterator[Work]:
 
 
 def _problems(plan: Plan, task: TaskSettings) -> float:
-    """Test problems; NaN where that is known only once the data is prepared."""
+    """The number of test problems. NaN if it is known only after the data is prepared."""
     origin = plan.config.datasets[task.dataset].origin
     return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
 
 
 def bench_work(plan: Plan, bench: str) -> Iterator[Work]:
-    """What each point of a measurement does, the warm-up included."""
+    """The work of each point of a measurement, the warm-up included."""
     settings = plan.config.benches[bench]
     if isinstance(settings, StepBench):
         yield from (run_work(run, settings.repeats + 1) for run in plan.step_bench_runs(bench))
@@ -159,9 +159,9 @@ def bench_work(plan: Plan, bench: str) -> Iterator[Work]:
 
 
 def by_table(plan: Plan, machine: str) -> pd.DataFrame:
-    """A row a table or figure of the paper: what it takes, and GPU-hours at most; what several take is in each row.
+    """One row per table or figure of the paper: its needs and the most GPU-hours. Shared needs are in each row.
 
-    Then what no table takes, and all of the plan, each once.
+    The last rows have the needs of no table, and the whole plan with each need once.
     """
     needs = Needs(plan)
     rows = {name: needs.of(name) for name in [*plan.tables, *plan.figures] if name in NAMES}
@@ -204,7 +204,7 @@ def _names(plan: Plan, need: Need) -> str:
 
 
 def page(plan: Plan, machine: str) -> str:
-    """The sheet by table as Markdown, with what its numbers mean."""
+    """The costs by table as Markdown, with the meaning of the numbers."""
     lines = [
         f"# GPU-hours of {plan.config.name}, by table and figure",
         f"`qerl plan CONFIG --by table` prints this page. Hours are of one {machine.upper()} and at most: every "

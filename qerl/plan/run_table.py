@@ -1,4 +1,4 @@
-"""The sheet of runs for people: what each costs, by speeds that were measured, and what of it is done."""
+"""The table of runs for people: the cost of each by measured speeds, and its state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from qerl.results.schema.stored import OK
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """A row a run. Hours are of one GPU and upper limits (`qerl.plan.cost_model`).
+    """The table, one row per run. Hours are those of one GPU and upper limits (`qerl.plan.cost_model`).
 
-    Where no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and the estimate
+    If no speed was measured for model, weights and training on `machine`, hours are "unmeasured". The estimate then
     stands in a column of its own.
     """
     costs = Costs(machine)
@@ -26,7 +26,7 @@ def sheet(plan: Plan, machine: str) -> pd.DataFrame:
 
 
 def run_work(run: Run, steps: int | None = None) -> Work:
-    """What the training of a run does at most; or so many steps of it."""
+    """The most work of the training of a run, or of some of its steps."""
     settings = run.settings
     rollout = settings.rollout
     completions = rollout.prompts * rollout.group_size
@@ -98,7 +98,7 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
-    """What the sheet adds up to, and what the configuration leaves out, in sentences."""
+    """The totals of the table and the arms that the configuration leaves out, in sentences."""
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
@@ -110,13 +110,13 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
 
 
 def disk_total(plan: Plan) -> str:
-    """What the checkpoints add up to."""
+    """The total size of the checkpoints."""
     sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
     return f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted"
 
 
 def omitted(plan: Plan) -> list[str]:
-    """What the configuration leaves out."""
+    """The arms that the configuration leaves out."""
     return [
         f"left out of {name}: {arm}: {reason}"
         for name, experiment in plan.config.experiments.items()

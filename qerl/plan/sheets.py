@@ -1,4 +1,4 @@
-"""The rows of a plan: checkpoints, runs, evaluations and what is made of them."""
+"""The rows of a plan: checkpoints, runs, evaluations, and the tables and figures of these."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: a row of the sheet."""
+    """One training run: a row of the table of runs."""
 
     id: str
     experiment: str
@@ -63,7 +63,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows of all sheets of one configuration."""
+    """All rows of all tables of one configuration."""
 
     config: Config
     runs: dict[str, Run]
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def folder(self) -> str:
-        """Where all results of this configuration go."""
+        """The folder of all results of this configuration."""
         return f"results/{self.config.name}"
 
     def evaluations_of(self, experiment: str) -> list[Evaluation]:
@@ -124,7 +124,7 @@ class Plan:
         return [Checkpoint(settings.model, weights) for weights in settings.weights]
 
     def step_bench_runs(self, bench: str) -> list[Run]:
-        """The runs that a step measurement times: of each arm and point of its experiment's grid, the first seed."""
+        """The runs that a step measurement times: the first seed of each arm and point of its experiment's grid."""
         settings = self.config.benches[bench]
         assert isinstance(settings, StepBench)
         first: dict[str, Run] = {}

@@ -1,1 +1,1 @@
-"""A policy: a frozen base with what is trained on it; its loading and export."""
+"""Policies: a frozen base with its trained tensors, loading and export."""

@@ -1,4 +1,4 @@
-"""A policy: a frozen base (dense or packed) with what is trained on it, and its tokenizer."""
+"""A policy: a frozen base (dense or packed) with its trained tensors and its tokenizer."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ class Policy:
             yield from self.value_head.named_parameters(VALUE_HEAD)
 
     def autocast(self) -> AbstractContextManager:
-        """Products in the base's 16-bit dtype while what is trained stays float32; nothing to do in float32."""
+        """A context with products in the base's 16-bit dtype, while trained tensors stay float32."""
         dtype = self.lm.dtype
         return torch.autocast(self.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The base without what was trained on it, for the length of the block: no second model is needed."""
+        """A context that disables the trained tensors, so that the base serves as reference without a second model."""
         if self.peft is None:
             raise ValueError("a policy trained in full has no reference in it; use method=lora with loss.kl")
         with same_requires_grad(self.peft), self.peft.disable_adapter():
             yield
 
     def save(self, folder: Path, base: Base | None = None) -> None:
-        """Write what was trained: an adapter in PEFT's layout, or the whole model in the hub's.
+        """Write the trained tensors: an adapter in PEFT's layout, or the whole model in the hub's layout.
 
         An adapter names `base` as its base, by default the folder of the checkpoint; a card says how to load it.
         The matrices of a whole model are rounded to bfloat16; norms and biases stay float32, as an adapter's do.
@@ -186,7 +186,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 
 def weight_bytes(policy: Policy) -> int:
-    """Bytes of all weights as they are held, adapters and packed buffers included."""
+    """Bytes of all weights in memory, adapters and packed buffers included."""
     head = policy.value_head.parameters() if policy.value_head is not None else ()
     held = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
     return sum(t.numel() * t.element_size() for t in held.values())

@@ -1,1 +1,1 @@
-"""What a run needs before it starts: its base checkpoint, its data, and the checks of both."""
+"""Preparation of a run: its base checkpoint, its data, and the checks of both."""

@@ -35,7 +35,7 @@ def quantize_base(job: QuantizeJob) -> None:
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
     """Download a model of the hub to `target`, or to the hub's cache; return its folder.
 
-    Offline, the error names the command that would have fetched it; a file that isn't as in `locked` is an error.
+    Offline, the error names the command that fetches it. A file that differs from `locked` is an error.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -69,7 +69,7 @@ def make_checkpoint(
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """A folder of symbolic links: a second copy of the weights would only take room."""
+    """Make a folder of symbolic links, because a second copy of the weights would only take space."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.resolve().iterdir():
         if file.is_file() and not (target / file.name).exists():

@@ -1,4 +1,4 @@
-"""What tokenizer and problems show together, checked before anything long: chat template, lengths, test splits."""
+"""Checks of tokenizer and problems before any long work: chat template, lengths, test splits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_problems(job: CheckJob) -> None:
 
 
 def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> None:
-    """Raise a sentence if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
+    """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
     for data, rollout in runs:
@@ -34,9 +34,9 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
 
 
 def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:
-    """Raise a sentence if a task has no problems, or prompts that leave no room to answer.
+    """Raise an error if a task has no problems, or prompts that leave no room to answer.
 
-    Prompts of a harness's own tasks are the harness's: those are looked at when they are drawn from.
+    Prompts of stock tasks are the harness's and are checked when completions are drawn.
     """
     context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
     for task in settings.tasks:

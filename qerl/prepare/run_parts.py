@@ -1,4 +1,4 @@
-"""Parts of a run's folder, which are made once: data and checkpoint, and the record of what they were made of."""
+"""Parts of a run's folder that are made once: data and checkpoint, and the record of their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPORT = "report.json"
 
 
 def check_inputs(settings: RunFile) -> None:
-    """Refuse where inputs of a finished run have changed; what is gone, or on the hub, isn't compared."""
+    """Refuse a finished run whose inputs have changed. Inputs that are gone, or on the hub, aren't compared."""
     own, source = settings.dataset.own_file, Path(settings.model)
     now = {
         "dataset": _of_data(settings) if own is None or own.exists() else None,
@@ -57,13 +57,13 @@ def make_base(settings: RunFile, source: Path) -> None:
 
 
 def tell_reward(settings: RunFile) -> None:
-    """Record the version of the reward that the run is trained with from now on."""
+    """Record the version of the reward with which the run is trained from now on."""
     file = settings.out / INPUTS
     write_record(file, {**read_record(file), "reward": _of_reward(settings)})
 
 
 def whole(target: Path, make: Callable[[Path], object]) -> None:
-    """Have `make` write the folder `target` unless it's there: whole or not at all, whenever the process is killed."""
+    """Let `make` write the folder `target` unless it exists, completely or not at all if the process is killed."""
     if target.exists():
         return
     partial = target.with_name(f".{target.name}.partial")
@@ -81,7 +81,7 @@ def _of_data(settings: RunFile) -> MadeOf:
 
 
 def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
-    """The base, and the prepared problems that AWQ reads besides."""
+    """The inputs of a checkpoint: the base, and the prepared problems that AWQ reads."""
     files = hashes_of(model_files(source), source)
     if settings.settings.calibrated:
         files |= hashes_of(data_files(settings.out / DATA), settings.out)
@@ -93,7 +93,7 @@ def _of_reward(settings: RunFile) -> MadeOf:
 
 
 def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:
-    """Have `make` write a folder of the run, unless it's there and made of the same."""
+    """Let `make` write a folder of the run, unless it exists and was made of the same inputs."""
     target, file = settings.out / name, settings.out / INPUTS
     record = read_record(file)
     if target.exists() and record.get(key) == made:

@@ -102,7 +102,8 @@ def pretrain(
 def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
     """Train Qwen2's tokenizer (byte-level BPE, single digits) on the training texts, with a ChatML template.
 
-    Its own class, because Transformers loads that class for every Qwen2 checkpoint and splits texts its way.
+    It is Qwen2's own class, because Transformers loads that class for every Qwen2 checkpoint and splits texts in its
+    way.
     """
     base = Qwen2Tokenizer(eos_token=_TURN_END, extra_special_tokens=[_TURN_START])
     texts = (text for data in sets for text in _texts(data))
@@ -196,8 +197,8 @@ def _optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.opt
 def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
     """Mean cross-entropy of the completions' tokens.
 
-    Padding stands on the right, where causal attention hides it from every real token, so no mask is needed; logits
-    are computed only where a loss is.
+    Padding is on the right, where causal attention hides it from every real token, so no mask is needed. Logits are
+    computed only at tokens with a loss.
     """
     width = max(len(example.ids) for example in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -211,7 +212,7 @@ def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
 
 
 def _batches(examples: list[_Example], size: int, rng: random.Random) -> Iterator[list[_Example]]:
-    """Yield shuffled batches for ever; each holds prompts of similar length, so little of it is padding.
+    """Yield shuffled batches for ever. Each has prompts of similar length, so little of it is padding.
 
     Sorted by whole length, a batch would hold one style of solution, and the short style's tokens would weigh more.
     """

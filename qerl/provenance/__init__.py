@@ -1,1 +1,1 @@
-"""Where a result comes from: its stamp, the version of the code, and files that are written whole or not at all."""
+"""The origin of results: the stamp, the version of the code, and files that are written completely or not at all."""

@@ -30,13 +30,13 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def module_file(name: str, root: Path) -> Path | None:
-    """The file of a module under `root`; None for what is no module there (a name imported from one)."""
+    """The file of a module under `root`. None if the name isn't a module there but a name imported from one."""
     base = root / Path(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
 def _imports(tree: ast.Module, package: str) -> set[str]:
-    """What a module of `package` imports, by whole names; a name imported from a module may be one too."""
+    """Full names of the modules that a module of `package` imports. An imported name may be a module too."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
 
 
 def _kernels(tree: ast.Module) -> list[str]:
-    """Names of CUDA sources that a module names; they lie beside it."""
+    """Names of the CUDA sources beside a module that the module mentions."""
     constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return sorted(value for value in constants if isinstance(value, str) and value.endswith(".cu"))
 
@@ -60,10 +60,10 @@ def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]
 
 
 def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> str:
-    """A hash of modules under `root` and of all that they import from there, as far as `counts` says of a name.
+    """A hash of modules under `root` and of all their imports from there for which `counts` is true.
 
-    It is blind to comments, docstrings and layout of Python, not of the CUDA sources that a module names; imports by a
-    computed name aren't seen.
+    It ignores comments, docstrings and layout of Python, but not of the CUDA sources that a module names. It doesn't
+    see imports by a computed name.
     """
     seen: dict[str, str] = {}
     queue = list(modules)

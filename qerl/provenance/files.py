@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and clocks that run backwards."""
+"""Files that are written completely or not at all, and checks of a clock that was set back."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CLOCK_SKEW = 60
 
 
 def cache_folder(name: str) -> Path:
-    """The user's folder for what can be made again."""
+    """The user's folder for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / name
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a result whole or not at all."""
+    """Write a result completely or not at all."""
     write_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whenever the process is killed or the power fails."""
+    """Write a file completely or not at all, even if the process is killed or the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
@@ -36,14 +36,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def put(partial: Path, path: Path) -> None:
-    """Rename a finished file or folder, its content on the disk before its name is."""
+    """Rename a finished file or folder after its content has reached the disk."""
     flush(partial)
     partial.replace(path)
     _fsync(path.parent)
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder with all that is in it, is on the disk; links are left alone."""
+    """Wait until a file, or a folder with its content, is on the disk. Links are ignored."""
     for inner in path.iterdir() if path.is_dir() else ():
         if not inner.is_symlink():
             flush(inner)
@@ -59,7 +59,7 @@ def _fsync(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `ConfigError` unless a file can be made where `path` is to be: said before hours are spent on it."""
+    """Raise `ConfigError` unless a file can be made at `path`, before hours of work are lost."""
     path = path.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir() or (folder != path and folder.exists()))
     if not folder.is_dir():
@@ -74,14 +74,14 @@ def check_writable(path: Path) -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A path and, of a folder, all in it."""
+    """A path, and for a folder everything in it."""
     yield path
     for folder, _, names in os.walk(path):
         yield from (Path(folder, name) for name in sorted(names))
 
 
 def check_clock(paths: Iterable[Path]) -> None:
-    """Raise `ConfigError` where a file is from the future: with the clock set back, Snakemake takes stale for new."""
+    """Raise `ConfigError` if a file is from the future: after the clock is set back, Snakemake trusts stale files."""
     now = time.time()
     for path in paths:
         for file in _files(path):

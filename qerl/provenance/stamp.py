@@ -33,7 +33,7 @@ LIBRARIES = (
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in the package's folder; none where it refuses, or isn't installed."""
+    """The output of git in the package's folder. None if git refuses or isn't installed."""
     # Within a hook of git these name the repository of the hook.
     environment = {key: value for key, value in os.environ.items() if key not in _GIT_PLACES}
     command = ["git", "-C", str(PACKAGE), *arguments]
@@ -65,7 +65,7 @@ def _hash_of_files(folder: Path) -> str:
 def code_state() -> dict[str, Any]:
     """Version and hash of this package's files; commit of its git checkout and whether the files differ from it.
 
-    Installed from a wheel, or unpacked without git, it has no commit; QERL_COMMIT tells one.
+    A package from a wheel, or unpacked without git, has no commit. QERL_COMMIT can state one.
     """
     told = os.environ.get("QERL_COMMIT")
     checkout = {"commit": told, "dirty": None} if told else _checkout()
@@ -108,7 +108,7 @@ def versions() -> dict[str, str]:
 
 
 def stamp(seed: int | None = None) -> dict[str, Any]:
-    """Where a result comes from: code, machine, versions, seed and time (UTC)."""
+    """The stamp of a result: code, machine, versions, seed and time (UTC)."""
     return {
         **code_state(),
         "machine": machine(),

@@ -1,1 +1,1 @@
-"""Dense checkpoints to 4 bits: round to nearest, AWQ, and the writer."""
+"""Quantization of dense checkpoints to 4 bits: rounding to nearest, AWQ, and the writer."""

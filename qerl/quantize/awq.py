@@ -91,7 +91,7 @@ def _modifier() -> Any:
         def pin_memory(self, *_: Any) -> None: ...
 
     class CPUModifier(AWQModifier):
-        """llmcompressor 0.14 pins memory in any case, which torch refuses where there is nothing to pin it for."""
+        """The library's modifier without pinned memory, which torch refuses on a machine without a GPU."""
 
         def _setup_activation_cache_hooks(self) -> None:
             super()._setup_activation_cache_hooks()

@@ -76,10 +76,11 @@ def quantize_checkpoint(
 
 
 def quantization_report(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
-    """What quantization saved and cost.
+    """Size and error of a quantized checkpoint.
 
-    size_bytes: of the weight files; bits_per_weight: over the linear layers of the blocks, scales included;
-    bits_per_weight_model: over all parameters; relative_error: |W - W_hat| / |W| (Frobenius) by layer type ("q_proj").
+    size_bytes is that of the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
+    and bits_per_weight_model over all parameters. relative_error is |W - W_hat| / |W| (Frobenius) by layer type
+    ("q_proj").
     """
     dense = _dense_headers(source)
     headers = read_headers(target)

@@ -1,6 +1,6 @@
 """Write a dense checkpoint in 4 bits, shard by shard: the model is never whole in memory.
 
-The libraries pack: llmcompressor NVFP4 and MXFP4, bitsandbytes NF4. What is here is which tensors they get together.
+llmcompressor packs NVFP4 and MXFP4, and bitsandbytes packs NF4. This module decides which tensors they get together.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
 def write_packed(source: Path, target: Path, weights_format: str) -> None:
     """Write the dense checkpoint `source` into the new folder `target` with the linear layers of its blocks packed.
 
-    In memory at a time: what one file of `target` holds, and the dense weights that share a scale. Packing is on the
-    GPU, if there is one. The tokenizer is not written.
+    Memory holds one file of `target` and the dense weights that share a scale. A GPU packs, if there is one. The
+    tokenizer is not written.
     """
     headers = read_headers(source)
     packer = _NF4() if weights_format == "nf4" else _FP4(weights_format)
@@ -90,7 +90,7 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
 
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any] | None = None) -> None:
-    """Copy what tells of the model besides its weights, with their new type and quantization."""
+    """Copy the model's files besides its weights, with the new dtype and quantization in config.json."""
     config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
     config |= {"dtype": str(DENSE).removeprefix("torch.")}
     config |= {} if quantization is None else {"quantization_config": quantization}

@@ -1,4 +1,4 @@
-"""What an update computes again to save memory: as little as memory asks.
+"""Recomputation in an update, which saves memory: as little as memory requires.
 
 Blocks compute their activations again in the backward pass (gradient checkpointing), logits are computed anew, tile by
 tile, and packed weights are unpacked anew in each pass.
@@ -30,14 +30,14 @@ MEASURED_TOKENS = 64
 
 @dataclass
 class Saved:
-    """Filled while the block lasts."""
+    """The bytes saved in a block, counted while it lasts."""
 
     bytes: int = 0
 
 
 @contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
-    """Bytes of all storages that are kept for the backward pass, each once, those of `model`'s weights left out."""
+    """Bytes of all storages that are kept for the backward pass, each counted once, without `model`'s weights."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = Saved()
 
@@ -58,7 +58,7 @@ def blocks(lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 
 def kept_bytes(policy: Policy) -> float:
-    """Bytes that a block keeps for its backward pass, a token more or less: measured on two short rows."""
+    """Bytes per token that a block keeps for its backward pass, measured on two short rows."""
     _recompute_first(policy.lm, 0)
     grown = _row_bytes(policy, 2 * MEASURED_TOKENS) - _row_bytes(policy, MEASURED_TOKENS)
     return grown / MEASURED_TOKENS / len(blocks(policy.lm))
@@ -77,7 +77,7 @@ def _row_bytes(policy: Policy, tokens: int) -> int:
 def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -> int:
     """How many of `count` blocks must compute their activations again so that all fit into `free` bytes.
 
-    `kept`: bytes of a block that keeps its activations; `recomputed`: of one that keeps its input alone. The block
+    `kept` is the bytes of a block that keeps its activations, `recomputed` of one that keeps its input alone. The block
     whose backward pass runs needs its activations and about as much for their gradients, recomputed or not.
     """
     missing = count * kept - (free - 2 * kept)
@@ -85,18 +85,18 @@ def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -
 
 
 def _recompute_first(lm: PreTrainedModel, count: int) -> None:
-    """The first blocks: when their turn comes in the backward pass, the others' activations are gone."""
+    """Recompute the first blocks: when the backward pass reaches them, the others' activations are gone."""
     for place, block in enumerate(blocks(lm)):
         block.gradient_checkpointing = place < count
 
 
 def free_bytes() -> float:
-    """What activations may take."""
+    """Bytes that activations may take."""
     return USABLE * allocatable_bytes()
 
 
 class Recomputation:
-    """Chooses anew for each update and micro-batch, from what is free just before it."""
+    """Chooses for each update and micro-batch what to recompute, from the memory that is free just before it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -104,7 +104,7 @@ class Recomputation:
         self._kept: float | None = None
 
     def choose(self, tokens: int) -> int:
-        """For a forward pass over `tokens`; returns how many blocks compute theirs again."""
+        """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
         count = self._needed(tokens, free_bytes())
         _recompute_first(self.policy.lm, count)
         return count
@@ -114,9 +114,9 @@ class Recomputation:
         return self._needed(tokens, free_bytes() - self._logits(tokens)) == 0
 
     def weights(self, tokens: int) -> AbstractContextManager[None]:
-        """For an update of micro-batches of up to `tokens`: keeps packed weights unpacked while the block lasts.
+        """Keep packed weights unpacked during the block, for an update of micro-batches of up to `tokens`.
 
-        Only where they fit beside activations and logits: these cost more to compute again.
+        They are kept only if they fit beside activations and logits, which cost more to compute again.
         """
         lm = self.policy.lm
         free = free_bytes() - self._logits(tokens) - unpacked_bytes(lm, lm.dtype)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole or not at all, refused when they belong to another run."""
+"""Checkpoints of a training run, written completely or not at all, and refused if they belong to another run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class ResumeError(ValueError):
-    """A checkpoint that can't be read or written; the message is one sentence for the user."""
+    """A checkpoint that can't be read or written. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.pt"))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step`, then drop all but the last two; a failed write drops none."""
+        """Write the state after `step`, then delete all but the last two. A failed write deletes none."""
         partial = self.folder / "partial"
         digested = None
         try:
@@ -56,7 +56,7 @@ class Checkpoints:
             old.unlink()
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The newest state, or None where there is none."""
+        """The newest state, or None."""
         files = self._files()
         if not files:
             return None
@@ -75,7 +75,7 @@ class Checkpoints:
 
 
 class _Digested:
-    """A file that takes the SHA-256 of what is written to it, and keeps an error that torch.save may hide."""
+    """A file that computes the SHA-256 of its content, and keeps an error that torch.save may hide."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -95,7 +95,7 @@ class _Digested:
 
 
 def _damage(path: Path) -> str | None:
-    """Why a checkpoint can't be read, or isn't what was written: its last bytes are the SHA-256 of the others."""
+    """The reason why a checkpoint is damaged, if it is. Its last bytes are the SHA-256 of the others."""
     digest, rest = hashlib.sha256(), b""
     try:
         with path.open("rb") as file:

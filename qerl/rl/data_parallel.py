@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 class Processes:
-    """This process among those of its run; one alone where no launcher started it."""
+    """This process among those of its run. Without a launcher it is the only one."""
 
     def __init__(self) -> None:
         self._state = PartialState(cpu=not torch.cuda.is_available())
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return int(self._state.num_processes)
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """The index of this process."""
         return int(self._state.process_index)
 
     @property
@@ -46,16 +46,16 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
-        """This process's part of `items`, in one piece, and the index of its first."""
+        """This process's contiguous part of `items`, and the index of its first item."""
         first, end = (len(items) * rank // self.count for rank in (self.rank, self.rank + 1))
         return first, items[first:end]
 
     def gather(self, parts: list[T]) -> list[T]:
-        """The parts of all processes, in the order of their ranks: what `share` divided."""
+        """The parts of all processes in the order of their ranks, which is the inverse of `share`."""
         return list(gather_object(parts)) if self.count > 1 else parts
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added up over the processes."""
+        """The sum of each value over the processes."""
         if self.count == 1:
             return list(values)
         total: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=self._state.device), "sum")
@@ -75,7 +75,7 @@ class Processes:
 
 
 def check_processes(count: int) -> None:
-    """Whether a run can start so many processes here: a `ConfigError` says what is in the way."""
+    """Raise `ConfigError` with the reason unless a run can start this number of processes here."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "a run starts its processes itself: set `processes` in its settings, and call it without torchrun"
@@ -86,7 +86,7 @@ def check_processes(count: int) -> None:
 
 
 def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `count` new processes of this machine; in this one, if it is to be one alone."""
+    """Call `function(*arguments)` in `count` new processes of this machine, or for one process in this one."""
     check_processes(count)
     if count == 1:
         function(*arguments)

@@ -1,4 +1,4 @@
-"""Runs that don't come to their end: out of memory, or out of their time. Either is a result, where that is wanted."""
+"""Runs that end early, out of memory or out of time. Either counts as a result if the experiment says so."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class TimeLimitError(RuntimeError):
-    """A run has spent its time; the message is one sentence for the user."""
+    """A run has used its time. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What kind it is, in the words of a table, and what was said."""
+    """A failure: its kind in the words of a table, and its message."""
 
     kind: str
     reason: str
@@ -29,7 +29,7 @@ class Failure:
 
 @contextmanager
 def noted(work: Path, time_limit: float | None) -> Iterator[None]:
-    """Leave a note in `work` of a failure that can be a result, and pass it on. Each process has its own note."""
+    """Write a note in `work` of a failure that can be a result, and raise it again. Each process has its own note."""
     try:
         yield
     except (*OUT_OF_MEMORY, TimeLimitError) as error:
@@ -46,13 +46,13 @@ def forget(work: Path) -> None:
 
 
 def failure(work: Path) -> Failure | None:
-    """What the processes noted of this attempt."""
+    """The failure that the processes noted for this attempt, if any."""
     notes = sorted(work.glob("failure-*.json"))
     return Failure(**json.loads(notes[0].read_text())) if notes else None
 
 
 def failed(policy: Path) -> str | None:
-    """Why there is no trained policy in the folder that a run left, out of the run.json beside it; none: there is."""
+    """The reason in run.json why a run left no trained policy. None if there is a policy."""
     file = policy.parent / "run.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return result.get("status")

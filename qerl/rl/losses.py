@@ -23,7 +23,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of a micro-batch as a policy loss takes them; all but `logprobs_NT` are constants."""
+    """The inputs of a policy loss for a micro-batch. All but `logprobs_NT` are constants."""
 
     logprobs_NT: torch.Tensor
     #: Log-probabilities of the policy before the first update on this rollout.
@@ -52,7 +52,7 @@ class LossOutputs:
 def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) -> LossOutputs:
     """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
-    The losses differ in two things: gspo has one ratio a sequence, the others one a token; and `_reduce` has the
+    The losses differ in two things. gspo has one ratio per sequence, the others one per token. `_reduce` has the
     normalizations.
     """
     ratio, advantages_NT, mask_NT = _ratio(inputs, settings), inputs.advantages_NT, inputs.mask_NT
@@ -67,7 +67,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) ->
 
 
 def _ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
-    """pi / pi_old of each token [N, T]; for gspo the geometric mean over the sequence [N, 1]."""
+    """The ratio pi / pi_old of each token [N, T]. For gspo it is the geometric mean over the sequence [N, 1]."""
     log_ratio = inputs.logprobs_NT - inputs.old_logprobs_NT
     if settings.name == "gspo":
         log_ratio = ((log_ratio * inputs.mask_NT).sum(1) / inputs.mask_NT.sum(1).clamp(min=1))[:, None]

@@ -1,4 +1,4 @@
-"""Whether rewards teach anything: what is said where they don't, with a completion that shows why."""
+"""Warnings about rewards that teach nothing, with a completion that shows why."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHOWN = 200
 
 
 class NoSignalError(UserError):
-    """Rewards that teach nothing, in a run that is to stop then; the message is one sentence for the user."""
+    """Rewards teach nothing, and the run is set to stop then. The message is one sentence for the user."""
 
 
 class Watch:
-    """Looks at the rollouts of a run as they come; says at most once that they teach nothing."""
+    """Watches the rollouts of a run, and warns at most once that they teach nothing."""
 
     def __init__(self, settings: RunSettings, task: Task) -> None:
         self.settings = settings
@@ -31,7 +31,7 @@ class Watch:
     def look(self, step: int, rollout: Rollout, writes: bool = True) -> None:
         """Warn, in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
 
-        At the first step if no completion has an answer that can be read, later after `PATIENCE` steps of equal
+        It does so at the first step if no completion has a readable answer, and later after `PATIENCE` steps of equal
         rewards.
         """
         self._looked += 1
@@ -80,12 +80,12 @@ class Watch:
 
 
 def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
-    """Whether rewards differ where they are compared: within groups, or (ppo) with a value of each completion."""
+    """Whether rewards differ where they are compared: within groups, or for ppo with each completion's value."""
     return metrics["reward/std"] > 0 if settings.loss.name == "ppo" else metrics["reward/equal_groups"] < 1
 
 
 def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
-    """Log the rewards of a finished run; one that nothing could be learned in doesn't look like a success."""
+    """Log the rewards of a finished run, so that a run without a signal doesn't look like a success."""
     said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} steps"
     if any(_teaches(row, settings) for row in rows):
         log.info("%s", said)

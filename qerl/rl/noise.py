@@ -29,14 +29,14 @@ def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> t
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What was added at a step: sigma, and the norm of all z together."""
+    """The noise of a step: sigma, and the norm of all z together."""
 
     sigma: float
     norm: float
 
 
 class Noise:
-    """Draws z for all noisy norms of a model and takes it away again."""
+    """Draws z for all noisy norms of a model, and removes it."""
 
     def __init__(self, model: nn.Module, settings: NoiseSettings, seed: int) -> None:
         self._model = model
@@ -52,7 +52,7 @@ class Noise:
                 yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
 
     def set(self, step: int, total_steps: int) -> NoiseReport:
-        """Put the noise of `step` in place."""
+        """Set the noise of `step`."""
         scale = sigma(self.settings, step, total_steps)
         squares = 0.0
         for layer, role, norms in self._norms():
@@ -67,14 +67,14 @@ class Noise:
         return NoiseReport(scale, math.sqrt(squares))
 
     def clear(self) -> None:
-        """Noise-free again, bit for bit."""
+        """Remove the noise. The norms are then as before, bit for bit."""
         for _, _, norms in self._norms():
             for norm in norms:
                 norm.noise.zero_()
 
     @contextmanager
     def at(self, step: int, total_steps: int) -> Iterator[NoiseReport]:
-        """The noise of `step` inside the block, none after it."""
+        """A context with the noise of `step`. Afterwards there is none."""
         try:
             yield self.set(step, total_steps)
         finally:

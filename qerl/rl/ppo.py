@@ -13,7 +13,7 @@ import torch
 def terminal_rewards(rewards_N: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
     """Rewards [N] of whole completions at their last token [N, T] float32, zero elsewhere.
 
-    `mask` is 1.0 on completion tokens; a row without any has no place for its reward.
+    `mask` is 1.0 on completion tokens. A row without any loses its reward.
     """
     ahead = mask_NT.flip(1).cumsum(1).flip(1)
     return rewards_N[:, None].float() * mask_NT * (ahead == 1)
@@ -28,8 +28,9 @@ def gae(
     A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V(s_{t+1}) - V(s_t); the return is A_t + V(s_t).
     `values` [N, T] are of the states before each token. Both results are [N, T] float32 constants, zero off the mask.
 
-    Every completion is an episode that ends with its last token: V is zero behind it. This holds for one that ran into
-    the limit of tokens too, whose reward is final; it isn't bootstrapped. Tokens off the mask are no steps.
+    Every completion is an episode that ends with its last token, after which V is zero. This also holds for a
+    completion at the limit of tokens: its reward is final and isn't bootstrapped. Tokens off the mask don't count as
+    steps.
     """
     rewards, values, steps = rewards_NT.float(), values_NT.float(), mask_NT.bool()
     advantage = following = torch.zeros_like(rewards[:, 0])
@@ -45,9 +46,9 @@ def gae(
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares of numbers; those of micro-batches and processes add up to those of the batch.
+    """Count, sum and sum of squares of numbers. Those of micro-batches and processes add up to those of the batch.
 
-    The sums are taken in float64: the variance is a difference of two of them.
+    The sums are float64, because the variance is a difference of two of them.
     """
 
     count: float = 0.0
@@ -56,7 +57,7 @@ class Moments:
 
     @classmethod
     def of(cls, values_NT: torch.Tensor, mask_NT: torch.Tensor) -> Moments:
-        """Those of the entries on the mask."""
+        """The moments of the entries on the mask."""
         chosen = values_NT[mask_NT.bool()].double()
         return cls(float(chosen.numel()), chosen.sum().item(), chosen.square().sum().item())
 
@@ -65,12 +66,12 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """The mean; 0 of nothing."""
+        """The mean, or 0 without numbers."""
         return self.total / max(self.count, 1.0)
 
     @property
     def variance(self) -> float:
-        """The unbiased variance; 0 of fewer than two numbers."""
+        """The unbiased variance, or 0 for fewer than two numbers."""
         return max(self.squares - self.total * self.mean, 0.0) / max(self.count - 1, 1.0)
 
 

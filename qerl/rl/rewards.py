@@ -16,7 +16,7 @@ from qerl.settings.reward import RewardSettings
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as the reward sees it: its text, its length and the most tokens it might have had."""
+    """A completion as the reward sees it: its text, its length and the limit of its tokens."""
 
     text: str
     tokens: int
@@ -29,7 +29,7 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
-    """What the user's `module:function` returns for a completion; a `ValueError` if that is no finite number."""
+    """The value of the user's `module:function` for a completion. A `ValueError` if it isn't a finite number."""
     value = call(function, answer, problem, key="reward.function", limit=timeout)
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rollouts: which problems a step takes, their completions, and what these earn."""
+"""Rollouts: the choice of a step's problems, their completions, and the rewards of these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qerl.settings.run import RunSettings
 
 @dataclass(frozen=True)
 class Task:
-    """What the policy is trained on."""
+    """The problems on which the policy is trained."""
 
     problems: list[Problem]
     format: RecordFormat
@@ -42,7 +42,7 @@ class Task:
         return Task(read_split(data, "train"), *asked)
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
-        """Without problems over `rollout.max_prompt_tokens`; a `DataError` if others leave no room in `context`."""
+        """The task without problems over `rollout.max_prompt_tokens`. `DataError` if others don't fit `context`."""
         kept, most = self.problems, settings.max_prompt_tokens
         if most is not None:
             longer = longer_than(most, tokenizer, kept, self.instruction)
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ: equal ones have no advantage over each other and teach nothing."""
+        """Whether the rewards differ. Equal rewards have no advantage over each other and teach nothing."""
         return bool(differ(torch.tensor([self.rewards])))
 
 
@@ -91,7 +91,7 @@ def problem_index(count: int, seed: int, position: int) -> int:
 
 
 class Collector:
-    """Draws the batch of a step from a sampler; it keeps no state, so a continued run goes on where it was."""
+    """Draws the batch of a step from a sampler. It keeps no state, so a continued run needs none."""
 
     def __init__(self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task) -> None:
         if not task.problems:
@@ -105,8 +105,8 @@ class Collector:
     def collect(self, step: int, position: int) -> Rollout:
         """The batch of `step`, the same in every process; `position` problems were taken before it.
 
-        With `rollout.resample`, groups of equal rewards are replaced by the next problems' while rounds are left; what
-        is then still missing is filled up with such groups.
+        With `rollout.resample`, the next problems' groups replace groups of equal rewards while rounds are left. Groups
+        of equal rewards then fill the rest of the batch.
         """
         rollout = self.settings.rollout
         drawn: list[Group] = []
@@ -156,7 +156,7 @@ class Collector:
 
 
 def step_seed(seed: int, step: int, round_: int = 0) -> int:
-    """One 64-bit seed of a run's seed and step; different for any (seed < 2^32, step < 2^24, round < 2^8)."""
+    """The 64-bit seed of a run's seed, step and round. It is unique for seed < 2^32, step < 2^24, round < 2^8."""
     return (seed << 32) | (step << 8) | round_
 
 

@@ -1,6 +1,6 @@
 """From completions to packed micro-batches, and the log-probabilities of their tokens.
 
-N completions, T tokens of the longest, M tokens of all, L tokens of the packed row.
+Shapes: N completions, T tokens of the longest, M tokens of all, L tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qerl.rollout.sampler import Completion
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion with what the loss needs."""
+    """One completion with the inputs of its loss."""
 
     prompt: list[int]
     completion: Completion
@@ -40,7 +40,7 @@ class Sample:
 class MicroBatch:
     """Sequences in one row without padding, a prompt once before all its completions.
 
-    The last token of a completion predicts nothing that is asked for and isn't in the row.
+    The last token of a completion predicts no token of it, so it isn't in the row.
     """
 
     index: list[int]  # place of each completion in the batch
@@ -68,12 +68,12 @@ def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tens
 
 
 def _digest(ids: list[int]) -> int:
-    """A number of token ids: equal prompts are one, wherever a batch is cut."""
+    """A hash of token ids. Equal prompts have the same hash, wherever a batch is cut."""
     return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
 
 
 class _Row:
-    """A packed row in the making."""
+    """A packed row under construction."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -84,7 +84,7 @@ class _Row:
         self.keys: list[tuple[int, int]] = []
 
     def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
-        """`completions` by their place in the batch."""
+        """Add a prompt with `completions`, keyed by their index in the batch."""
         place = self._add(prompt, 0, None, (0, _digest(prompt)))
         last = len(self.ids) - 1
         for index, completion in completions.items():
@@ -103,7 +103,7 @@ class _Row:
 
 
 def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
-    """The samples `index` by their prompts, which those of a group follow one another with."""
+    """The samples `index` grouped by their prompts. Samples of a group are neighbours."""
     return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
 
 
@@ -132,15 +132,15 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
 
 
 def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
-    """Tokens of the row that completions of one prompt make."""
+    """Tokens of the row of one prompt and its completions."""
     return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
 
 
 def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
     """Indices of the samples of each micro-batch, the largest first.
 
-    None has more than `max_tokens` tokens, or their even share where `parts` processes divide the batch; a completion
-    that is longer is alone. A group that fits stays together; one that doesn't is cut, and each part has the prompt.
+    None has more than `max_tokens` tokens, or the even share if `parts` processes divide the batch. A longer completion
+    is alone. A group that fits stays together. A group that doesn't fit is cut, and each part has the prompt.
     """
     groups = list(_groups(samples, range(len(samples))))
     share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)

@@ -1,4 +1,4 @@
-"""A training run from files to files."""
+"""A training run that reads and writes files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
 
 
 def prepared(policy: Policy, settings: RunSettings) -> Policy:
-    """The policy with what the settings' updates need beside its weights."""
+    """The policy with the additions that the settings' updates need, such as a value function."""
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
     if settings.gradient_checkpointing is True:  # it takes effect in training mode, that is in updates
@@ -55,7 +55,7 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
 
 
 def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
-    """Policy, sampler and problems together; `work` takes the metrics so far and checkpoints, with the fingerprint."""
+    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
@@ -75,7 +75,7 @@ def _fingerprint(settings: RunSettings) -> str:
 def _state_folder(job: TrainJob) -> Path:
     """Where the run's state lies, by its fingerprint and the content of its base and its problems.
 
-    Times of files say nothing: they follow the clock, and what is copied or moved keeps its old ones.
+    Times of files don't count, because they follow the clock, and copies may keep old ones.
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / META, split_file(job.data, "train")]
@@ -146,7 +146,7 @@ def _train(job: TrainJob, state: Path) -> None:
 
 
 def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
-    """Write policy and metrics; run.json, which says that they are there, may follow."""
+    """Write policy and metrics, before run.json, which states that they are there."""
     try:
         trainer.policy.save(out / "policy", base)
     except SafetensorError as error:
@@ -164,7 +164,7 @@ def _named(job: TrainJob) -> dict[str, Any]:
 
 
 def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over the steps; the first, which warms up, is left out where there are others."""
+    """Medians over the steps, without the first one, which warms up, if there are others."""
     warm = rows[1:] or rows
     step = [row["seconds/step"] for row in warm]
     quartiles = statistics.quantiles(step, n=4, method="inclusive") if len(step) > 1 else step * 3

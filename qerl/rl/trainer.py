@@ -45,7 +45,7 @@ class Trainer:
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
         """Train to the last step; return the metrics of every step.
 
-        A `TimeLimitError` where the steps, those before a kill included, took longer than `time_limit` hours.
+        Raises `TimeLimitError` if the steps, those before a kill included, took longer than `time_limit` hours.
         """
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
@@ -127,5 +127,5 @@ class Trainer:
         return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:
-        """The whole file anew each step: a killed run leaves no torn or repeated row."""
+        """Write the whole file at each step, so that a killed run leaves no torn or repeated row."""
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))

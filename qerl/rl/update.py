@@ -1,4 +1,4 @@
-"""The updates of a rollout: losses and gradients over micro-batches, which the processes of a run share out.
+"""The updates of a rollout: losses and gradients over micro-batches, shared among the processes of a run.
 
 Shapes: N sequences, T completion tokens.
 """
@@ -25,7 +25,7 @@ from qerl.settings.run import RunSettings
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
-    """AdamW over what is trained; matrices decay, vectors (norms, biases) don't. `peak` is a group's learning rate."""
+    """AdamW over the trained tensors. Vectors (norms, biases) don't decay. `peak` is a group's learning rate."""
     optimizer = settings.optimizer
     groups = []
     for of_value, rate in ((False, optimizer.learning_rate), (True, settings.loss.ppo.learning_rate)):
@@ -42,7 +42,7 @@ def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimiz
 
 
 def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
-    """The share of the learning rate at a step, counted from 1: linear warm-up, then a cosine to zero."""
+    """The factor of the learning rate at a step, counted from 1: linear warm-up, then a cosine to zero."""
     warmup = math.ceil(warmup_ratio * total_steps)
     if step <= warmup:
         return step / warmup
@@ -52,7 +52,7 @@ def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
 
 @dataclass(frozen=True)
 class _ValueTargets:
-    """What the value function is fitted to in all updates of a rollout; both [N, T]."""
+    """The targets of the value function in all updates of a rollout, both [N, T]."""
 
     old_values_NT: torch.Tensor
     returns_NT: torch.Tensor
@@ -79,7 +79,7 @@ class _Anchor:
 
 
 class DivergedError(ValueError):
-    """A run whose numbers left the range of floats; the message is one sentence for the user."""
+    """A run whose numbers left the range of floats. The message is one sentence for the user."""
 
 
 class Updater:
@@ -133,7 +133,7 @@ class Updater:
         return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
 
     def _parts(self, step: int, samples: list[Sample], rows: list[list[int]]) -> Iterator[_Part]:
-        """This process's micro-batches: sorted by length, so that taking turns shares the work evenly."""
+        """This process's micro-batches. They are sorted by length, so that taking turns shares the work evenly."""
         for number in range(self.processes.rank, len(rows), self.processes.count):
             batch = micro_batch(samples, rows[number], self.policy.device)
             mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
@@ -211,9 +211,9 @@ class Updater:
         return stats
 
     def _optimize(self) -> float:
-        """Add up the processes' gradients, clip, step; the norm of the policy's before clipping.
+        """Add up the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping.
 
-        The value's gradient is clipped on its own: a large error of the value must not shrink the policy's step.
+        The value's gradient is clipped separately, so that a large error of the value doesn't shrink the policy's step.
         """
         trained = list(self.policy.trainable())
         self.processes.add_gradients(p for _, p in trained)
@@ -271,7 +271,7 @@ class Updater:
 
 
 def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateStats:
-    """Entropy of the policy that sampled, and how it differs from the sampler and from the reference."""
+    """Entropy of the policy that sampled, and its differences from the sampler and from the reference."""
     mask_NT = part.batch.mask_NT
     kl, ratio = mismatch(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
     stats = UpdateStats(

@@ -34,7 +34,7 @@ class UpdateStats:
         return self
 
     def over(self, processes: Processes) -> UpdateStats:
-        """The same of all processes together."""
+        """The sums over all processes."""
         sums = processes.sum([getattr(self, name) for name in _SUMS])
         return UpdateStats(**dict(zip(_SUMS, sums, strict=True)), max_ratio=processes.max(self.max_ratio))
 

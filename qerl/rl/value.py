@@ -49,7 +49,7 @@ def is_value(name: str) -> bool:
 
 @contextmanager
 def value_adapter(policy: Policy) -> Iterator[None]:
-    """The value's adapter in the place of the policy's for the length of the block; what is trainable stays so."""
+    """A context with the value's adapter in place of the policy's. Trainable tensors stay trainable."""
     assert policy.peft is not None
     before = policy.peft.active_adapter
     with same_requires_grad(policy.peft):
@@ -64,8 +64,8 @@ def value_adapter(policy: Policy) -> Iterator[None]:
 def values(policy: Policy, batch: MicroBatch) -> torch.Tensor:
     """Values [N, T] float32 of the states before each completion token, zero on padding.
 
-    They are read where the hidden state that predicts the token stands. The backward pass may come at any time, unless
-    it computes the blocks again (gradient checkpointing): it must then run in `value_adapter` too.
+    They are read at the hidden state that predicts the token. The backward pass may come at any time. If it computes
+    the blocks again (gradient checkpointing), it must run in `value_adapter` too.
     """
     if policy.value_head is None or policy.peft is None:
         raise ValueError("the policy has no value function; call add_value first")

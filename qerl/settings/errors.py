@@ -1,6 +1,6 @@
-"""What is wrong with a setting, in plain words: the key as it was written, what would do there, the nearest known key.
+"""Sentences on mistakes in settings: the key as it was written, the accepted values, and the nearest known key.
 
-pydantic finds the mistake; the words are made here, from the types of the settings.
+pydantic finds the mistake. This module makes the sentence from the types of the settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGE = 2**53
 
 
 def options(annotation: Any) -> list[Any]:
-    """What may stand in a place: the members of a union, without limits."""
+    """The types that a place accepts: the members of a union, without limits."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return options(get_args(annotation)[0])
@@ -46,7 +46,7 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that may stand in a place."""
+    """The words that a place accepts."""
     chosen = [option for option in options(annotation) if get_origin(option) is Literal]
     return [str(word) for option in chosen for word in get_args(option)]
 
@@ -62,7 +62,7 @@ def _tags(model: type[BaseModel]) -> dict[str, str]:
 
 
 def expected(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """What may stand in a place, in words: "a whole number above 0"."""
+    """The values that a place accepts, in words: "a whole number above 0"."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         nested = [limit for one in more for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
@@ -102,7 +102,7 @@ def _one(annotation: Any, limits: Sequence[Any]) -> str:
 
 
 def _range(limits: Sequence[Any], whole: bool) -> str:
-    """ " from 0 to 9" of the limits of a number; none are named that nobody meets."""
+    """The limits of a number in words, such as " from 0 to 9", without limits that nobody reaches."""
     found = {
         name: value
         for limit in limits
@@ -133,7 +133,7 @@ def _listed(words: Iterable[Any], most: int = 8) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an error is: its key, what may stand there (None: the key isn't known), and whose key it is."""
+    """The place of an error: its key, the type that it accepts (None for an unknown key), and the key's model."""
 
     key: tuple[str | int, ...]
     annotation: Any
@@ -147,7 +147,7 @@ class _Place:
 
 
 def _place(settings: type[BaseModel], location: Sequence[Any]) -> _Place:
-    """The place of an error of pydantic, whose own locations name members of unions besides."""
+    """The place of an error of pydantic, whose own locations also name members of unions."""
     place = _Place((), settings, None)
     for part in location:
         found = _models(place.annotation)
@@ -178,7 +178,7 @@ def _field(place: _Place, model: type[BaseModel], name: Any) -> _Place:
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """ "; did you mean `x`?", where a known word is like the given one; else nothing."""
+    """The text "; did you mean `x`?" if a known word resembles the given one, else an empty text."""
     found = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
     return f"; did you mean `{found[0]}`?" if found else ""
 
@@ -203,7 +203,7 @@ def sentence(error: ValidationError, settings: type[BaseModel], written: Callabl
 
 
 def _rule(place: _Place, error: Mapping[str, Any]) -> str:
-    """What there is to say of the value at a place, behind its key."""
+    """The part of the sentence after the key: what is wrong with the value."""
     kind, value = error["type"], error["input"]
     if kind == "missing":
         about = f" ({place.description.partition('. ')[0].rstrip('.')})" if place.description else ""
@@ -216,7 +216,7 @@ def _rule(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
-    """What an unknown key may stand for: one beside it that is like it, or one of that name elsewhere."""
+    """The key that an unknown one may mean: a similar key beside it, or a key of that name elsewhere."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
@@ -254,7 +254,7 @@ def _tag_sentence(place: _Place, error: Mapping[str, Any], key: str) -> str:
 
 
 def _remedy(place: _Place, error: Mapping[str, Any]) -> str:
-    """The nearest word; quotes, for a text that YAML reads as something else; what no limit in the sentence says."""
+    """The remedy: the nearest word, quotes for a text that YAML reads as something else, or a limit not yet named."""
     value, text = error["input"], any(option in (str, Path) for option in options(place.annotation))
     if text and not isinstance(value, (Mapping, list, tuple, str)):
         return "; put it in quotes"

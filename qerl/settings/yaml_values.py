@@ -1,4 +1,4 @@
-"""What values of YAML mean in settings: keys that are unique, words for "off", true and false that are no numbers."""
+"""The meaning of YAML values in settings: unique keys, words for "off", and true and false that aren't numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UniqueKeys(yaml.SafeLoader):
     """YAML without tags that make objects, in which no mapping has a key twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """The mapping that comes next; a `DuplicateKey` names a key that it has twice."""
+        """The next mapping. A `DuplicateKey` names a key that it has twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -39,9 +39,9 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def as_meant(settings: type[BaseModel], values: Any) -> Any:
-    """The values for the fields of `settings` as they are meant, whichever of the words for "off" was used.
+    """The values for the fields of `settings`, with every word for "off" replaced by the field's own.
 
-    True and false become what is no number where a number is expected: pydantic would take them for 1 and 0.
+    Where a number is expected, true and false become values that aren't numbers: pydantic would take them for 1 and 0.
     """
     if not isinstance(values, Mapping):
         return values
