@@ -73,7 +73,7 @@ def _fingerprint(settings: RunSettings) -> str:
 
 
 def _state_folder(job: TrainJob) -> Path:
-    """Where the run's state lies, by its fingerprint and the content of its base and its problems.
+    """The folder of the run's state, named by its fingerprint and the content of its base and its problems.
 
     Times of files don't count, because they follow the clock, and copies may keep old ones.
     """
@@ -84,11 +84,11 @@ def _state_folder(job: TrainJob) -> Path:
 
 
 def train_run(job: TrainJob) -> None:
-    """Train a run and write what came of it to `job.out`.
+    """Train a run and write its results to `job.out`.
 
-    `job.work` survives a killed run: the next one goes on from there. Callers keep it to themselves
-    (`qerl.host.gpu_lease.alone`). Results appear in `job.out` only when all is done, or, with `on_failure: row`, when
-    the run is out of memory or over `time_limit`.
+    `job.work` survives a killed run, and the next start continues from it. Callers lock it
+    (`qerl.host.gpu_lease.alone`). Results appear in `job.out` only at the end. With `on_failure: row` they also appear
+    when the run is out of memory or over `time_limit`.
     """
     forget(job.work)
     state = _state_folder(job)
