@@ -7,14 +7,31 @@ from pathlib import Path
 
 import pytest
 
-RULE = Path(__file__).parents[2] / "workflow/rules/train.smk"
+from qerl.settings.reading import read_yaml
+
+ROOT = Path(__file__).parents[2]
+RULE = ROOT / "workflow/rules/train.smk"
 #: Ends as the next word of the file `ends` says, and leaves a line for each try.
 PYTHON = """#!/bin/sh
 echo "$@" >> tries
 end=$(sed -n "$(wc -l < tries)p" ends)
+while [ "$end" = orphan ]; do grep -qx "PPid:.$PARENT" /proc/$PPID/status || end=kill; done
 [ "$end" = kill ] && kill -9 $$
 exit $end
 """
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """The rule's shell command in an empty folder, with a Python that ends as it is told to."""
+    shell = "".join(re.findall(r'"(.*)"', RULE.read_text().partition("    shell:")[2]))
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return "set -euo pipefail; " + re.sub(r"\{log[^}]*\}", "log", shell)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +47,26 @@ exit $end
         (["kill", "kill", "kill"], 3, 137),
     ],
 )
-def test_only_a_kill_is_tried_again(tmp_path, ends, tries, status):
-    shell = "".join(re.findall(r'"(.*)"', RULE.read_text().partition("    shell:")[2]))
-    command = re.sub(r"\{log[^}]*\}", "log", shell)
+def test_only_a_kill_is_tried_again(command, tmp_path, ends, tries, status):
     (tmp_path / "ends").write_text("\n".join(ends))
-    python = tmp_path / "bin/python"
-    python.parent.mkdir()
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    run = subprocess.run(["bash", "-c", f"set -euo pipefail; {command}"], cwd=tmp_path, env=environment, check=False)
+    run = subprocess.run(["bash", "-c", command], check=False)
     assert len((tmp_path / "tries").read_text().splitlines()) == tries
     assert run.returncode == status
+
+
+def test_nothing_is_tried_again_for_a_snakemake_that_is_gone(command, tmp_path):
+    """The shell's parent ends while the first try runs, as a killed Snakemake does, and then that try is killed."""
+    (tmp_path / "ends").write_text("orphan\n0")
+    parent = 'export PARENT=$$; bash -c "$0" & while [ ! -e tries ]; do :; done'
+    # Its output ends when the last process that has it does.
+    subprocess.run(["bash", "-c", parent, command], check=True, stdout=subprocess.PIPE)
+    assert len((tmp_path / "tries").read_text().splitlines()) == 1
+
+
+def test_nobody_else_tries_an_error_again():
+    """Snakemake's own retries know no kill from an error, locally and on a cluster."""
     assert "retries" not in RULE.read_text()
+    profiles = {file.parent.name: read_yaml(file) for file in (ROOT / "profiles").glob("*/config.yaml")}
+    assert "slurm" in profiles
+    assert all("retries" not in profile for profile in profiles.values())
+    assert profiles["slurm"]["slurm-requeue"] is True

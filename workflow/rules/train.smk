@@ -1,5 +1,6 @@
 # Reinforcement learning, one job a run. Checkpoints lie in work/, outside of the outputs: a killed job goes on from them.
-# SIGKILL (137) is answered by another try, of three; an error of its own would only come again.
+# SIGKILL (137) is answered by another try, of three, while Snakemake waits for one (it is the shell's parent); an error of
+# its own would only come again.
 
 
 rule train:
@@ -31,4 +32,4 @@ rule train:
     shell:
         "for try in 1 2 3; do"
         " python -m qerl rule {params.job:q} >> {log:q} 2>&1 && exit 0 || status=$?;"
-        " [ $status -eq 137 ] || break; done; exit $status"
+        " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
