@@ -184,7 +184,7 @@ def evaluate(
 
 
 def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
-    """What options alone decide, before a model is loaded."""
+    """Check what options alone decide, before a model is loaded."""
     values = {"tasks": [], "sampling": sampling, "repeats": repeats, "seed": seed}
     parse(EvaluationSettings, values, "", lambda key: "--" + key.rpartition(".")[2].replace("_", "-") if key else key)
 
@@ -194,7 +194,7 @@ def _run_of(model: str) -> api.Run | None:
 
 
 def _asked(model: str) -> dict[str, Any]:
-    """How a run's data set asks, and what it takes for an answer; nothing of a model that is no run."""
+    """The instruction and answer form of a run's data set. A model that isn't a run has none."""
     run = _run_of(model)
     return run.settings.dataset.asked if run else {}
 

@@ -1,1 +1,1 @@
-"""Regression gates: what a configuration measured, compared with a committed baseline (docs/gates.md)."""
+"""Regression gates: a configuration's measurements, compared with a committed baseline (docs/gates.md)."""

@@ -1,4 +1,4 @@
-"""What was measured last becomes the baseline."""
+"""Acceptance of the last measurements as the baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.settings.base import ConfigError
 
 
 def accept(plan: Plan) -> Path:
-    """Make what was measured last the baseline of its class of machines, in a git commit of its own."""
+    """Make the last measurements the baseline of their class of machines, in a git commit of its own."""
     settings = plan.config.gates
     if settings is None:
         raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")

@@ -1,4 +1,4 @@
-"""Baselines: one file for each class of machines, with what was measured there."""
+"""Baselines: one file for each class of machines, with the measurements there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl.settings.errors import sentence
 
 
 class Baseline(BaseModel):
-    """What later runs are compared with: to the bit on machines of its class, within bounds on others."""
+    """The reference of later runs: to the bit on machines of its class, within bounds on others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,12 +34,12 @@ def machine_class(machine: Mapping[str, Any]) -> str:
 
 
 def baseline_file(folder: Path, machine: Mapping[str, Any]) -> Path:
-    """Where the baseline of a machine's class lies."""
+    """The file of the baseline of a machine's class."""
     return folder / f"{machine_class(machine)}.json"
 
 
 def read_baseline(file: Path) -> Baseline:
-    """A `ConfigError` of one sentence says what is wrong with a file that is no baseline."""
+    """Read a baseline. A `ConfigError` of one sentence says what is wrong with another file."""
     try:
         return Baseline.model_validate_json(file.read_bytes())
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Verdicts: made of results for the workflow, and shown to people."""
+"""Verdicts: the workflow makes them of results, and commands show them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_verdicts(file: Path) -> list[Verdict]:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """A row a gate, what doesn't pass first."""
+    """One row per gate, with gates that don't pass first."""
     order = {"fail": 0, "no baseline": 1, "pass": 2}
     rows = [
         {

@@ -1,4 +1,4 @@
-"""From a gate, what was measured and a baseline to a verdict.
+"""The verdict of a gate, from the measurements and a baseline.
 
 | check | fails if |
 |---|---|
@@ -11,8 +11,8 @@ and versions: of more than the share `limit` |
 | `golden` | the series differs from the baseline's; elsewhere than on its machine class and versions: by more than the
 share `limit` in the first steps |
 
-The last three are two-sided, the others one-sided. What has nothing to be compared with has no baseline, which is
-never a pass.
+The last three are two-sided, the others one-sided. Without a number to compare with, the verdict is "no baseline",
+which is never a pass.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def judge(gate: Gate, measured: Measured, baselines: Baselines) -> Verdict:
 
 
 def overall(verdicts: list[Verdict]) -> Outcome:
-    """The worst of all."""
+    """The worst of all outcomes."""
     outcomes = {verdict.outcome for verdict in verdicts}
     return "fail" if "fail" in outcomes else "no baseline" if "no baseline" in outcomes else "pass"
 

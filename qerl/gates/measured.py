@@ -1,4 +1,4 @@
-"""What the gates look at, collected from stored results of one configuration."""
+"""The metrics of the gates, collected from stored results of one configuration."""
 
 from __future__ import annotations
 

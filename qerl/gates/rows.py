@@ -1,4 +1,4 @@
-"""The gates as data: a row each of a file of tab-separated values."""
+"""The gates as data: rows of a file of tab-separated values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gate(Settings):
 
 
 def read_gates(file: Path) -> list[Gate]:
-    """The rows of a file of gates; a `ConfigError` names the line that is none."""
+    """The rows of a file of gates. A `ConfigError` names an invalid line."""
     if not file.is_file():
         raise ConfigError(f"file of gates {file} doesn't exist")
     with file.open(newline="") as lines:

@@ -1,8 +1,8 @@
-"""This code's speed in turn with that of a baseline's commit.
+"""This code's speed, measured in turns with that of a baseline's commit.
 
-Two versions of one package don't fit into one interpreter without tampering with its modules. So each has a process of
-its own, and they take turns: while one works, the other waits for its next request. Whatever slows the machine down for
-longer than a turn slows both.
+One interpreter can't hold two versions of a package without changes to its modules. So each has a process of its own,
+and they take turns: while one works, the other waits for its next request. Load that lasts longer than a turn slows
+both.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ROLLOUTS = 9
 
 
 class Workloads:
-    """What the version that was imported is timed at."""
+    """The timed workloads of the imported version."""
 
     def __init__(self, qerl: Any, checkpoint: str, weights: str, folder: str) -> None:
         self.qerl = qerl

@@ -1,1 +1,1 @@
-"""What each rule of the workflow is to do: one model a kind of job, which `plan` makes and `qerl rule` parses."""
+"""Typed jobs of the workflow's rules: one model per kind of job, which `plan` makes and `qerl rule` parses."""

@@ -1,4 +1,4 @@
-"""What all jobs have in common."""
+"""The shared parts of all jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class KilledError(RuntimeError):
-    """The kernel ended a process of a job, for its memory say; another try goes on from what it kept."""
+    """The kernel ended a process of a job, perhaps for its memory. A new start continues from what it kept."""
 
 
 class Lock(NamedTuple):
@@ -44,7 +44,7 @@ class Job(Part):
 
     @property
     def lock(self) -> Lock | None:
-        """What the job must have to itself, since it goes on with what a killed one left."""
+        """The lock that the job must hold, because it continues what a killed job left."""
         return None
 
     @property
@@ -54,5 +54,5 @@ class Job(Part):
 
     @property
     def deciding(self) -> str:
-        """What decides the result, as JSON: where it is as it was, the result is kept."""
+        """The fields that decide the result, as JSON. If they don't change, the result is kept."""
         return self.model_dump_json(exclude=self.undeciding)

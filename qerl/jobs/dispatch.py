@@ -1,4 +1,4 @@
-"""Which function does a job, and how `qerl rule` calls it."""
+"""The function of each job, and its call by `qerl rule`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def function_of(job: Job) -> tuple[str, str]:
 
 
 def run(job: Job) -> None:
-    """Do a job, with the GPUs that it takes and what it must have to itself."""
+    """Do a job with its GPUs and its lock."""
     check_writable(job.out)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as kept:

@@ -13,7 +13,7 @@ from qerl.settings.rollout import UNDECIDING_OF_ENGINE
 
 
 class PlannedPolicy(Part):
-    """What the result says of a policy that the plan has: a base, or the outcome of a run."""
+    """The description of a planned policy in its result: a base, or the outcome of a run."""
 
     eval: str
     model: str
@@ -26,7 +26,7 @@ class PlannedPolicy(Part):
 
 
 class StoredPolicy(Part):
-    """What the result says of a committed adapter, which the gates evaluate as it is."""
+    """The description of a committed adapter in its result. The gates evaluate it without training."""
 
     stored: str
 
@@ -45,10 +45,10 @@ class EvaluateJob(Job):
 
     @property
     def gpus(self) -> int:
-        """Those of its engine."""
+        """The GPUs of its engine."""
         return self.settings.engine_gpus
 
     @property
     def undeciding(self) -> Any:
-        """How the engine uses memory, and where a server is."""
+        """Settings of the engine's memory, and the address of a server."""
         return {"settings": UNDECIDING_OF_ENGINE}

@@ -1,4 +1,4 @@
-"""Jobs that make data sets and bases, and that look at them before anything long."""
+"""Jobs that make data sets and bases, and that check them before any long work."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DataJob(Job):
 
 
 class RunLengths(Part):
-    """The problems of a run, and the settings that its lengths are looked at by."""
+    """The problems of a run, and the settings by which its lengths are checked."""
 
     dataset: str
     rollout: RolloutSettings
 
 
 class CheckJob(Job):
-    """Look at tokenizer and problems together, before anything long."""
+    """Check tokenizer and problems together, before any long work."""
 
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["check"] = "check"
@@ -66,7 +66,7 @@ class FetchJob(Job):
 
 
 class CalibratedOn(Part):
-    """The texts that AWQ measures activations on."""
+    """The texts on which AWQ measures activations."""
 
     settings: CalibrationSettings
     data: Path

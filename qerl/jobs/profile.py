@@ -1,4 +1,4 @@
-"""Jobs that measure what runs of the configuration take (the rule `profile`)."""
+"""Jobs that measure the time and memory of a configuration's runs (the rule `profile`)."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ class StepJob(Job):
 
     @property
     def undeciding(self) -> Any:
-        """What decides neither a run nor what its steps take."""
+        """Settings that decide neither a run nor the cost of its steps."""
         return {"runs": {"__all__": {"settings": UNDECIDING_OF_STEPS}}}

@@ -24,7 +24,7 @@ class PointJob(Job):
 
 
 class Decoding(Part):
-    """What is measured at several numbers of sequences; `prompt` and `tokens` (decoded) are of each sequence."""
+    """The work at several numbers of sequences. `prompt` and `tokens` (decoded) are those of each sequence."""
 
     engine: Literal["native", "vllm", "transformers"]
     size: str
@@ -43,7 +43,7 @@ class DecodeJob(PointJob):
 
 
 class Work(Part):
-    """What each system has to do in a GRPO step."""
+    """The work of each system in a GRPO step."""
 
     size: str
     weights: str

@@ -19,7 +19,7 @@ class HubBase(Part):
 
 
 class TrainJob(Job):
-    """Train one run; a run that was killed goes on from its last checkpoint in `work`."""
+    """Train one run. A killed run continues from its last checkpoint in `work`."""
 
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["train"] = "train"
@@ -46,7 +46,7 @@ class TrainJob(Job):
 
     @property
     def lock(self) -> Lock:
-        """A training goes on when its Snakemake is killed; another one would write the same checkpoints."""
+        """A training survives a killed Snakemake, and a second one would write the same checkpoints."""
         return Lock(self.work, "lock")
 
     @property

@@ -1,1 +1,1 @@
-"""From stored results to tables and figures: pure functions over the files that the workflow writes."""
+"""Tables and figures of stored results, as pure functions of the files that the workflow writes."""

@@ -1,4 +1,4 @@
-"""What all figures share: style, colours of arms, axes that become stem.svg and stem.png, and curves over seeds.
+"""Shared parts of all figures: style, colours of arms, axes that become stem.svg and stem.png, and curves over seeds.
 
 An arm has one colour in all figures.
 """

@@ -1,1 +1,1 @@
-"""The one contract of results: where files lie under results/, what they hold, and what is computed from them."""
+"""The contract of results: places and schemas of all files under results/, their writers and readers, and intervals."""

@@ -1,4 +1,4 @@
-"""Which schema a result file has, by its name, its folder and what it says that it is."""
+"""The schema of each result file, by its name, its folder and its own statement of kind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
 
 
 def schema_of(file: Path) -> Schema | None:
-    """The schema of a file; none for what isn't a result, such as a table, a figure or a log."""
+    """The schema of a file. None for other files than results, such as tables, figures and logs."""
     if file.suffix == ".jsonl":
         return _ROWS.get(file.name)
     if file.suffix != ".json":
@@ -57,7 +57,7 @@ def schema_of(file: Path) -> Schema | None:
 
 
 def check(file: Path) -> None:
-    """Read a result file by its schema; ResultError where it has none or isn't as that says."""
+    """Read a result file by its schema. Raises ResultError if it has none or doesn't match it."""
     schema = schema_of(file)
     if schema is None:
         raise ResultError(f"{file} is no result that a schema of qerl.results describes")

@@ -1,4 +1,4 @@
-"""Result files: written whole by their model, read back into it with an error that names the file."""
+"""Result files: a model writes each completely, and reads it with an error that names the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T", bound=Stored)
 
 
 class ResultError(UserError):
-    """A result file that is missing or of another shape; the message is one sentence for the user."""
+    """A result file that is missing or doesn't match its schema. The message is one sentence for the user."""
 
 
 def write(path: Path, result: Stored) -> None:
-    """Write a result whole or not at all."""
+    """Write a result completely or not at all."""
     write_json(path, result.content())
 
 
@@ -32,7 +32,7 @@ def write_rows(path: Path, rows: Iterable[Stored]) -> None:
 
 
 def read(schema: type[T], path: Path) -> T:
-    """A result file as its model; ResultError where it is missing or of another shape."""
+    """A result file as its model. Raises ResultError if it is missing or doesn't match."""
     try:
         return schema.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -35,8 +35,8 @@ class Interval:
 def accuracy_interval(scores: Scores) -> Interval:
     """Accuracy of an arm and its interval, within [0, 1].
 
-    scores: float [seeds, problems], each the share of a problem's repeats that were right; one row for one evaluation.
-    Where every answer is right, or every answer wrong, resampling can't see the uncertainty: Wilson's interval.
+    `scores` [seeds, problems] has the share of a problem's right repeats, one row per evaluation. If all answers are
+    right, or all wrong, resampling can't see the uncertainty, and the interval is Wilson's.
     """
     _check(scores)
     mean = float(scores.mean())
@@ -67,9 +67,10 @@ def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = No
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Ratio of the medians of two lists of repeats; its ends are not numbers where either has one repeat only.
+    """Ratio of the medians of two lists of repeats. Its ends are NaN if either list has only one repeat.
 
-    Percentile bootstrap over the repeats of each. Of a handful of repeats it spans little more than their range.
+    The interval is a percentile bootstrap over the repeats of each. With few repeats it spans little more than their
+    range.
     """
     if min(len(above), len(below)) < 2:
         return Interval(float(np.median(above) / np.median(below)), np.nan, np.nan)
@@ -77,10 +78,10 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Median of the ratios of two lists of times; a pair was taken in turns that followed one another.
+    """Median of the ratios of two lists of times. The times of a pair were measured in consecutive turns.
 
-    What slows a machine down for a while slows both of a pair, and leaves their ratio; one round that was disturbed
-    leaves the median. Percentile bootstrap over the pairs.
+    Other load slows both times of a pair and keeps their ratio, and one disturbed round keeps the median. The interval
+    is a percentile bootstrap over the pairs.
     """
     if len(above) != len(below) or len(above) == 0:
         raise ValueError(f"times must come in pairs, not {len(above)} and {len(below)}")

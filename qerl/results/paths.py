@@ -1,4 +1,4 @@
-"""Where every file lies in the folder of a configuration's results, and what their names are."""
+"""Paths and names of all files in the folder of a configuration's results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTED = "results.txt"
 
 @dataclass(frozen=True)
 class ResultPaths:
-    """The files in one folder of results; a name may be a wildcard of a rule."""
+    """The files in one folder of results. A name may be a wildcard of a rule."""
 
     root: Path
 
@@ -51,19 +51,19 @@ class ResultPaths:
         return self.root / "quantize" / checkpoint / REPORT
 
     def checked(self, check: str) -> Path:
-        """An empty file: a model fits its problems."""
+        """An empty file, which states that a model fits its problems."""
         return self.root / "checked" / check
 
     def policy(self, run: str) -> Path:
-        """What a run trained."""
+        """The trained policy of a run."""
         return self.root / "train" / run / POLICY
 
     def metrics(self, run: str) -> Path:
-        """A row a step."""
+        """The metrics of a run, one row per step."""
         return self.root / "train" / run / METRICS
 
     def run(self, run: str) -> Path:
-        """What a run was and took."""
+        """The settings, stamp and cost of a run."""
         return self.root / "train" / run / RUN
 
     def evaluation(self, evaluation: str) -> Path:
@@ -71,7 +71,7 @@ class ResultPaths:
         return self.root / "evaluate" / evaluation / RESULT
 
     def samples(self, evaluation: str) -> Path:
-        """A row a completion, beside the scores."""
+        """The completions beside the scores, one per row."""
         return self.root / "evaluate" / evaluation / SAMPLES
 
     def bench(self, bench: str) -> Path:

@@ -1,8 +1,8 @@
-"""What the paper prints (config/paper/*.csv), and which of its tables and figures a configuration feeds.
+"""The paper's printed numbers (config/paper/*.csv), and the tables and figures of it that a configuration feeds.
 
-A row of a table's file is one printed number. It is told by model, weights, method, noise, rank, setting (such as
-`bs=8; gc=on`) and metric; what is empty isn't stated or doesn't apply. `inconsistent` says how the paper contradicts
-the number. Importing this module costs neither torch nor pandas: the plan needs it.
+A row of a table's file is one printed number. Model, weights, method, noise, rank, setting (such as `bs=8; gc=on`) and
+metric identify it. An empty column isn't stated or doesn't apply. `inconsistent` says how the paper contradicts the
+number. This module imports neither torch nor pandas, because the plan needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a result must be to stand beside the paper's; empty or none: anything."""
+    """The properties of a result that stands beside a printed one. Empty or none matches anything."""
 
     model: str = ""
     weights: str = ""
@@ -47,7 +47,7 @@ class Cell(Asked):
 
     @property
     def kind(self) -> str:
-        """What kind of result feeds it: rollout, step, run, size, or the data set of an evaluation."""
+        """The kind of result that feeds it: rollout, step, run, size, or the data set of an evaluation."""
         if "." in self.metric or self.metric == "batch":
             return "run"
         name = self.metric.partition("/")[0]
@@ -173,12 +173,12 @@ def _cell(row: dict[str, str]) -> Cell:
 
 
 def tables_fed(covered: Collection[tuple[str, str]]) -> list[str]:
-    """The paper's tables of which one number or more has a result; `covered`: (`Cell.kind`, model) of the results."""
+    """The paper's tables with a result for some number. `covered` has (`Cell.kind`, model) of the results."""
     return [name for name in TABLES if _feeds(read_cells(FOLDER / f"{name}.csv"), covered)]
 
 
 def figures_fed(covered: Collection[tuple[str, str]]) -> list[str]:
-    """The paper's figures, likewise; the kind of a curve is `data=` and the set trained on."""
+    """The paper's figures with a result. The kind of a curve is `data=` and the training set."""
     bars = [
         name
         for name, files in BARS.items()

@@ -1,8 +1,8 @@
-"""Stored results as tidy data frames: one row a run, a step, an evaluation of a data set, a sample, a model, a point.
+"""Stored results as tidy data frames, with one row per run, step, evaluation of a data set, sample, model or point.
 
-Every loader takes the paths of the result files; a file of another shape is a `ResultError` that names it.
-`weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (what the grid varies besides the seed, such as
-"adapter.rank=16") identify a row; what doesn't apply is "".
+Every loader takes the paths of the result files. A file that doesn't match its schema is a `ResultError` that names it.
+`weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (the grid's values besides the seed, such as
+"adapter.rank=16") identify a row. A column that doesn't apply is "".
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, RunResult]:
-    """Each train/<run>/run.json as it is, with all settings, by the run's name."""
+    """Each train/<run>/run.json with all settings, by the run's name."""
     return {run.run: run for run in (read(RunResult, path) for path in paths)}
 
 
 def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a step of the metrics.jsonl beside each run.json, with the columns that identify the run.
 
-    A run that failed has no rows.
+    A failed run has no rows.
     """
     frames = []
     for path in paths:

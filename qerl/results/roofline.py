@@ -1,7 +1,7 @@
-"""The least time that one decode step of a shape can take: the bytes it must move and the FLOPs it must do.
+"""The least time of a decode step of a shape, by the bytes that it must move and the FLOPs that it must compute.
 
-Each byte is counted once, as if caches were perfect; what a step writes besides the cache (activations, logits) is left
-out. Both counts are therefore lower bounds for any engine.
+Each byte counts once, as if caches were perfect. Writes besides the cache (activations, logits) don't count. Both
+counts are therefore lower bounds for any engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mean_context(prompt: int, tokens: int) -> float:
 
 
 def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
-    """Bytes of one decode step by what they are; `context`: tokens in the cache of each sequence before it.
+    """Bytes of one decode step by kind. `context` is the number of cached tokens of each sequence before it.
 
     Packed weights as `qerl.quantize` stores them, scales and tables included (NF4 with double quantization);
     all else in bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
@@ -56,7 +56,7 @@ def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
 
 
 def step_floor(moved: float, flops: float, ceilings: Ceilings) -> float:
-    """Seconds that a step takes at least: moving bytes and computing overlap, the slower of the two bounds it."""
+    """The least seconds of a step. Moving bytes and computing overlap, so the slower of the two bounds it."""
     return max(moved / ceilings.copy_bytes_per_second, flops / ceilings.matmul_flops_per_second)
 
 

@@ -27,8 +27,9 @@ _MEASURE = "`qerl grid` lists the commands that measure"
 def load_points(paths: Sequence[Path]) -> pd.DataFrame:
     """One row a point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
 
-    Times in ms, memory in GB, `tokens_per_second` the median with its quartiles; not numbers where the point failed,
-    the floor's where there are no ceilings. A ResultError where there are no points, and where two files have the same.
+    Times are in ms, memory is in GB, and `tokens_per_second` is the median with its quartiles. They are NaN for a
+    failed point, as is the floor without ceilings. Raises ResultError without points, and if two files have the same
+    point.
     """
     rows = [row for path in paths for row in _point_rows(read(DecodeResult, path))]
     if not rows:

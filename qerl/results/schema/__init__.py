@@ -1,1 +1,1 @@
-"""What the files under results/ hold, a module a kind of job; writers construct these models and readers parse them."""
+"""Schemas of the files under results/, by kind of job. Writers construct these models, readers parse them."""

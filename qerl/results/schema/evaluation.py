@@ -1,4 +1,4 @@
-"""What an evaluation stores: samples.jsonl, a row a completion, and result.json."""
+"""Schemas of an evaluation's files: samples.jsonl, one row per completion, and result.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SampleRow(Stored):
 
 
 class TaskScore(Stored):
-    """The score of one data set; `task`: the harness's own that was asked, none: the prompt of training."""
+    """The score of one data set. `task` is the stock task, or none for the prompt of training."""
 
     harness: Harness
     harness_version: str = ""
@@ -49,7 +49,7 @@ class TaskScore(Stored):
 
 
 class Scores(Stored):
-    """What every result.json holds; that of a run that failed has its `status` and no task."""
+    """The content of every result.json. That of a failed run has its `status` and no task."""
 
     tasks: dict[str, TaskScore]
     sampler: str = ""

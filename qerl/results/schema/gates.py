@@ -1,4 +1,4 @@
-"""What the regression gates store: measurements of their own, what was measured in all, and the verdict."""
+"""Schemas of the regression gates' files: their own measurements, all measurements together, and the verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NumericsResult(Stored):
 
 
 class SpeedPairs(Stored):
-    """Seconds a token of this code and of the baseline's, pairs taken one after the other."""
+    """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
 
     now: list[float]
     baseline: list[float]
@@ -54,7 +54,7 @@ class GateMeasurements(Stored):
 
 
 class Verdict(Stored):
-    """What a gate says. Numbers are in the metric's unit; `limit` is the number that `now` was compared with.
+    """The verdict of a gate. Numbers are in the metric's unit. `limit` is the number that `now` was compared with.
 
     Stored verdicts have a check `drop`, which became `paired`.
     """

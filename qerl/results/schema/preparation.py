@@ -1,4 +1,4 @@
-"""What the preparation of bases stores: report.json of a quantization and pretrain.json of a base from scratch."""
+"""Schemas of prepared bases: report.json of a quantization and pretrain.json of a base from scratch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class QuantizationReport(Stored):
 
 
 class PretrainCheck(Stored):
-    """A look at a base while it is trained."""
+    """A check of a base during its training."""
 
     step: int
     loss: float

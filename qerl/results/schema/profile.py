@@ -1,4 +1,4 @@
-"""What the measurements of a configuration store: rollout throughput and seconds of a GRPO step."""
+"""Schemas of a configuration's measurements: rollout throughput and seconds of a GRPO step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qerl.settings.models import Recipe, WeightFormat
 
 
 class BenchPoint(MeasuredPoint):
-    """What the points of both kinds of bench share."""
+    """The fields that the points of both kinds of bench share."""
 
     weights: WeightFormat
     recipe: Recipe = "rtn"
@@ -41,7 +41,7 @@ class StepPoint(BenchPoint):
 
     @property
     def sequences(self) -> int:
-        """Completions a step."""
+        """Number of completions per step."""
         return self.prompts * self.group_size
 
 

@@ -1,4 +1,4 @@
-"""What the speed grid stores: decode speed by number of sequences, time of prompts, and GRPO steps."""
+"""Schemas of the speed grid's files: decode speed by number of sequences, time of prompts, and GRPO steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Size = Annotated[str, AfterValidator(_known_shape)]
 
 
 class Kind(Stored):
-    """What a file holds."""
+    """The kind of a file."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -35,14 +35,14 @@ class Kind(Stored):
 
 
 class Ceilings(Stored):
-    """What a GPU was measured to do: bytes a second that a copy reads and writes, FLOP/s of a bfloat16 product."""
+    """Measured rates of a GPU: bytes per second that a copy reads and writes, FLOP/s of a bfloat16 product."""
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
 
 
 class GpuState(Stored):
-    """Clocks, temperature and power of a GPU; none where the driver doesn't tell."""
+    """Clocks, temperature and power of a GPU. None if the driver doesn't report them."""
 
     sm_mhz: float | None
     memory_mhz: float | None
@@ -112,7 +112,7 @@ class PromptsResult(Stored):
 
 
 class StepWork(Stored):
-    """What each system had to do in a step."""
+    """The work of each system in a step."""
 
     size: Size
     weights: WeightFormat

@@ -1,7 +1,7 @@
-"""What all stored results share: strictness, stamp, numbers that keep their digits, and statuses.
+"""The shared parts of all stored results: strictness, stamp, numbers that keep their digits, and statuses.
 
-A model writes the keys that it was given and no others, so that a file has what its job has to say; reading refuses
-keys that the model hasn't.
+A model writes the keys that it was given and no others, so that a file has only its job's content. Reading refuses keys
+that the model lacks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Stored(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="constants")
 
     def content(self) -> dict[str, Any]:
-        """What stands in the file."""
+        """The content of the file."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 class Machine(Stored):
-    """Where a result was measured; `label` is one line for captions."""
+    """The machine of a result. `label` is one line for captions."""
 
     cpu: str = ""
     cores: int = 0
@@ -85,7 +85,7 @@ class Quartiles(Stored):
 
 
 class MeasuredPoint(Stored):
-    """What all points share; a failed one has its error as `status` and no samples."""
+    """The fields that all points share. A failed point has its error as `status` and no samples."""
 
     samples: list[float] = Field([])
     weight_bytes: Number | None = None

@@ -1,4 +1,4 @@
-"""What training stores: metrics.jsonl, a row a step, and run.json."""
+"""Schemas of training's files: metrics.jsonl, one row per step, and run.json."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepMetrics(Stored):
 
 
 class RunSummary(Stored):
-    """What one training run took."""
+    """The cost of one training run."""
 
     steps: int
     seconds: Number
@@ -72,7 +72,7 @@ class RunSummary(Stored):
 
 
 class RunResult(Stored):
-    """train/<run>/run.json; one that failed has its error as `status`, what was said as `reason`, and no summary."""
+    """train/<run>/run.json. A failed run has its error as `status`, its message as `reason`, and no summary."""
 
     run: str
     experiment: str
