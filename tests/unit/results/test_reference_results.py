@@ -19,7 +19,7 @@ SHOWN = {
 }
 #: Tables are derived from results; three files of numbers have readers and schemas of their own.
 TABLES = {"problems.csv", "sizes.csv", "speeds.csv"}
-#: JSON files of before there was a schema; they stand behind lines of docs/lab and docs/kernels.md.
+#: JSON files of trials, or of before there was a schema; they stand behind lines of docs/lab and docs/kernels.md.
 EARLY = {
     "decode/attention-in-turn-1cb7b36.json": "two versions of a kernel in turn",
     "decode/native-7b-nvfp4-17e82a2.json": "decode points of several ranks in one file",
@@ -31,6 +31,7 @@ EARLY = {
     "decode/vllm-7b-nvfp4.json": "decode points of several ranks in one file",
     "decode/update-7b.json": "an update by part, of before it was a part of a step's file",
     "kernels/division-and-pages-990cc87.json": "variants of a kernel in turn",
+    "prompts/in-turn-7B-nvfp4.json": "variants of prompts and of attention in turn",
     "vllm-steps-7b-bf16.json": "steps with vLLM, of before there was a grid",
     "vllm-steps-7b-nvfp4.json": "steps with vLLM, of before there was a grid",
 }
