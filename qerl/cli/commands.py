@@ -17,9 +17,12 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api
+from qerl.by_hand.runs import METRICS
+from qerl.checkpoints.folder import RUN_FILE
 from qerl.cli import rules
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
+from qerl.prepare.run_parts import REPORT
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
@@ -78,7 +81,7 @@ def quantize(
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
-    report = json.loads((api.quantize(model, out, weights) / api.REPORT).read_text())
+    report = json.loads((api.quantize(model, out, weights) / REPORT).read_text())
     sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
     _print_table(str(out), [sizes])
     _print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
@@ -94,10 +97,10 @@ def train(
     """Train one run; after a kill, the same command goes on where it was."""
     made = api.train(run, out)
     for what, path in {
-        "settings": made.folder / api.RUN_FILE,
+        "settings": made.folder / RUN_FILE,
         "checkpoint": made.checkpoint,
         "trained": made.adapter,
-        "metrics": made.folder / api.METRICS,
+        "metrics": made.folder / METRICS,
     }.items():
         _console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
@@ -190,7 +193,7 @@ def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> N
 
 
 def _run_of(model: str) -> api.Run | None:
-    return api.Run(Path(model)) if (Path(model) / api.RUN_FILE).is_file() else None
+    return api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
 
 
 def _asked(model: str) -> dict[str, Any]:

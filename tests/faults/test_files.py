@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import api
+from qerl.by_hand import runs
 from qerl.checkpoints.folder import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.records import DataError
@@ -100,15 +100,15 @@ def test_trained_files_are_on_the_disk_before_run_json_says_so(run, monkeypatch)
 
 def test_a_run_by_hand_cut_off_at_once_can_be_started_again(run):
     values = {"model": str(run.base), "dataset": {"format": "gsm8k", "origin": {"source": "generated"}}}
-    settings = api._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
+    settings = runs._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
 
     def write():
-        cut_before(api.RUN_FILE)
-        api._write_run_file(settings)
+        cut_before(runs.RUN_FILE)
+        runs._write_run_file(settings)
 
     assert forked(write) == CUT
     assert [file.name for file in (run.folder / "by-hand").iterdir()] == ["run.yaml.partial"]
-    api._check_same(run.folder / "by-hand", settings)
+    runs._check_same(run.folder / "by-hand", settings)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def length(answer, problem):
     ],
 )
 def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset, splits):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
     run = qerl.train({**values, "dataset": dataset()})
     assert {path.parent for path in run.folder.rglob("given/*")} == {run.folder / "given"}
     counts = [len((run.data / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "test")]
@@ -198,7 +198,7 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
 
 
 def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
     rows = [
         sum(1 for file in qerl.train({**values, "dataset": given}).data.glob("*.jsonl") for _ in file.open())
         for given in (ROWS, ROWS[:20])
@@ -226,7 +226,7 @@ def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_
 
 
 def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
     run = qerl.train({**values, "reward": {"function": length}})
     assert run.settings.reward.function == f"{__name__}:length"
     for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):

@@ -1,0 +1,200 @@
+"""Samples and evaluations by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.checkpoints.context import context_length
+from qerl.data.by_hand import local_dataset
+from qerl.data.given import GIVEN, GivenData, given
+from qerl.evals import RESULT, SAMPLES
+from qerl.host.imports import check_installed
+from qerl.prepare.run_parts import DATA, whole
+from qerl.provenance.files import check_writable
+from qerl.settings.base import ConfigError, check_seed, parse
+from qerl.settings.data import AnswerForm, DatasetSettings
+from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
+from qerl.settings.rollout import EngineSettings, SamplingSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qerl.evals.policy import Drawn
+    from qerl.policy.policy import Policy
+    from qerl.results.intervals import Interval
+from qerl.by_hand.models import PathLike
+
+Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
+
+
+def sample(
+    policy: Policy, prompts: Sequence[str], *, count: int = 1, seed: int = 0, instruction: str = "", **sampling: float
+) -> list[list[Drawn]]:
+    """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
+
+    A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template.
+    `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`.
+    """
+    from qerl.data.prompts import prompt_ids
+    from qerl.evals.policy import EvaluatedPolicy
+    from qerl.rollout.factory import make_sampler
+    from qerl.rollout.sampler import SamplingParams
+
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be a list of strings, not one string")
+    settings = parse(SamplingSettings, sampling, "sampling")
+    check_seed(seed)
+    params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
+    ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
+    context = context_length(policy.lm.config.to_dict())
+    return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The outcome of an evaluation in its folder: result.json and samples.jsonl."""
+
+    folder: Path
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The harness and its version, accuracy, accuracy of each repeat, tokens, share of truncated completions."""
+        [metrics] = json.loads((self.folder / RESULT).read_text())["tasks"].values()
+        return metrics
+
+    @cached_property
+    def samples(self) -> pd.DataFrame:
+        """One row a completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
+        import pandas as pd
+
+        text_columns = {"problem": str, "extracted": str, "gold": str}
+        return pd.read_json(self.folder / "samples.jsonl", lines=True, dtype=text_columns)
+
+    @property
+    def accuracy(self) -> Interval:
+        """Mean over problems and repeats, with its 95 % interval over problems."""
+        from qerl.results.intervals import accuracy_interval
+
+        by_problem = self.samples.groupby("problem", sort=False)["correct"].mean()
+        return accuracy_interval(by_problem.to_numpy(dtype=float)[None])
+
+
+def evaluate(
+    policy: Policy,
+    problems: Problems,
+    out: PathLike,
+    *,
+    repeats: int | None = None,
+    seed: int = 0,
+    instruction: str | None = None,
+    answer: AnswerForm = "native",
+    units: Sequence[str] = (),
+    task: StockTask | TaskSettings | None = None,
+    **sampling: float,
+) -> Evaluation:
+    """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
+
+    `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
+    set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
+
+    `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
+    `answer` whose number `units` may follow, and with `instruction`, by default that of `DatasetSettings`. `problems`
+    may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the
+    test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p
+    0.95, four repeats.
+    """
+    check_installed("eval")
+    from qerl.data.sources import read_meta
+    from qerl.evals.job import score_policy
+
+    folder = Path(out)
+    if isinstance(task, str):
+        task = stock_task(task)
+    if task and task.task and (instruction or answer != "native" or units):
+        raise ConfigError(
+            f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
+        )
+    check_evaluation(problems, folder, task)
+    asked = {"answer": answer, "units": [*units], **({} if instruction is None else {"instruction": instruction})}
+    data = _problem_folder(problems, asked, folder)
+    dtype = str(policy.lm.dtype).removeprefix("torch.")
+    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
+    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
+    about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
+    row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
+    score_policy(policy, settings, row, {_TASK: data}, folder)
+    return Evaluation(folder)
+
+
+_TASK = "problems"
+
+
+def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
+    """Raise `ConfigError` for an impossible evaluation, before a policy is loaded."""
+    folder = Path(out)
+    if (folder / RESULT).exists():
+        raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
+    # What an evaluation leaves that was killed.
+    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
+    others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
+    data = folder / DATA
+    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / "dataset.json").is_file()):
+        raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
+    check_writable(folder)
+    asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
+    if task and task.task == "gsm8k" and task.fewshot != 0 and asks_all:
+        raise ConfigError(
+            f"task gsm8k shows {task.fewshot or 5} solved problems of a training split, and {problems} is all asked; "
+            "set fewshot to 0 (--fewshot 0), or give a data set with both splits"
+        )
+
+
+def stock_task(name: str, **settings: Any) -> TaskSettings:
+    """The settings of a harness's own task."""
+    if name not in STOCK_TASKS:
+        raise ConfigError(f"there is no stock task {name!r}; use one of {', '.join(STOCK_TASKS)}")
+    harness, _ = STOCK_TASKS[name]  # type: ignore[index]
+    return parse(TaskSettings, {"dataset": _TASK, "harness": harness, "task": name, **settings}, "task")
+
+
+def _evaluation_settings(
+    task: Mapping[str, Any], repeats: int | None, seed: int, dtype: str, sampling: Mapping[str, float]
+) -> EvaluationSettings:
+    default: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
+    values: dict[str, Any] = {
+        "tasks": [task],
+        "sampling": {**default.model_dump(), **sampling},
+        "dtype": dtype,
+        "seed": seed,
+    }
+    return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
+
+
+def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> Path:
+    """A folder of prepared problems: the one given, or one made in `out`."""
+    from qerl.data.sources import prepare
+
+    records = given(problems, out)
+    records.write()
+    # All records of a list are asked, as those of a file.
+    as_file = records.files and not isinstance(problems, Mapping)
+    asked_of: Any = records.values["origin"]["path"] if as_file else records.values
+    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / "dataset.json").is_file():
+        return Path(asked_of)
+    if isinstance(asked_of, DatasetSettings):
+        settings = asked_of
+    elif isinstance(asked_of, Mapping):
+        settings = parse(DatasetSettings, asked_of, "problems")
+    else:
+        all_of_it = {"validation_fraction": 0, "test_fraction": 1}
+        values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
+        settings = parse(DatasetSettings, values, "problems")
+    shutil.rmtree(out / DATA, ignore_errors=True)
+    whole(out / DATA, lambda folder: prepare(settings, folder))
+    return out / DATA

@@ -1,0 +1,86 @@
+"""Models by hand: a folder, or a model of the hub, and its quantization."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from qerl.checkpoints.folder import (
+    CheckpointError,
+    check_base,
+    check_checkpoint,
+    check_tokenizer,
+    weights_format_of,
+)
+from qerl.formats.group_size import GROUP_SIZE
+from qerl.host.imports import check_installed
+from qerl.host.progress import log
+from qerl.prepare.run_parts import REPORT, whole
+from qerl.provenance.files import check_writable
+from qerl.settings.base import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+PathLike = str | Path
+
+
+Packed = Literal["nvfp4", "mxfp4", "nf4"]
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+MAIN_BRANCH = "main"
+
+
+HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
+    """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
+
+    The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
+    """
+    from qerl.prepare.base_checkpoint import make_checkpoint
+
+    target = Path(out)
+    if weights not in GROUP_SIZE:
+        raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
+    check_installed("train")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    check_writable(target)
+    source = base_folder(str(model))
+    whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
+    return target
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model. A model of the hub is downloaded to the hub's cache."""
+    if (folder := Path(model)).is_dir():
+        return folder
+    named = HUB_MODEL.fullmatch(model)
+    # Where the folder that it would lie in is there, it is a folder that was misspelt.
+    if named is None or not (named["revision"] or not folder.parent.is_dir()):
+        raise CheckpointError(
+            f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
+            "or org/name@revision"
+        )
+    from qerl.prepare.base_checkpoint import fetch_model
+
+    fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH)
+    log.info("%s of the hub is commit %s", named["repo"], fetched.name)
+    return fetched
+
+
+def base_folder(model: str, weights: str | None = None) -> Path:
+    """The folder of a base, checked: dense, or in the format `weights` already."""
+    folder = model_folder(model)
+    if weights is None or weights_format_of(folder) != weights:
+        check_base(folder)
+    else:
+        check_checkpoint(folder)
+        check_tokenizer(folder)
+    return folder

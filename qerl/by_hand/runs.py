@@ -1,0 +1,276 @@
+"""Runs by hand: `qerl train`, the folder of a run, and what is made of a finished one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from qerl.checkpoints.folder import (
+    RUN_FILE,
+    check_checkpoint,
+    check_tokenizer,
+    weights_format_of,
+)
+from qerl.data.by_hand import parse_run
+from qerl.data.given import GIVEN, Given, given
+from qerl.host.gpu_lease import alone
+from qerl.host.imports import check_engine, check_installed
+from qerl.host.plugins import check as check_function
+from qerl.host.plugins import check_unchanged, path_of
+from qerl.host.progress import log
+from qerl.jobs.train import HubBase, TrainJob
+from qerl.prepare.run_parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward
+from qerl.provenance.files import check_writable, write_text
+from qerl.settings.base import ConfigError
+from qerl.settings.data import FunctionData
+from qerl.settings.reading import read_yaml
+from qerl.settings.run import UNDECIDING, RunFile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qerl.policy.policy import Policy
+from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, model_folder
+
+METRICS = "metrics.jsonl"
+
+
+#: The state of a run that isn't finished, in its folder.
+WORK = "work"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @cached_property
+    def settings(self) -> RunFile:
+        """Its run.yaml, every setting resolved."""
+        return _read_run(self.folder / RUN_FILE, self.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was trained to its last step."""
+        return (self.folder / "run.json").is_file()
+
+    @property
+    def checkpoint(self) -> Path:
+        """The base in the run's format. It is a link if the model had that format already."""
+        return self.folder / CHECKPOINT
+
+    @property
+    def adapter(self) -> Path:
+        """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
+        return self.folder / "policy"
+
+    @property
+    def data(self) -> Path:
+        """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
+        return self.folder / DATA
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row a step, of an unfinished run those so far: reward and its parts, loss, entropy, lengths, ..."""
+        import pandas as pd
+
+        # While it is trained, they lie beside its checkpoints.
+        found = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
+        there = [file for file in found if file.is_file()]
+        if not there:
+            raise ConfigError(
+                f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
+                if (self.folder / RUN_FILE).is_file()
+                else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
+            )
+        return pd.read_json(max(there, key=lambda file: file.stat().st_mtime_ns), lines=True)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The trained policy, loaded on first use."""
+        return load(self.folder)
+
+
+def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None) -> Run:
+    """Prepare the problems, fetch and quantize the model, and train it. `out` overrides the `out` of `run`.
+
+    `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
+    records themselves: a list, a generator, a function or a `datasets.Dataset`. A mapping from splits to these works
+    too, and `reward.function` may be a function of a module. Finished parts are kept: a killed run continues where it
+    stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
+    finished run whose inputs have changed is refused with a `ConfigError` that names them.
+    """
+    values, records = _without_objects(run, out)
+    settings = _read_run(values, out)
+    made = Run(settings.out)
+    _check_same(made.folder, settings)
+    if made.finished:
+        records.write(replace=False)
+        check_inputs(made.settings)
+        log.info("%s is finished: nothing to do", made.folder)
+        return made
+    check_writable(made.folder)
+    from qerl.prepare.preflight import check_runs
+    from qerl.rl.data_parallel import check_processes
+
+    check_processes(settings.processes)
+    if settings.reward.function is not None:
+        check_function(settings.reward.function, "reward.function")
+        check_unchanged(settings.reward.function)
+    if isinstance(settings.dataset.origin, FunctionData):
+        check_function(settings.dataset.origin.function, "origin.function")
+        check_unchanged(settings.dataset.origin.function)
+    check_engine(settings.rollout, "rollout.engine")
+    source = base_folder(settings.model, settings.weights)
+    if weights_format_of(source) != settings.weights:
+        check_installed("train")
+    elif settings.recipe == "awq":
+        raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
+    with alone(made.folder / WORK):
+        records.write()
+        _write_run_file(settings)
+        if not made.checkpoint.exists():  # settings may have been corrected
+            shutil.rmtree(made.data, ignore_errors=True)
+        make_data(settings)
+        check_runs(source, [(made.data, settings.rollout)])
+        make_base(settings, source)
+        tell_reward(settings)
+        _train(made)
+    return made
+
+
+def _without_objects(
+    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None
+) -> tuple[RunFile | Mapping[str, Any] | PathLike, Given]:
+    """The settings with Python objects in them replaced: records by files that are still to be written."""
+    if not isinstance(run, Mapping):
+        return run, Given(None, {})
+    values, folder = dict(run), run.get("out") if out is None else out
+    if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
+        values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
+    if "dataset" not in values or not isinstance(folder, (str, Path)):
+        return values, Given(None, {})  # which is no run, as its fields will say
+    records = given(values["dataset"], Path(folder).resolve())
+    return {**values, "dataset": records.values}, records
+
+
+def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
+    if isinstance(run, RunFile):
+        values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
+    elif isinstance(run, Mapping):
+        values, where = dict(run), "run"
+    else:
+        values, where = read_yaml(Path(run)), str(run)
+    return parse_run({**values, **({} if out is None else {"out": out})}, where)
+
+
+def _check_same(folder: Path, settings: RunFile) -> None:
+    """Refuse a folder that belongs to another run."""
+    if not (folder / RUN_FILE).is_file():
+        # Killed while it was written, run.yaml is there under a name of its own.
+        begun = {WORK, GIVEN, f"{RUN_FILE}.partial"}
+        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
+            raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
+        return
+    if not Run(folder).checkpoint.exists():  # nothing was made that took time: settings may still be corrected
+        return
+    import pandas as pd
+
+    there, here = (
+        pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
+        for s in (Run(folder).settings, settings)
+    )
+    for key in {**here, **there}:
+        if there.get(key) != here.get(key):
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({key}: {there.get(key)} there, {here.get(key)} here); "
+                "give another folder as `out`, or delete this one"
+            )
+
+
+def _write_run_file(settings: RunFile) -> None:
+    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+
+
+def _train(run: Run) -> None:
+    from qerl.rl.train import train_run
+
+    name = run.folder.name
+    job = TrainJob(
+        id=name,
+        experiment=name,
+        arm="run",
+        varied={},
+        settings=run.settings.settings,
+        on_failure="stop",
+        time_limit=None,
+        base=_hub_base(run),
+        checkpoint=run.checkpoint,
+        data=run.data,
+        work=run.folder / WORK,
+        out=run.folder,
+    )
+    train_run(job)
+
+
+def _hub_base(run: Run) -> HubBase | None:
+    """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
+    named = HUB_MODEL.fullmatch(run.settings.model)
+    if named is None or Path(run.settings.model).is_dir() or (run.checkpoint / REPORT).exists():
+        return None
+    return HubBase(name=named["repo"], revision=named["revision"] or MAIN_BRANCH)
+
+
+def export(run: PathLike, out: PathLike) -> Path:
+    """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
+
+    Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
+    rounds them as it loads them.
+    """
+    trained = Run(Path(run))
+    _check_finished(trained)
+    if trained.settings.method == "full":
+        raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
+    target = Path(out)
+    check_writable(target)
+    check_checkpoint(trained.checkpoint)
+    from qerl.policy.export import export as write
+
+    write(trained.checkpoint, trained.adapter, target)
+    return target
+
+
+def _check_finished(run: Run) -> None:
+    if not (run.folder / RUN_FILE).is_file():
+        raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
+    if not run.finished:
+        raise ConfigError(f"{run.folder} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
+
+
+def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
+    """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
+
+    `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
+    """
+    run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
+    if run:
+        _check_finished(run)
+    checkpoint = run.checkpoint if run else model_folder(str(model))
+    check_checkpoint(checkpoint)
+    check_tokenizer(checkpoint)
+    from qerl.data.prompts import check_template
+    from qerl.policy.policy import load_policy
+
+    policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
+    check_template(policy.tokenizer, policy.lm.config.vocab_size)
+    return policy
