@@ -7,35 +7,28 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api
 from qerl.by_hand.runs import METRICS
 from qerl.checkpoints.folder import RUN_FILE
-from qerl.cli import rules
+from qerl.cli import rules, workflow
+from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.prepare.run_parts import REPORT
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
-from qerl.settings.reading import parse_yaml, read_yaml
+from qerl.settings.reading import parse_yaml
 from qerl.settings.rollout import SamplingSettings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from qerl.evals.policy import Drawn
-    from qerl.plan import Plan
-
-WORKFLOW = "The workflow"
 
 
 class _Interruptible(TyperGroup):
@@ -49,9 +42,8 @@ class _Interruptible(TyperGroup):
 app = typer.Typer(
     cls=_Interruptible, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__
 )
-app.command(rich_help_panel=WORKFLOW)(rules.rule)
-gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
-app.add_typer(gate_app, name="gate", rich_help_panel=WORKFLOW)
+app.command(rich_help_panel=workflow.PANEL)(rules.rule)
+app.add_typer(workflow.app)
 
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
@@ -63,15 +55,11 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
 MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
 Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
-Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
 Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
 Instruction = Annotated[
     str | None,
     typer.Option(help="Appended to each prompt; default: that of the run's data set, without a run of eval's format."),
 ]
-
-
-# --- for people ------------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -83,8 +71,8 @@ def quantize(
     """Quantize a dense checkpoint to 4 bits."""
     report = json.loads((api.quantize(model, out, weights) / REPORT).read_text())
     sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
-    _print_table(str(out), [sizes])
-    _print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
+    print_table(str(out), [sizes])
+    print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
 
 
 @app.command()
@@ -102,7 +90,7 @@ def train(
         "trained": made.adapter,
         "metrics": made.folder / METRICS,
     }.items():
-        _console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
+        console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
 
 @app.command()
@@ -116,7 +104,7 @@ def export(
 
     rank = str(lora_room(api.Run(run).settings.adapter.rank))
     command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]
-    _console().print(Text(shlex.join([*command, "--lora-modules", f"policy={made / 'adapter'}"])), soft_wrap=True)
+    console().print(Text(shlex.join([*command, "--lora-modules", f"policy={made / 'adapter'}"])), soft_wrap=True)
 
 
 @app.command()
@@ -183,7 +171,7 @@ def evaluate(
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-    _print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
+    print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
 
 
 def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
@@ -226,174 +214,15 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.strip()]
 
 
-def _console() -> Console:
-    from qerl.report.summary import WIDTH
-
-    return Console(width=None if Console().is_terminal else WIDTH)
-
-
-def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    import pandas as pd
-
-    from qerl.report.summary import rich_table
-
-    _console().print(rich_table(title, pd.DataFrame(rows)))
-
-
 def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
     if as_json:
         row = {"prompt": prompt, "completion": completion.text}
         typer.echo(json.dumps({**row, "tokens": completion.tokens, "finished": completion.finished}))
         return
-    console = _console()
-    console.print(Text(prompt, style="bold"), soft_wrap=True)
-    console.print(Text(completion.text), soft_wrap=True)
-    console.print(Text(f"{completion.tokens} tokens{'' if completion.finished else ', cut off'}\n", style="dim"))
-
-
-# --- around the workflow ---------------------------------------------------------------------------------------------
-
-
-@app.command(rich_help_panel=WORKFLOW)
-def keys() -> None:
-    """Print config/README.md."""
-    from qerl.cli.config_reference import markdown
-
-    typer.echo(markdown(), nl=False)
-
-
-@app.command(rich_help_panel=WORKFLOW)
-def where(config: Path, keys: Keys = None) -> None:
-    """Print the folder that the results of a configuration go to."""
-    typer.echo(_plan(config, keys).folder)
-
-
-def _plan(config: Path, keys: list[str] | None) -> Plan:
-    from qerl.plan import plan_from
-
-    if wrong := [key for key in keys or [] if "=" not in key]:
-        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
-    typed = dict(key.split("=", 1) for key in keys or [])
-    return plan_from({**read_yaml(config), **typed}, config, [config], typed)
-
-
-@app.command(name="plan", rich_help_panel=WORKFLOW)
-def show_plan(
-    config: Path,
-    keys: Keys = None,
-    machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
-    by: Annotated[
-        Literal["run", "table"], typer.Option(help="`table`: what each table and figure of the paper takes.")
-    ] = "run",
-    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
-) -> None:
-    """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
-    from qerl.plan import fitting
-    from qerl.plan.paper_costs import by_table, page
-    from qerl.plan.run_table import disk, sheet, totals
-
-    plan_ = _plan(config, keys)
-    runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
-    if as_csv or as_json:
-        typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
-        return
-    if by == "table":
-        typer.echo(page(plan_, machine), nl=False)
-        return
-    _print_sheet(plan_.folder, runs)
-    _print_table("Checkpoints on disk", disk(plan_))
-    for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
-        _console().print(line, soft_wrap=True)
-
-
-def _print_sheet(title: str, runs: pd.DataFrame) -> None:
-    """What tells the runs apart and what they cost; --csv has every column."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown = {
-        "run": "run",
-        "steps": "steps",
-        "completions": "a step",
-        "gpus": "GPUs",
-        "rollout_hours": "rollouts, h",
-        "update_hours": "updates, h",
-        "done": "done",
-    }
-    runs = runs.assign(**{f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")})
-    for key, name in shown.items():
-        table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
-    for row in runs[list(shown)].itertuples(index=False):
-        table.add_row(*map(str, row))
-    _console().print(table)
-
-
-def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
-    """Hours by measured speeds, and in their absence estimates, marked."""
-    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
-    return hours.where(estimates.isna(), "~" + estimates.astype(str))
-
-
-@app.command(rich_help_panel=WORKFLOW)
-def lock(config: Path) -> None:
-    """Ask the hub which commits and files a configuration means, and write them to its lock file."""
-    from qerl.data.hub_lock import write_lock
-    from qerl.settings.config import Config
-
-    typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
-
-
-@app.command(rich_help_panel=WORKFLOW)
-def grid(
-    config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
-    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
-) -> None:
-    """List the jobs of a configuration's `shapes` and how far they are."""
-    import pandas as pd
-
-    from qerl.plan.jobs import Jobs
-    from qerl.plan.shapes import MISSING, file_of, state
-    from qerl.report.summary import rich_table
-
-    plan = _plan(config, None)
-    if plan.config.shapes is None:
-        raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    own, jobs = Path(plan.folder) / "points", Jobs(plan).points
-    states = {id: state(id, job, plan.config.shapes, own) for id, job in jobs.items()}
-    if missing:
-        left = [jobs[id].model_copy(update={"out": own / file_of(id)}) for id in jobs if MISSING in states[id]]
-        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left]
-        typer.echo("\n".join(map(shlex.join, commands)))
-    else:
-        rows = pd.DataFrame({"job": list(states), "state": list(states.values())})
-        _console().print(rich_table(str(config), rows))
-
-
-@gate_app.command(name="show")
-def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
-    """Print the verdicts; the exit code is 0 only if every gate passes."""
-    from qerl.gates.job import read_verdicts, sentence, verdict_table
-    from qerl.report.summary import rich_table
-
-    verdicts = read_verdicts(verdict)
-    _console().print(rich_table("", verdict_table(verdicts)))
-    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
-    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
-
-
-@gate_app.command()
-def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
-    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
-    from qerl.gates.accept import accept
-
-    typer.echo(accept(_plan(config, keys)))
-
-
-@app.command(rich_help_panel=WORKFLOW)
-def summary(root: Path) -> None:
-    """Print the main table of a folder of results, and where everything lies."""
-    from qerl.report.summary import print_summary
-
-    print_summary(root)
+    screen = console()
+    screen.print(Text(prompt, style="bold"), soft_wrap=True)
+    screen.print(Text(completion.text), soft_wrap=True)
+    screen.print(Text(f"{completion.tokens} tokens{'' if completion.finished else ', cut off'}\n", style="dim"))
 
 
 _REMEDIES = {

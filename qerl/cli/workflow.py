@@ -1,0 +1,172 @@
+"""Commands around the workflow: its plan, its folder, its gates and its speed grid."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.reading import read_yaml
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qerl.plan import Plan
+
+from qerl.cli.console import console, print_table
+
+#: The heading of these commands in `qerl --help`.
+PANEL = "The workflow"
+
+app = typer.Typer()
+gate_app = typer.Typer(no_args_is_help=True, help="Regression gates (docs/gates.md).")
+app.add_typer(gate_app, name="gate", rich_help_panel=PANEL)
+
+Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --config.")]
+
+
+@app.command(rich_help_panel=PANEL)
+def keys() -> None:
+    """Print config/README.md."""
+    from qerl.cli.config_reference import markdown
+
+    typer.echo(markdown(), nl=False)
+
+
+@app.command(rich_help_panel=PANEL)
+def where(config: Path, keys: Keys = None) -> None:
+    """Print the folder that the results of a configuration go to."""
+    typer.echo(_plan(config, keys).folder)
+
+
+def _plan(config: Path, keys: list[str] | None) -> Plan:
+    from qerl.plan import plan_from
+
+    if wrong := [key for key in keys or [] if "=" not in key]:
+        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
+    typed = dict(key.split("=", 1) for key in keys or [])
+    return plan_from({**read_yaml(config), **typed}, config, [config], typed)
+
+
+@app.command(name="plan", rich_help_panel=PANEL)
+def show_plan(
+    config: Path,
+    keys: Keys = None,
+    machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
+    by: Annotated[
+        Literal["run", "table"], typer.Option(help="`table`: what each table and figure of the paper takes.")
+    ] = "run",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
+) -> None:
+    """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
+    from qerl.plan import fitting
+    from qerl.plan.paper_costs import by_table, page
+    from qerl.plan.run_table import disk, sheet, totals
+
+    plan_ = _plan(config, keys)
+    runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
+    if as_csv or as_json:
+        typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
+        return
+    if by == "table":
+        typer.echo(page(plan_, machine), nl=False)
+        return
+    _print_sheet(plan_.folder, runs)
+    print_table("Checkpoints on disk", disk(plan_))
+    for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
+        console().print(line, soft_wrap=True)
+
+
+def _print_sheet(title: str, runs: pd.DataFrame) -> None:
+    """What tells the runs apart and what they cost; --csv has every column."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = {
+        "run": "run",
+        "steps": "steps",
+        "completions": "a step",
+        "gpus": "GPUs",
+        "rollout_hours": "rollouts, h",
+        "update_hours": "updates, h",
+        "done": "done",
+    }
+    runs = runs.assign(**{f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")})
+    for key, name in shown.items():
+        table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
+    for row in runs[list(shown)].itertuples(index=False):
+        table.add_row(*map(str, row))
+    console().print(table)
+
+
+def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
+    """Hours by measured speeds, and in their absence estimates, marked."""
+    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
+    return hours.where(estimates.isna(), "~" + estimates.astype(str))
+
+
+@app.command(rich_help_panel=PANEL)
+def lock(config: Path) -> None:
+    """Ask the hub which commits and files a configuration means, and write them to its lock file."""
+    from qerl.data.hub_lock import write_lock
+    from qerl.settings.config import Config
+
+    typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
+
+
+@app.command(rich_help_panel=PANEL)
+def grid(
+    config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
+    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
+) -> None:
+    """List the jobs of a configuration's `shapes` and how far they are."""
+    import pandas as pd
+
+    from qerl.plan.jobs import Jobs
+    from qerl.plan.shapes import MISSING, file_of, state
+    from qerl.report.summary import rich_table
+
+    plan = _plan(config, None)
+    if plan.config.shapes is None:
+        raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
+    own, jobs = Path(plan.folder) / "points", Jobs(plan).points
+    states = {id: state(id, job, plan.config.shapes, own) for id, job in jobs.items()}
+    if missing:
+        left = [jobs[id].model_copy(update={"out": own / file_of(id)}) for id in jobs if MISSING in states[id]]
+        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left]
+        typer.echo("\n".join(map(shlex.join, commands)))
+    else:
+        rows = pd.DataFrame({"job": list(states), "state": list(states.values())})
+        console().print(rich_table(str(config), rows))
+
+
+@gate_app.command(name="show")
+def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
+    """Print the verdicts; the exit code is 0 only if every gate passes."""
+    from qerl.gates.job import read_verdicts, sentence, verdict_table
+    from qerl.report.summary import rich_table
+
+    verdicts = read_verdicts(verdict)
+    console().print(rich_table("", verdict_table(verdicts)))
+    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
+    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
+
+
+@gate_app.command()
+def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
+    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
+    from qerl.gates.accept import accept
+
+    typer.echo(accept(_plan(config, keys)))
+
+
+@app.command(rich_help_panel=PANEL)
+def summary(root: Path) -> None:
+    """Print the main table of a folder of results, and where everything lies."""
+    from qerl.report.summary import print_summary
+
+    print_summary(root)
