@@ -16,7 +16,6 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from scipy.optimize import isotonic_regression
 
 from qerl.report.drawing import COLOURS, HEIGHT, draw_seeds, figure_axes, format_colour, smoothing_window
 from qerl.report.formatting import training_label, weights_label
@@ -138,6 +137,8 @@ def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) ->
 
 def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names at the right of the curves' ends, moved apart where they would overlap."""
+    from scipy.optimize import isotonic_regression
+
     low, high = axis.get_ylim()
     ordered = sorted(ends)
     shift = min(_GAP, 1 / len(ordered)) * np.arange(len(ordered))

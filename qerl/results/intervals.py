@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 Scores = npt.NDArray[np.floating[Any]]
 
@@ -41,6 +40,8 @@ def accuracy_interval(scores: Scores) -> Interval:
     _check(scores)
     mean = float(scores.mean())
     if mean in (0.0, 1.0):
+        from scipy import stats  # a second of CPU time, which a table without intervals is spared
+
         problems = scores.shape[1]
         wilson = stats.binomtest(round(mean * problems), problems).proportion_ci(LEVEL, method="wilson")
         return Interval(mean, float(wilson.low), float(wilson.high))
@@ -97,6 +98,8 @@ def _ratio_of_medians(above: Scores, below: Scores, axis: int) -> Scores:
 
 def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scores]) -> Interval:
     """A statistic of independent samples with its percentile interval."""
+    from scipy import stats
+
     generator = np.random.default_rng(_SEED)
     found = stats.bootstrap(
         samples, statistic, n_resamples=_DRAWS, confidence_level=LEVEL, method="percentile", rng=generator
