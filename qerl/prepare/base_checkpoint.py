@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.data.hub_lock import MODEL_FILES, read_lock, verify
+from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.prepare import FetchJob, QuantizeJob
 from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
@@ -29,6 +30,12 @@ def quantize_base(job: QuantizeJob) -> None:
         from qerl.quantize.awq import Calibration
 
         texts = Calibration(job.calibration.settings, job.calibration.data)
+    else:
+        with imports(OPTIONAL):  # nothing optional rounds to nearest
+            from qerl.quantize.writer import SCHEMES
+
+            if job.weights in SCHEMES:
+                import llmcompressor  # noqa: F401
     make_checkpoint(job.model, job.weights, job.source, job.out / "checkpoint", job.out / "report.json", texts)
 
 
