@@ -122,7 +122,7 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert f"process {orphan} on" in said(tree.snakemake(*ARGUMENTS, check=False))
     assert not (tree.folder / RUN / "run.json").exists()
 
-    os.kill(orphan, signal.SIGTERM)  # as the sentence says; a SIGKILL is answered by another try
+    os.kill(orphan, signal.SIGKILL)  # which nobody answers by another try: it would be in the way of the next Snakemake
     wait_for(lambda: not jobs(tree, "train"))
     (tree.folder / "waits").unlink()
     before = json.loads(checkpoints[0].with_name("metrics.jsonl").read_text().splitlines()[0])

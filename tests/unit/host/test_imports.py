@@ -2,18 +2,27 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
+import tomllib
+from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from qerl import api
 from qerl.host import imports as module
 from qerl.host.imports import OPTIONAL, absent, check_installed, imports
 from qerl.settings.base import ConfigError
+from tests.tiny import tiny_qwen2
+
+ROOT = Path(__file__).parents[3]
 
 #: By which a job is slow to start, each a second or so of CPU time, and which none of them needs to start.
 LARGE = {*OPTIONAL, "datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "networkx", "pandas", "vllm"}
@@ -123,3 +132,69 @@ def test_a_missing_extra_is_said_first_of_all(tmp_path, without, missing, extra,
 def test_training_needs_no_harness_and_evaluation_no_quantizer(without, missing, extra):
     without(missing)
     check_installed(extra)
+
+
+# --- without extras --------------------------------------------------------------------------------------------------
+
+#: Hides the modules of its first argument, then uses the library on the checkpoint and into the folder of the others.
+BARE = """
+import json, sys
+from importlib.machinery import PathFinder
+
+hidden, model, folder = set(json.loads(sys.argv[1])), *sys.argv[2:]
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+from typer.testing import CliRunner
+from qerl.cli.commands import app
+
+assert CliRunner().invoke(app, ["--help"], catch_exceptions=False).exit_code == 0
+import qerl
+
+rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
+rollout = {"prompts": 1, "group_size": 2, "sampling": {"max_tokens": 2}}
+run = {"model": model, "dataset": rows, "weights": "bf16", "dtype": "float32", "steps": 1, "rollout": rollout}
+trained = qerl.train(run, folder)
+[[drawn]] = qerl.sample(trained.policy, ["How?"], max_tokens=2)
+assert drawn.tokens
+assert not hidden & set(sys.modules), hidden & set(sys.modules)
+"""
+
+
+def of_a_bare_installation():
+    """The distributions that `pip install .` without extras brings, by the metadata of those that are here."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted, found = [Requirement(line) for line in declared], set()
+    while wanted:
+        requirement = wanted.pop()
+        name = (canonicalize_name(requirement.name), *sorted(requirement.extras))
+        if name in found:
+            continue
+        found.add(name)
+        with suppress(metadata.PackageNotFoundError):  # those of another platform
+            for line in metadata.requires(requirement.name) or []:
+                needed = Requirement(line)
+                extras = ("", *requirement.extras)
+                if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                    wanted.append(needed)
+    return {name for name, *_ in found}
+
+
+@pytest.mark.slow
+def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
+    """Every module of another distribution is hidden, as in an environment of its own."""
+    brought = of_a_bare_installation() | {"qerl"}
+    modules = metadata.packages_distributions().items()
+    hidden = sorted(name for name, owners in modules if not brought & set(map(canonicalize_name, owners)))
+    assert {"llmcompressor", "lm_eval", "snakemake", "matplotlib", "trl"} <= set(hidden)
+    model = tiny_qwen2(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    command = [sys.executable, "-c", BARE, json.dumps(hidden), str(model), str(tmp_path / "run")]
+    run = subprocess.run(
+        command, env={**os.environ, "QERL_COMMIT": "test"}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
