@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import resolve_name
@@ -11,22 +12,26 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 
-
-#: Modules that decide nothing about a result: settings reach a rule resolved, the others only tell about it.
-TELLING = ("qerl.settings", "qerl.data.inputs", "qerl.plan", "qerl.host.progress", "qerl.provenance")
+#: Modules that decide nothing about a result: they tell of its progress, and where it comes from.
+TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.provenance")
+#: An import path in a text, of what is loaded by its name.
+_IMPORT_PATH = re.compile(r"[a-z_]\w*(\.\w+)+(:\w+)?")
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
+    """Without texts that are statements: docstrings of modules, classes, functions and fields."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                node.body = node.body[1:]
+            node.body = [statement for statement in node.body if not _is_text(statement)]
     return tree
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def module_file(name: str, root: Path) -> Path | None:
@@ -47,36 +52,61 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
     return names
 
 
-def _kernels(tree: ast.Module) -> list[str]:
-    """Names of the CUDA sources beside a module that the module mentions."""
-    constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return sorted(value for value in constants if isinstance(value, str) and value.endswith(".cu"))
+def _texts(tree: ast.Module) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _named(texts: Iterable[str]) -> set[str]:
+    """Modules in texts: `package.module`, `package.module.Class`, `package.module:function`."""
+    paths = [text.partition(":")[0] for text in texts if _IMPORT_PATH.fullmatch(text)]
+    return {*paths, *(path.rpartition(".")[0] for path in paths)}
+
+
+def _with_packages(names: Iterable[str]) -> set[str]:
+    """Importing a module runs the packages around it, too; the outermost one of this package only loads on demand."""
+    found = set(names)
+    for name in names:
+        package = name.rpartition(".")[0]
+        while "." in package:
+            found.add(package)
+            package = package.rpartition(".")[0]
+    return found
 
 
 @cache
 def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
+    """A module without what says nothing, the modules that it loads, and its CUDA sources, which lie beside it."""
     tree = _without_docstrings(ast.parse(source))
-    return ast.dump(tree), frozenset(_imports(tree, package)), _kernels(tree)
+    texts = _texts(tree)
+    names = _with_packages(_imports(tree, package) | _named(texts))
+    return ast.dump(tree), frozenset(names), sorted(text for text in texts if text.endswith(".cu"))
+
+
+def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> dict[str, str]:
+    """The code of modules under `root` and of all that they load from there, as far as `counts` says of a name.
+
+    It is blind to comments, docstrings and layout of Python, not of the CUDA sources that a module names. A module is
+    loaded by an import, or by a text that is its import path; a computed name isn't seen.
+    """
+    seen: dict[str, str] = {}
+    queue, met = [*_with_packages(modules)], set[str]()
+    while queue:
+        name = queue.pop()
+        if name in met or not counts(name):
+            continue
+        met.add(name)
+        if file := module_file(name, root):
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            seen[name], loads, kernels = _parsed(file.read_bytes(), package)
+            seen[name] += "".join((file.parent / kernel).read_text() for kernel in kernels)
+            queue.extend(loads)
+    return seen
 
 
 def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> str:
-    """A hash of modules under `root` and of all their imports from there for which `counts` is true.
-
-    It ignores comments, docstrings and layout of Python, but not of the CUDA sources that a module names. It doesn't
-    see imports by a computed name.
-    """
-    seen: dict[str, str] = {}
-    queue = list(modules)
-    while queue:
-        name = queue.pop()
-        file = module_file(name, root)
-        if name not in seen and counts(name) and file is not None:
-            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-            seen[name], imports, kernels = _parsed(file.read_bytes(), package)
-            seen[name] += "".join((file.parent / kernel).read_text() for kernel in kernels)
-            queue.extend(imports)
-    digest = hashlib.sha256("".join(f"{name}{seen[name]}" for name in sorted(seen)).encode())
-    return digest.hexdigest()[:12]
+    """A hash of `code_of`."""
+    code = code_of(modules, root, counts)
+    return hashlib.sha256("".join(f"{name}{code[name]}" for name in sorted(code)).encode()).hexdigest()[:12]
 
 
 @cache
@@ -88,7 +118,7 @@ def code_version(*modules: str) -> str:
     for name in modules:
         if module_file(name, PACKAGE.parent) is None:
             raise ModuleNotFoundError(f"{name} is not a module of {PACKAGE.name}")
-    return hash_of_code(modules, PACKAGE.parent, lambda name: of_this_package(name) and not _only_tells(name))
+    return hash_of_code(modules, PACKAGE.parent, decides)
 
 
 def of_this_package(name: str) -> bool:
@@ -96,5 +126,6 @@ def of_this_package(name: str) -> bool:
     return name.split(".")[0] == PACKAGE.name
 
 
-def _only_tells(name: str) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in TELLING)
+def decides(name: str) -> bool:
+    """Whether a module is one of this package's, and may decide a result."""
+    return of_this_package(name) and not any(f"{name}.".startswith(f"{module}.") for module in TELLING)

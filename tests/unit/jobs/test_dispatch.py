@@ -1,0 +1,108 @@
+"""A rule's version covers all code that its job runs."""
+
+import shutil
+from importlib.util import find_spec
+
+import grimp
+import pytest
+
+from qerl.jobs import dispatch
+from qerl.provenance import code_version
+from qerl.provenance.code_version import PACKAGE, code_of, decides
+
+#: The module of each rule's job.
+ENTRIES = sorted({path.partition(":")[0] for path in dispatch.FUNCTIONS.values()} | set(dispatch.DECODE.values()))
+#: What people call, and what plans and starts jobs: no result is made by it.
+FOR_PEOPLE = (
+    *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept", "qerl.bench.prompts"),
+    *("qerl.report.summary", "qerl.results.catalogue"),
+)
+#: Loaded by a name or a path in a text, which no graph of imports has.
+BY_NAME = {"qerl.gates.speed": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm.worker_hooks"}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph("qerl", cache_dir=None)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("code")
+    shutil.copytree(PACKAGE, root / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_every_job_has_a_function():
+    assert set(dispatch.FUNCTIONS) | {dispatch.DecodeJob} == set(dispatch.AnyJob.__args__)
+    for module in ENTRIES:
+        assert find_spec(module), module
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_version_of_a_rule_has_every_module_that_it_reaches(graph, entry):
+    """By the graph of imports of another library, function-level imports included."""
+    reached = {entry} | graph.find_upstream_modules(entry)
+    counted = set(code_of([entry], PACKAGE.parent, decides))
+    assert {name for name in reached if decides(name)} - {"qerl"} <= counted
+    assert not any(name.startswith(("qerl.plan", "qerl.cli")) for name in counted)
+
+
+@pytest.mark.parametrize(("entry", "module"), BY_NAME.items())
+def test_the_version_of_a_rule_has_what_is_loaded_by_its_name(entry, module):
+    assert module in code_of([entry], PACKAGE.parent, decides)
+
+
+@pytest.fixture
+def version(copy, monkeypatch):
+    """The version of a module's code in the copy."""
+    monkeypatch.setattr(code_version, "PACKAGE", copy / "qerl")
+    return code_version.code_version.__wrapped__
+
+
+def test_a_changed_constant_changes_the_code_of_each_module_that_a_rule_reaches(copy):
+    for name in {name for entry in ENTRIES for name in code_of([entry], copy, decides)}:
+        file = code_version.module_file(name, copy)
+        text, before = file.read_text(), code_of([name], copy, name.__eq__)
+        file.write_text(f"{text}\n_CHANGED = 1\n")
+        assert code_of([name], copy, name.__eq__) != before, name
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_changed_code_changes_the_version_of_a_rule(copy, version, entry):
+    """One of its modules by the length of its name, so that rules differ in which."""
+    code = sorted(code_of([entry], copy, decides))
+    file, before = code_version.module_file(code[len(entry) % len(code)], copy), version(entry)
+    text = file.read_text()
+    file.write_text(f"{text}\n_CHANGED = 1\n")
+    changed = version(entry)
+    file.write_text(text)
+    assert changed != before == version(entry)
+
+
+def test_group_sizes_count_for_quantization_and_training(copy, version):
+    file = copy / "qerl/formats/group_size.py"
+    text, entries = file.read_text(), ("qerl.prepare.base_checkpoint", "qerl.rl.train", "qerl.evals.job")
+    before = [version(entry) for entry in entries]
+    file.write_text(text.replace('"nvfp4": 16', '"nvfp4": 32'))
+    after = [version(entry) for entry in entries]
+    file.write_text(text)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def test_only_what_people_call_is_in_no_rules_version(graph):
+    counted = {name for entry in ENTRIES for name in code_of([entry], PACKAGE.parent, decides)}
+    left = {name for name in graph.modules if decides(name)} - counted
+    assert {name for name in left if not f"{name}.".startswith(tuple(f"{own}." for own in FOR_PEOPLE))} == set()
+
+
+@pytest.mark.parametrize("kernel", sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cu")), ids=str)
+def test_a_changed_kernel_changes_the_version_of_what_runs_it(copy, version, kernel):
+    before = version("qerl.rl.train"), version("qerl.quantize.quantize")
+    file = copy / "qerl" / kernel
+    text = file.read_text()
+    file.write_text(f"{text}// changed\n")
+    changed = version("qerl.rl.train"), version("qerl.quantize.quantize")
+    file.write_text(text)
+    assert changed != before
