@@ -1,4 +1,4 @@
-"""What the GPU reaches at best, to read speeds against, and its clocks, temperature and power."""
+"""The best rates that the GPU reaches, as a reference for speeds, and its clocks, temperature and power."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _matmul(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:
-    """Median of the GPU's own times."""
+    """Median of times by the GPU's own clock."""
     for _ in range(_WARMUP):
         work()
     taken = []

@@ -22,7 +22,7 @@ _SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
 
 
 def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Figures of a point: `timed`, who samples, and bytes of the weights as they are held then."""
+    """Figures of a point: `timed`, the sampler's description, and bytes of the weights in memory."""
     sampler = EngineSampler(policy, _SETTINGS, sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
@@ -35,7 +35,7 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[st
 
 
 def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
-    """How long a sync takes, the first, which sets it up, not counted."""
+    """Seconds of a sync, without the first one, which sets it up."""
     sampler = EngineSampler(policy, NativeSettings(), 1)
     taken = []
     for _ in range(count + 1):
@@ -46,7 +46,7 @@ def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file hasn't, and write it after each."""
+    """Measure the points that the job's file lacks, and write the file after each."""
     work = job.work
     points = DecodePoints(job.out, work)
 

@@ -67,13 +67,13 @@ def _nf4_layers(lm: nn.Module) -> list[Any]:
 
 
 def weight_bytes(lm: nn.Module) -> int:
-    """Bytes of all weights as they are held, NF4's scales and the adapter included."""
+    """Bytes of all weights in memory, NF4's scales and the adapter included."""
     scales = [layer.weight.quant_state.absmax for layer in _nf4_layers(lm)]
     return nbytes([*lm.parameters(), *lm.buffers(), *scales])
 
 
 def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Figures of a point: `timed`, who samples, and bytes of the weights."""
+    """Figures of a point: `timed`, the sampler's description, and bytes of the weights."""
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def _sampling(count: int) -> GenerationConfig:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file hasn't, and write it after each."""
+    """Measure the points that the job's file lacks, and write the file after each."""
     work = job.work
 
     def load() -> Measure:

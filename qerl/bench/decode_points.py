@@ -1,4 +1,4 @@
-"""Points of decode speed: what the scripts of the engines (`qerl.bench.decode*`) share, and the file that they write.
+"""Points of decode speed: the shared part of the engines' measurements (`qerl.bench.decode*`), and their file.
 
 A job is one engine, shape, weights and rank; a point is a number of sequences. A job goes on where its file ends.
 Decoded tokens a second are those of n + 1 tokens less one, so that prompts don't count.
@@ -47,7 +47,7 @@ class DecodePoints:
     """
 
     def __init__(self, out: Path, work: Decoding) -> None:
-        """Take up the file if there is one; ConfigError where another job or another machine wrote it."""
+        """Read the file if there is one. Raises ConfigError if another job or another machine wrote it."""
         check_writable(out)
         self.out = out
         self.work = work
@@ -65,7 +65,7 @@ class DecodePoints:
         self.result |= values
 
     def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
-        """Measure the points that are missing; `load` makes what measures, and isn't called where none is.
+        """Measure the missing points. `load` makes the function that measures, if points are missing.
 
         A point that runs out of memory is a row, and so are all where `load` does.
         """
@@ -118,12 +118,12 @@ def _failed(sequences: int) -> dict[str, Any]:
 
 
 def _with_peak(figures: dict[str, Any]) -> dict[str, Any]:
-    """With the peak of memory, unless the figures have one: an engine that takes a set share tells None."""
+    """The figures with the peak of memory, unless they have one. An engine with a fixed share of memory states None."""
     return {"peak_memory_bytes": peak_memory_bytes()} | figures
 
 
 def _unless_out_of_memory(action: Callable[[], T]) -> T | None:
-    """What `action` returns; None where memory runs out, with what it held given back."""
+    """The return value of `action`. None if memory runs out, after its memory is released."""
     try:
         return action()
     except (RuntimeError, MemoryError) as error:
@@ -138,7 +138,7 @@ def _unless_out_of_memory(action: Callable[[], T]) -> T | None:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that memory ran out."""
+    """Whether an error, or its cause, says that memory ran out."""
     while error is not None:
         if isinstance(error, OUT_OF_MEMORY):
             return True
@@ -147,7 +147,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def check_room(pages: int, page: int, sequences: int, length: int) -> None:
-    """OutOfMemoryError where a KV cache of `pages` of `page` tokens can't hold that many sequences of `length`.
+    """Raise OutOfMemoryError if a KV cache of `pages` of `page` tokens can't hold these sequences of `length`.
 
     An engine would let some of them wait for others, and the point be one of fewer sequences.
     """

@@ -53,7 +53,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
 
 
 def _checkpoint(folder: Path, work: Decoding) -> dict[str, str]:
-    """Write what vLLM loads to `folder`; returns how it loads it."""
+    """Write the checkpoint that vLLM loads to `folder`. Returns the load format."""
     if work.weights == "nf4":
         write_checkpoint(folder, work.size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
@@ -101,7 +101,7 @@ def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
 
 @contextmanager
 def no_room_is_out_of_memory() -> Iterator[None]:
-    """OutOfMemoryError where vLLM says in the block that memory is too small for it."""
+    """Raise OutOfMemoryError if vLLM says in the block that it has too little memory."""
     try:
         yield
     except ValueError as error:
@@ -142,6 +142,6 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file hasn't, and write it after each."""
+    """Measure the points that the job's file lacks, and write the file after each."""
     with TemporaryDirectory() as folder:
         DecodePoints(job.out, job.work).run(job.sequences, lambda: _load(Path(folder), job.work, job.sequences))

@@ -60,7 +60,7 @@ class _Watched:
         return self.sampler.served
 
     def cache_bytes(self, part: str) -> int:
-        """Bytes of the native engine's KV cache in a part of a step: updates may have it given back."""
+        """Bytes of the engine's KV cache in a part of a step. Updates may release it."""
         if not isinstance(self.sampler, EngineSampler) or (part == "update" and self.sampler.released):
             return 0
         return self.sampler.cache_bytes

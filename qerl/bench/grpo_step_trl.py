@@ -99,7 +99,7 @@ class StepClock(TrainerCallback):
         self._elapsed = self._running.enter_context(seconds())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._running.close()
         self.seconds.append(self._elapsed.value)
         self.peaks.append(peak_memory_bytes())
@@ -128,7 +128,7 @@ def _share(work: Work, own: TrlStep) -> float:
 
 
 def _settings(work: Work, own: TrlStep) -> dict[str, Any]:
-    """What the result says of TRL's own settings."""
+    """TRL's own settings in the result."""
     return own.model_dump() | {"vllm_memory": _share(work, own)}
 
 

@@ -33,12 +33,12 @@ _REWARDS = 2**16
 
 
 def steps_of(work: Work) -> int:
-    """Steps, those that warm up included."""
+    """The number of steps, warm-up included."""
     return WARMUP + work.repeats
 
 
 def check_drawn(work: Work, completion_tokens: int) -> None:
-    """RuntimeError unless a step drew all that it had to."""
+    """Raise RuntimeError unless a step drew all its tokens."""
     wanted = work.completions * work.completion_tokens
     if completion_tokens != wanted:
         raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
@@ -57,7 +57,7 @@ def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> li
 
 
 def text_reward(text: str) -> float:
-    """0 to 1, by a hash of the completion: it differs within a group of two already, and costs nothing."""
+    """A reward from 0 to 1 by a hash of the completion. It differs even within a group of two, and costs nothing."""
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 
@@ -91,7 +91,7 @@ def device_bytes() -> int | None:
 
 
 def nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of all of them."""
+    """Bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -121,7 +121,7 @@ def write_result(
 
 
 def write_failure(out: Path, system: str, work: Work, settings: dict[str, Any], status: str) -> None:
-    """Write why there is no result, as `write_result` would have one."""
+    """Write the reason why there is no result, in the form of `write_result`."""
     write_json(out, _told(system, work, settings, status) | {"provenance": stamp()})
 
 

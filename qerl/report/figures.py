@@ -75,7 +75,7 @@ def _identities(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _names(frame: pd.DataFrame) -> dict[Any, str]:
-    """What (experiment, arm, variant) is called: weights and training, or the arm's name where arms share these."""
+    """The label of (experiment, arm, variant): weights and training, or the arm's name if arms share these."""
     rows = _identities(frame).to_dict("records")
     plain = {
         (row["experiment"], row["arm"]): (

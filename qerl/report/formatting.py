@@ -1,4 +1,4 @@
-"""How numbers and names are shown to people: the one home of units, digits and headings.
+"""The text of numbers and names for people: the one home of units, digits and headings.
 
 A measure is named by its column, `<measure>` or `<group>/<measure>`; `<measure>_low` and `_high` (interval) or `_p25`
 and `_p75` (quartiles) beside it are folded into one cell.
@@ -121,7 +121,7 @@ def present(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def cell_text(row: dict[Any, Any], column: str, text: Callable[[Any], str]) -> str:
-    """A value of a row as text, with its interval or quartiles where the row has such; what isn't there is empty."""
+    """A value of a row as text, with its interval or quartiles if the row has them. A missing value is empty."""
     if pd.isna(row[column]) or row[column] == "":
         return ""
     for low, high in _ENDS:

@@ -43,7 +43,7 @@ _TITLE = (
 
 
 def goals(points: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """A row a goal: the limit, what is `reached` with its interval, or why nothing is, and whether it is `met`.
+    """One row per goal: the limit, the number `reached` with its interval (or why none), and whether it is `met`.
 
     points, steps: those of `speed_readers.load_points` and `load_steps`; either may be empty. A goal is met by the
     median, in `unit`. `commit` and `machine` are of the files it is from.
@@ -53,7 +53,7 @@ def goals(points: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def write_goals(points: pd.DataFrame, steps: pd.DataFrame, stem: Path) -> None:
-    """Write the table of goals, unless nothing of it is measured."""
+    """Write the table of goals, unless none of them is measured."""
     table = goals(points, steps)
     if set(table["reached"]) == {NOT_MEASURED}:
         return
@@ -138,7 +138,7 @@ def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:
 
 
 def _cap(step: Row) -> float:
-    """GB, infinite where there is none."""
+    """The cap in GB, infinite without one."""
     return float(step["cap"].removesuffix(" GB") or np.inf)
 
 

@@ -85,7 +85,7 @@ def adapters(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def contexts(points: pd.DataFrame) -> pd.DataFrame:
-    """Those points that were measured with prompts of several lengths, all else alike."""
+    """The points that were measured with prompts of several lengths, all else equal."""
     alike = [name for name in _CROSSED if name != "prompt"]
     return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
 
@@ -142,7 +142,7 @@ def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: It
 
 
 def _crosses(counts: Iterable[int], ratios: Row) -> str:
-    """The numbers of sequences where a ratio passes 1; where it never does, on which side of those measured."""
+    """The numbers of sequences where a ratio passes 1. If it never does, the text says on which side it stays."""
     measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
     if not measured:
         return NOT_MEASURED

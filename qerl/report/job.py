@@ -179,7 +179,7 @@ def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
 
 
 def figure_stamp(name: str, stored: StoredResults) -> str:
-    """What the numbers of a figure are of."""
+    """The machine, seeds and commit of a figure's numbers."""
     if name == printed.SCHEDULES:
         return "Drawn from the formulas; nothing is measured."
     runs = stored.runs()

@@ -57,7 +57,7 @@ _UNITS = {
 
 
 def measured(cell: dict[Any, Any]) -> bool:
-    """Whether a cell has something of ours, be it why it failed. A size doesn't count: it is the same in many rows."""
+    """Whether a cell has a result of ours, or its failure. A size doesn't count, because many rows share it."""
     return cell["metric"] != "size" and not cell["status"].startswith(NOT_RUN)
 
 
@@ -102,7 +102,7 @@ def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _folded(cells: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """Without the columns of differences, where the paper's table has none; what contradicts them goes to the value."""
+    """The columns without differences if the paper's table has none. Contradictions then go to the value."""
     if cells[0]["table"] not in _WITHOUT_DELTAS:
         return cells
     kept = [dict(cell) for cell in cells if not cell["metric"].endswith("/delta")]

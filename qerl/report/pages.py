@@ -17,7 +17,7 @@ _STYLE = (
 
 
 def by_dataset(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The accuracy table (`tables.accuracy`) by data set; of what identifies an arm, only what tells the rows apart."""
+    """The accuracy table (`tables.accuracy`) by data set, with only the identifying columns that differ."""
     names = dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column)
     return {name: _of_dataset(table, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""The paper's numbers beside ours: results joined to the printed cells by what they are, never by an experiment's name.
+"""The paper's numbers beside ours: results joined to printed cells by their properties, never by an experiment's name.
 
 Where several arms of a configuration fit a cell, its first one stands there; `source` names it.
 """
@@ -66,7 +66,7 @@ class Result:
 
 
 def identity(settings: RunSettings) -> dict[str, Any]:
-    """What a run is, in the words of the printed cells."""
+    """The properties of a run in the words of the printed cells."""
     noise = settings.noise
     consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
     return {
@@ -212,7 +212,7 @@ def _quotient(
     told: dict[str, Any],
     of_seconds: bool = False,
 ) -> Result:
-    """How much faster a point is than its base, `name`; either may have failed, and the base be missing."""
+    """The speed-up of a point over its base, `name`. Either may have failed, and the base may be missing."""
     if point["status"] != OK or base is None or base["status"] != OK:
         missing = f"{name} {base['status'] if base else NOT_RUN}"
         status = point["status"] if point["status"] != OK else missing
@@ -261,7 +261,7 @@ def _is_number(value: Any) -> bool:
 
 
 def fits(asked: Asked, found: Mapping[str, Any]) -> bool:
-    """Whether a result, given as `Result` has its fields, is what a cell or a curve asks for."""
+    """Whether a result with the fields of `Result` matches a cell or a curve."""
     setting = found["setting"]
     same = all(
         getattr(asked, key) in ("", None) or found[key] is None or found[key] == getattr(asked, key)
@@ -361,7 +361,7 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
 
 
 def _lost(result: Result | None, fitting: Sequence[Result]) -> str:
-    """Which runs of an arm that has a number from the others failed."""
+    """The failed runs of an arm that has a number from its other runs."""
     if result is None or result.status != OK or not result.seeds:
         return ""
     failed = [other.status for other in fitting if other.source == result.source and other.status != OK]

@@ -30,7 +30,7 @@ def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, flo
 
 
 def faster(points: Sequence[Row | None]) -> Row | None:
-    """The fastest of those that didn't fail; none where one wasn't measured, since it may be the faster."""
+    """The fastest point that didn't fail. None if some point wasn't measured, because it may be faster."""
     there = [point for point in points if point is not None]
     if len(there) < len(points):
         return None

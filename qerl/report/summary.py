@@ -1,4 +1,4 @@
-"""What the command line shows when the tables are there: the main one, and where everything lies."""
+"""The summary of a finished workflow on the command line: the main table, and the paths of all results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rich_table(title: str, frame: pd.DataFrame) -> Table:
 
 
 def _written(root: Path) -> dict[str, list[Path]]:
-    """What people read, by kind: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
+    """Files that people read: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
     found = {
         "tables (.csv, .tex and .html beside them)": sorted((root / "tables").rglob("*.md")),
         "figures (.svg beside them)": sorted((root / "figures").rglob("*.png")),

@@ -80,7 +80,7 @@ def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _failures(runs: pd.DataFrame) -> dict[tuple[Any, ...], str]:
-    """By arm: which of its seeds failed, and how."""
+    """The failed seeds of each arm, with their failures."""
     if "status" not in runs:  # there are no runs
         return {}
     failed: dict[tuple[Any, ...], list[str]] = {}
@@ -180,7 +180,7 @@ def memory_speed(points: pd.DataFrame, reports: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_base(point: dict[Any, Any], points: Sequence[dict[Any, Any]]) -> dict[Any, Any] | None:
-    """The BF16 LoRA that a step is compared with; none where there is none to compare with. It may have failed.
+    """The BF16 LoRA step that a step is compared with, if there is one. It may have failed.
 
     It is of the same bench, model, prompts, group size and gradient checkpointing, and of the same rank where there is
     such a one.
@@ -270,17 +270,17 @@ def caption_text(title: str, records: pd.DataFrame) -> str:
 
 
 def machine_text(records: pd.DataFrame) -> str:
-    """The machines that numbers are of."""
+    """The machines on which numbers were measured, as text."""
     return "Machine: " + "; ".join(dict.fromkeys(records["machine"]))
 
 
 def commit_text(records: pd.DataFrame) -> str:
-    """The commits that numbers are of."""
+    """The commits at which numbers were measured, as text."""
     return "Commit: " + ", ".join(dict.fromkeys(records["commit"]))
 
 
 def seeds_text(trained: pd.DataFrame) -> str:
-    """How many runs an arm has, with `run` and the columns of `KEY`."""
+    """The number of runs per arm as text, from the columns `run` and `KEY`."""
     seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
     return f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
 

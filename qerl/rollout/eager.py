@@ -45,7 +45,7 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
 
 
 def _search(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First index whose cumulative mass exceeds the draw; draws are below 1, so the index is one with mass."""
+    """First index whose cumulative mass exceeds the draw. Draws are below 1, so the token there has mass."""
     target = (uniform * cumulative[:, -1])[:, None]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
 
@@ -111,7 +111,7 @@ class NativeSampler:
         return f"native, PyTorch on {' '.join([*packed, 'unpacked to', dtype]) if packed else dtype}"
 
     def sync(self) -> None:
-        """Nothing to do: it samples from the policy itself."""
+        """Do nothing: this sampler reads the policy itself."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:

@@ -53,7 +53,7 @@ class EngineSampler:
 
     @property
     def released(self) -> bool:
-        """Whether the memory of cache and CUDA graphs is given back."""
+        """Whether the memory of cache and CUDA graphs is released."""
         return self._pool is None
 
     def sync(self) -> None:
@@ -61,7 +61,7 @@ class EngineSampler:
         self._decoder.sync()
 
     def release(self) -> None:
-        """Give the memory of cache and CUDA graphs back; the next call sets them up again."""
+        """Release the memory of cache and CUDA graphs. The next call sets them up again."""
         self._pool = None
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -90,7 +90,7 @@ class EngineSampler:
 
     @property
     def _scarce(self) -> bool:
-        """Whether the cache has all the memory that it may take, and could use more: then an update needs that, too."""
+        """Whether the cache has all the memory that it may take, and could use more. An update then needs it."""
         return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -109,7 +109,7 @@ class EngineSampler:
         return completions
 
     def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
-        """The pool as it is where it does, or a new one."""
+        """The present pool if it suffices, or a new one."""
         sequences = self.max_sequences
         if not self.settings.batch_invariant:
             sequences = min(sequences, len(prompts) * params.count)
@@ -146,7 +146,7 @@ class EngineSampler:
         return Pool(decoder, state, cache, Pages(len(cache[0]), PAGE), sampling, steps, Prefill(decoder, cache, memory))
 
     def _cache_bytes(self) -> int:
-        """Most bytes that the cache may have."""
+        """The most bytes that the cache may have."""
         if self.settings.kv_cache_gib is not None:
             return int(self.settings.kv_cache_gib * 2**30)
         if self.policy.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds which, on the host."""
+"""Pages of the KV cache and their holders, on the host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without a holder."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Pages that hold `tokens`."""
+        """Number of pages that hold `tokens`."""
         return -(-tokens // self.size)
 
     def take(self, number: int) -> list[int]:
@@ -33,14 +33,14 @@ class Pages:
         return taken
 
     def share(self, pages: Sequence[int]) -> list[int]:
-        """The same pages with one more holder."""
+        """Add a holder to the pages."""
         for page in pages:
             self._check_held(page)
             self._holders[page] += 1
         return list(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One holder less; pages without one are available again."""
+        """Remove a holder from the pages. Pages without one are available again."""
         for page in pages:
             self._check_held(page)
             self._holders[page] -= 1

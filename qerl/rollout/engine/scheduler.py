@@ -1,4 +1,4 @@
-"""Which sequences are decoded when: continuous refill over a paged cache, with a group's prompt computed once."""
+"""The schedule of sequences: continuous refill over a paged cache, with a group's prompt computed once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pool:
 
 @dataclass
 class _Sequence:
-    """A completion on its way; `tokens` and `logprobs` are what the host has of it.
+    """An unfinished completion. `tokens` and `logprobs` are those that the host has received.
 
     `drawn` counts those of the steps that were launched; a stop token may have ended it before.
     """

@@ -1,4 +1,4 @@
-"""What a sampler outside of the policy's own tensors has to be told: adapter and norms, as they act now."""
+"""The tensors that a sampler with its own weights must receive: the present adapter and norms."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def noisy_norms(policy: Policy) -> list[NoisyRMSNorm]:
-    """The norms that act now."""
+    """The active norms."""
     return [norm for _, _, norm in _active_norms(policy.lm)]
 
 

@@ -1,4 +1,4 @@
-"""All that reaches into vLLM's internals: runs inside its worker, and nowhere else.
+"""All code that uses vLLM's internals. It runs only inside vLLM's worker.
 
 vLLM loads `WorkerExtension` by its name (`worker_extension_cls`), in the process of the worker. Importing this module
 there registers `Float32RMSNorm` in place of vLLM's RMSNorm (`CustomOp.register_oot`) before the model is built; it acts
