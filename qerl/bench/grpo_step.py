@@ -35,9 +35,10 @@ from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import write_tokenizer
+from qerl.results.paths import METRICS
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.train import METRICS, prepared
+from qerl.rl.train import prepared
 from qerl.rl.trainer import Trainer
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from qerl.checkpoints.context import context_length
 from qerl.data.by_hand import local_dataset
 from qerl.data.given import GIVEN, GivenData, given
-from qerl.evals import RESULT, SAMPLES
 from qerl.host.imports import check_installed
 from qerl.prepare.run_parts import DATA, whole
 from qerl.provenance.files import check_writable
+from qerl.results.files import read
+from qerl.results.paths import RESULT, SAMPLES
+from qerl.results.schema.evaluation import OwnEvaluationResult
 from qerl.settings.base import ConfigError, check_seed, parse
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
@@ -65,8 +66,8 @@ class Evaluation:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The harness and its version, accuracy, accuracy of each repeat, tokens, share of truncated completions."""
-        [metrics] = json.loads((self.folder / RESULT).read_text())["tasks"].values()
-        return metrics
+        [score] = read(OwnEvaluationResult, self.folder / RESULT).tasks.values()
+        return score.content()
 
     @cached_property
     def samples(self) -> pd.DataFrame:
@@ -74,7 +75,7 @@ class Evaluation:
         import pandas as pd
 
         text_columns = {"problem": str, "extracted": str, "gold": str}
-        return pd.read_json(self.folder / "samples.jsonl", lines=True, dtype=text_columns)
+        return pd.read_json(self.folder / SAMPLES, lines=True, dtype=text_columns)
 
     @property
     def accuracy(self) -> Interval:

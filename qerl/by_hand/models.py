@@ -16,8 +16,9 @@ from qerl.checkpoints.folder import (
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check_installed
 from qerl.host.progress import log
-from qerl.prepare.run_parts import REPORT, whole
+from qerl.prepare.run_parts import whole
 from qerl.provenance.files import check_writable
+from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from qerl.host.plugins import check as check_function
 from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
 from qerl.jobs.train import HubBase, TrainJob
-from qerl.prepare.run_parts import CHECKPOINT, DATA, REPORT, check_inputs, make_base, make_data, tell_reward
+from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text
+from qerl.results.paths import METRICS, POLICY, REPORT, RUN
 from qerl.settings.base import ConfigError
 from qerl.settings.data import FunctionData
 from qerl.settings.reading import read_yaml
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
     from qerl.policy.policy import Policy
 from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, model_folder
-
-METRICS = "metrics.jsonl"
-
 
 #: The state of a run that isn't finished, in its folder.
 WORK = "work"
@@ -62,7 +60,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether it was trained to its last step."""
-        return (self.folder / "run.json").is_file()
+        return (self.folder / RUN).is_file()
 
     @property
     def checkpoint(self) -> Path:
@@ -72,7 +70,7 @@ class Run:
     @property
     def adapter(self) -> Path:
         """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
-        return self.folder / "policy"
+        return self.folder / POLICY
 
     @property
     def data(self) -> Path:

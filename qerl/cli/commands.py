@@ -14,13 +14,14 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api
-from qerl.by_hand.runs import METRICS
 from qerl.checkpoints.folder import RUN_FILE
 from qerl.cli import rules, workflow
 from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
-from qerl.prepare.run_parts import REPORT
+from qerl.results.files import read
+from qerl.results.paths import METRICS, REPORT
+from qerl.results.schema.preparation import QuantizationReport
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
@@ -69,10 +70,11 @@ def quantize(
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
-    report = json.loads((api.quantize(model, out, weights) / REPORT).read_text())
-    sizes = {key: report[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
+    report = read(QuantizationReport, api.quantize(model, out, weights) / REPORT)
+    told = report.content()
+    sizes = {key: told[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
     print_table(str(out), [sizes])
-    print_table("", [{"layer": name, "relative_error": error} for name, error in report["relative_error"].items()])
+    print_table("", [{"layer": name, "relative_error": error} for name, error in report.relative_error.items()])
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.data.answers import is_correct
 from qerl.data.sources import read_meta, read_records, read_split
-from qerl.evals import SAMPLES
 from qerl.evals.policy import STOCK_COLUMNS, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.results.paths import SAMPLES
+from qerl.results.schema.evaluation import SampleRow, TaskScore
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
+from qerl.settings.rollout import SamplingSettings
 
 Row = dict[str, Any]
 
@@ -34,46 +36,46 @@ def evaluate(
     out: Path,
     progress: Callable[[str], None],
     context: int | None = None,
-) -> dict[str, Row]:
+) -> dict[str, TaskScore]:
     """Score the policy on the test split of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
-    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the metrics of each task
-    are returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
+    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the score of each task
+    is returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
     """
     tasks = [(task, open_task(task, datasets)) for task in settings.tasks]
     out.mkdir(parents=True, exist_ok=True)
-    metrics: dict[str, Row] = {}
+    scores: dict[str, TaskScore] = {}
     with (out / SAMPLES).open("w") as file:
         for task, dataset in tasks:
-            sampling = settings.sampling_of(task).model_dump()
-            params = SamplingParams(**sampling, count=settings.repeats_of(task), seed=settings.seed)
+            sampling, count = settings.sampling_of(task), settings.repeats_of(task)
+            params = SamplingParams(**sampling.model_dump(), count=count, seed=settings.seed)
             policy = EvaluatedPolicy(sampler, tokenizer, params, context)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            metrics[task.label] = {**summarize(rows), "task": task.task, "sampling": sampling}
-            progress(f"{task.label}: {metrics[task.label]['accuracy']:.1%} of {len(rows)} completions correct")
-    return metrics
+            file.writelines(json.dumps(row.content()) + "\n" for row in rows)
+            scores[task.label] = score = _score(rows, task, sampling)
+            progress(f"{task.label}: {score.accuracy:.1%} of {len(rows)} completions correct")
+    return scores
 
 
-def summarize(samples: Iterable[Row]) -> Row:
-    """Return the metrics of one task from its samples (rows of samples.jsonl of one data set and harness)."""
-    rows = list(samples)
-    repeats = sorted({row["repeat"] for row in rows})
-    flexible = [row["flexible"] for row in rows if row.get("flexible") is not None]
-    return {
-        "harness": rows[0]["harness"],
-        "harness_version": version(rows[0]["harness"]),
-        "problems": sum(row["repeat"] == repeats[0] for row in rows),
-        "repeats": len(repeats),
-        "accuracy": fmean(row["correct"] for row in rows),
-        "accuracies": [fmean(row["correct"] for row in rows if row["repeat"] == r) for r in repeats],
-        "extracted": fmean(row["extracted"] is not None for row in rows),
-        "flexible": fmean(flexible) if flexible else None,
-        "agreement": fmean(row["agrees"] for row in rows),
-        "completion_tokens": fmean(row["tokens"] for row in rows),
-        "truncated": fmean(not row["finished"] for row in rows),
-    }
+def _score(rows: Sequence[SampleRow], task: TaskSettings, sampling: SamplingSettings) -> TaskScore:
+    repeats = sorted({row.repeat for row in rows})
+    flexible = [row.flexible for row in rows if row.flexible is not None]
+    return TaskScore(
+        harness=task.harness,
+        harness_version=version(task.harness),
+        problems=sum(row.repeat == repeats[0] for row in rows),
+        repeats=len(repeats),
+        accuracy=fmean(row.correct for row in rows),
+        accuracies=[fmean(row.correct for row in rows if row.repeat == r) for r in repeats],
+        extracted=fmean(row.extracted is not None for row in rows),
+        flexible=fmean(flexible) if flexible else None,
+        agreement=fmean(row.agrees for row in rows),
+        completion_tokens=fmean(row.tokens for row in rows),
+        truncated=fmean(not row.finished for row in rows),
+        task=task.task,
+        sampling=sampling,
+    )
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
@@ -129,23 +131,23 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
     return lighteval.score
 
 
-def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[Row]:
+def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:
     form = (dataset.format, dataset.answer, dataset.units)
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
         for repeat, verdict in enumerate(repeats):
             drawn = verdict.drawn
-            yield {
-                "dataset": task.label,
-                "harness": task.harness,
-                "problem": problem.id,
-                "repeat": repeat,
-                "prompt": drawn.prompt,
-                "completion": drawn.text,
-                "extracted": verdict.extracted,
-                "gold": problem.answer,
-                "correct": int(verdict.correct),
-                "flexible": verdict.flexible,
-                "agrees": verdict.correct == is_correct(drawn.text, problem.answer, *form),
-                "tokens": drawn.tokens,
-                "finished": drawn.finished,
-            }
+            yield SampleRow(
+                dataset=task.label,
+                harness=task.harness,
+                problem=problem.id,
+                repeat=repeat,
+                prompt=drawn.prompt,
+                completion=drawn.text,
+                extracted=verdict.extracted,
+                gold=problem.answer,
+                correct=int(verdict.correct),
+                flexible=verdict.flexible,
+                agrees=verdict.correct == is_correct(drawn.text, problem.answer, *form),
+                tokens=drawn.tokens,
+                finished=drawn.finished,
+            )

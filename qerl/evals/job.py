@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.context import usable_length
-from qerl.evals import RESULT, SAMPLES
 from qerl.evals.evaluate import evaluate, scorer
 from qerl.host.imports import imports
 from qerl.host.progress import log
 from qerl.jobs.evaluate import EvaluateJob
 from qerl.layers.noisy_norm import noise_norm
 from qerl.policy.policy import Policy, load_policy
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.paths import RESULT, SAMPLES
+from qerl.results.schema.evaluation import evaluation_of
 from qerl.rl.failures import failed
 from qerl.rollout.factory import make_sampler
 from qerl.settings.evaluation import EvaluationSettings
@@ -29,7 +29,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
     if job.trained and (status := failed(job.trained)):
         job.out.mkdir(parents=True, exist_ok=True)
         (job.out / SAMPLES).write_text("")
-        write_json(job.out / RESULT, {**about, "tasks": {}, "status": status, "provenance": stamp(job.settings.seed)})
+        write(job.out / RESULT, evaluation_of(about, job.settings.seed, tasks={}, status=status))
         log.warning("not evaluated: the run is %s", status)
         return
     with imports():
@@ -47,5 +47,5 @@ def score_policy(
     context = usable_length(policy.lm.config.to_dict(), settings)
     tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info, context)
     # That it was noise-free is told as it was, not as it should have been.
-    told = {"tasks": tasks, "sampler": sampler.served, "noise_norm": noise_norm(policy.lm)}
-    write_json(out / RESULT, {**row, **told, "provenance": stamp(settings.seed)})
+    noise = noise_norm(policy.lm)
+    write(out / RESULT, evaluation_of(row, settings.seed, tasks=tasks, sampler=sampler.served, noise_norm=noise))

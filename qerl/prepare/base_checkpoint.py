@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from qerl.data.hub_lock import MODEL_FILES, read_lock, verify
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.prepare import FetchJob, QuantizeJob
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.paths import CHECKPOINT, REPORT
+from qerl.results.schema.preparation import QuantizationReport
+from qerl.results.schema.stored import Provenance
 from qerl.settings.base import ConfigError
 from qerl.settings.models import LockedRepo
 
@@ -36,7 +38,7 @@ def quantize_base(job: QuantizeJob) -> None:
 
             if job.weights in SCHEMES:
                 import llmcompressor  # noqa: F401
-    make_checkpoint(job.model, job.weights, job.source, job.out / "checkpoint", job.out / "report.json", texts)
+    make_checkpoint(job.model, job.weights, job.source, job.out / CHECKPOINT, job.out / REPORT, texts)
 
 
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
@@ -61,7 +63,12 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
 
 
 def make_checkpoint(
-    model: str, weights: str, source: Path, checkpoint: Path, report: Path, calibration: Calibration | None = None
+    model: str,
+    weights: str,
+    source: Path,
+    checkpoint: Path,
+    report: Path,
+    calibration: Calibration | None = None,
 ) -> None:
     """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked.
 
@@ -72,7 +79,8 @@ def make_checkpoint(
     about = quantize_checkpoint(source, checkpoint, weights, calibration)
     if weights == "bf16":
         link_checkpoint(source, checkpoint)
-    write_json(report, {"model": model, "weights": weights, **about, "provenance": stamp()})
+    told = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
+    write(report, QuantizationReport.model_validate(told))
 
 
 def link_checkpoint(source: Path, target: Path) -> None:

@@ -10,6 +10,7 @@ from qerl.checkpoints.folder import weights_format_of
 from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
 from qerl.host.progress import log
 from qerl.provenance.files import put
+from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
 
@@ -17,7 +18,6 @@ from qerl.settings.run import RunFile
 INPUTS = "inputs.json"
 DATA = "data"
 CHECKPOINT = "checkpoint"
-REPORT = "report.json"
 
 
 def check_inputs(settings: RunFile) -> None:

@@ -6,8 +6,10 @@ from qerl.host.progress import log
 from qerl.jobs.prepare import PretrainJob
 from qerl.policy.policy import Policy
 from qerl.pretrain.miniature import pretrain
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.paths import PRETRAIN
+from qerl.results.schema.preparation import PretrainReport
+from qerl.results.schema.stored import Provenance
 from qerl.rollout.eager import NativeSampler
 
 
@@ -16,4 +18,4 @@ def pretrain_base(job: PretrainJob) -> None:
     outcome = pretrain(
         job.settings, job.data, job.out, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer))
     )
-    write_json(job.out / "pretrain.json", {**outcome, "provenance": stamp(job.settings.seed)})
+    write(job.out / PRETRAIN, PretrainReport(**outcome, provenance=Provenance.of_now(job.settings.seed)))

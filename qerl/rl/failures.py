@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from qerl.results.files import read
+from qerl.results.paths import RUN
+from qerl.results.schema.stored import OK
+from qerl.results.schema.training import RunResult
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
@@ -53,6 +57,6 @@ def failure(work: Path) -> Failure | None:
 
 def failed(policy: Path) -> str | None:
     """The reason in run.json why a run left no trained policy. None if there is a policy."""
-    file = policy.parent / "run.json"
-    result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return result.get("status")
+    file = policy.parent / RUN
+    status = read(RunResult, file).status if file.is_file() else OK
+    return None if status == OK else status

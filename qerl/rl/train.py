@@ -21,8 +21,11 @@ from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
 from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
-from qerl.provenance.files import flush, write_json, write_text
-from qerl.provenance.stamp import stamp
+from qerl.provenance.files import flush, write_text
+from qerl.results.files import write
+from qerl.results.paths import METRICS, POLICY, RUN
+from qerl.results.schema.stored import Provenance, Quartiles
+from qerl.results.schema.training import RunResult, RunSummary
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.failures import Failure, failure, forget, noted
@@ -32,8 +35,6 @@ from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
 from qerl.settings.run import UNDECIDING, RunSettings
-
-METRICS = "metrics.jsonl"
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
@@ -110,10 +111,11 @@ def _write_failure(job: TrainJob, found: Failure, state: Path) -> None:
     metrics = state / METRICS
     rows = metrics.read_text() if metrics.is_file() else ""
     status = f"{found.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
-    (job.out / "policy").mkdir(parents=True, exist_ok=True)
+    (job.out / POLICY).mkdir(parents=True, exist_ok=True)
     write_text(job.out / METRICS, rows)
-    told = {"run": job.id, **_named(job), "status": status, "reason": found.reason, "summary": None}
-    write_json(job.out / "run.json", {**told, "provenance": stamp(job.settings.seed)})
+    stamped = Provenance.of_now(job.settings.seed)
+    result = RunResult(**_named(job), status=status, reason=found.reason, summary=None, provenance=stamped)
+    write(job.out / RUN, result)
     log.warning("%s: %s (%s)", job.id, status, found.reason)
 
 
@@ -129,38 +131,36 @@ def _train(job: TrainJob, state: Path) -> None:
     job.out.mkdir(parents=True, exist_ok=True)
     held = weight_bytes(trainer.policy)
     _save(trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
-    summary = {
-        "steps": len(rows),
-        "seconds": elapsed.value,
-        "peak_memory_bytes": peak,
-        "trainable_parameters": trained,
-        "weight_bytes": held,
-        "sampler": trainer.collector.sampler.served,
+    summary = RunSummary(
+        steps=len(rows),
+        seconds=elapsed.value,
+        peak_memory_bytes=peak,
+        trainable_parameters=trained,
+        weight_bytes=held,
+        sampler=trainer.collector.sampler.served,
         **_speeds(rows),
-    }
-    write_json(
-        job.out / "run.json",
-        {"run": job.id, **_named(job), "summary": summary, "provenance": stamp(job.settings.seed)},
     )
+    stamped = Provenance.of_now(job.settings.seed)
+    write(job.out / RUN, RunResult(**_named(job), summary=summary, provenance=stamped))
     report(rows, job.settings)
 
 
 def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
     """Write policy and metrics, before run.json, which states that they are there."""
     try:
-        trainer.policy.save(out / "policy", base)
+        trainer.policy.save(out / POLICY, base)
     except SafetensorError as error:
         raise ResumeError(
             f"can't write the trained policy to {out} ({error}); make room and start again: the run goes on from its "
             "last checkpoint"
         ) from error
     shutil.copyfile(trainer.metrics, out / METRICS)
-    flush(out / "policy")
+    flush(out / POLICY)
     flush(out / METRICS)
 
 
 def _named(job: TrainJob) -> dict[str, Any]:
-    return job.model_dump(mode="json", include={"experiment", "arm", "varied", "settings"})
+    return {"run": job.id, **{name: getattr(job, name) for name in ("experiment", "arm", "varied", "settings")}}
 
 
 def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:
@@ -171,5 +171,5 @@ def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "rollout_tokens_per_second": statistics.median(row["tokens_per_second/rollout"] for row in warm),
         "update_tokens_per_second": statistics.median(row["tokens_per_second/update"] for row in warm),
-        "step_seconds": dict(zip(("p25", "median", "p75"), quartiles, strict=True)),
+        "step_seconds": Quartiles(**dict(zip(("p25", "median", "p75"), quartiles, strict=True))),
     }

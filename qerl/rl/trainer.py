@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log, track
 from qerl.policy.policy import Policy
-from qerl.provenance.files import write_text
+from qerl.results.files import write_rows
+from qerl.results.schema.training import StepMetrics
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.data_parallel import Processes
 from qerl.rl.failures import TimeLimitError
@@ -128,4 +128,4 @@ class Trainer:
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the whole file at each step, so that a killed run leaves no torn or repeated row."""
-        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(self.metrics, map(StepMetrics.model_validate, rows))

@@ -150,7 +150,7 @@ def test_lighteval_prompts_and_verdicts_are_the_stock_ones(run, source, tokenize
             )
             [outcome] = apply_metric(docs=[doc], responses=[response], metrics=[metric])
             assert samples[number, repeat]["correct"] == outcome[metric.metric_name], (row, text)
-    right = [metrics["accuracies"][repeat] for repeat in range(len(COMPLETIONS))]
+    right = [metrics.accuracies[repeat] for repeat in range(len(COMPLETIONS))]
     assert right[0] == 1.0
     assert right[4] == right[5] == right[8] == right[9] == 0.0
 
@@ -165,7 +165,7 @@ def test_amc23_takes_integers_for_its_floats(tokenizer, source, tmp_path, task):
         sampler = Script(tokenizer, answers)
         evaluation = parse(EvaluationSettings, tasks, "evaluation")
         metrics = evaluate(sampler, tokenizer, evaluation, {"data": tmp_path / "data"}, tmp_path / "out", print)
-        assert metrics["data"]["accuracy"] == right
+        assert metrics["data"].accuracy == right
         assert all(("Box the answer." in prompt) == (task is None) for prompt in sampler.prompts)
 
 
@@ -261,7 +261,7 @@ def test_gsm8k_verdicts_are_those_of_lm_evals_entry_point(run, source, stock_gsm
             sample = samples[number, repeat]
             assert sample["correct"] == scores[number, "strict-match"], completion
             assert sample["flexible"] == scores[number, "flexible-extract"], completion
-    assert metrics["flexible"] > metrics["accuracy"] > 0
+    assert metrics.flexible > metrics.accuracy > 0
 
 
 def test_the_examples_come_from_training_problems(run, source):
@@ -279,7 +279,7 @@ def test_without_training_problems_there_are_no_examples(run):
     with pytest.raises(EvaluationError, match=r"takes its examples from the training split.*set fewshot: 0"):
         run("gsm8k", origin=only_test)
     metrics, _, _ = run("gsm8k", origin=only_test, fewshot=0)
-    assert metrics["problems"] == 3
+    assert metrics.problems == 3
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_each_task_may_sample_otherwise(tokenizer, source, tmp_path):
     metrics = evaluate(sampler, tokenizer, evaluation, {"data": tmp_path / "data"}, tmp_path / "out", print)
     drawn = [(call.count, call.temperature, call.top_p, call.max_tokens) for call in sampler.calls]
     assert drawn == [(6, 0.6, 0.95, 4096), (1, 0.0, 0.95, 9)]
-    assert [(name, task["repeats"], task["sampling"]["temperature"]) for name, task in metrics.items()] == [
+    assert [(name, task.repeats, task.sampling.temperature) for name, task in metrics.items()] == [
         ("aime25", 6, 0.6),
         ("aime25-greedy", 1, 0.0),
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer, TypeAdapter
 
-from qerl.results.schema.stored import OK, Number, Provenance, Stored
+from qerl.results.schema.stored import OK, Number, Provenance, Stored, whole
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask
 from qerl.settings.models import Recipe, WeightFormat
 from qerl.settings.rollout import SamplingSettings
@@ -45,7 +45,7 @@ class TaskScore(Stored):
     completion_tokens: Number | None = None
     truncated: Number | None = None
     task: StockTask | None = None
-    sampling: SamplingSettings | None = None
+    sampling: Annotated[SamplingSettings, PlainSerializer(whole)] | None = None
 
 
 class Scores(Stored):
@@ -83,4 +83,13 @@ class OwnEvaluationResult(Scores):
     eval: str
     model: str
     adapter: bool
-    settings: EvaluationSettings
+    settings: Annotated[EvaluationSettings, PlainSerializer(whole)]
+
+
+AnyEvaluation = EvaluationResult | StoredPolicyResult | OwnEvaluationResult
+_ANY: TypeAdapter[AnyEvaluation] = TypeAdapter(AnyEvaluation)
+
+
+def evaluation_of(policy: dict[str, Any], seed: int, **scores: Any) -> AnyEvaluation:
+    """The result of scoring a policy, by what `policy` says that it is, with the stamp of now."""
+    return _ANY.validate_python({**policy, **scores, "provenance": Provenance.of_now(seed)})

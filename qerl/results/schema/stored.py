@@ -24,6 +24,11 @@ def _number(value: float, info: SerializationInfo) -> float:
 Number = Annotated[int | float, PlainSerializer(_number, return_type=Any)]
 
 
+def whole(settings: BaseModel) -> dict[str, Any]:
+    """Every key of settings, those at their defaults too."""
+    return settings.model_dump(mode="json")
+
+
 class Stored(BaseModel):
     """Base of all results."""
 

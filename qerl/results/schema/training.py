@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainSerializer, model_validator
 
-from qerl.results.schema.stored import OK, Number, Provenance, Quartiles, Stored
+from qerl.results.schema.stored import OK, Number, Provenance, Quartiles, Stored, whole
 from qerl.settings.run import RunSettings
 
 
@@ -78,7 +78,7 @@ class RunResult(Stored):
     experiment: str
     arm: str
     varied: dict[str, Any]
-    settings: Annotated[RunSettings, PlainSerializer(lambda settings: settings.model_dump(mode="json"))]
+    settings: Annotated[RunSettings, PlainSerializer(whole)]
     status: str = OK
     reason: str = ""
     summary: RunSummary | None = None

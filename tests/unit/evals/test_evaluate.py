@@ -140,8 +140,8 @@ def same_first_digit(answer):
 def test_reference_solutions_score_one(run, problems):
     metrics, samples, _ = run(lambda name, number, repeat: problems[name][number].solution)
     for task in metrics.values():
-        assert (task["accuracy"], task["accuracies"], task["extracted"]) == (1.0, [1.0, 1.0], 1.0)
-        assert (task["problems"], task["repeats"], task["truncated"]) == (PROBLEMS, 2, 0.0)
+        assert (task.accuracy, task.accuracies, task.extracted) == (1.0, [1.0, 1.0], 1.0)
+        assert (task.problems, task.repeats, task.truncated) == (PROBLEMS, 2, 0.0)
     assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
 
 
@@ -155,7 +155,7 @@ def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
         return stated(name, same_first_digit(problems[name][number].answer))
 
     metrics, samples, _ = run(script)
-    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0, 0.0]
+    assert [task.accuracy for task in metrics.values()] == [0.0, 0.0, 0.0]
     assert all(sample["extracted"][0] == sample["gold"][0] for sample in samples)
     assert all(sample["agrees"] for sample in samples)
 
@@ -169,8 +169,8 @@ def test_each_repeat_is_scored_on_its_own(run, problems):
 
     metrics, samples, _ = run(script, repeats=3)
     for task in metrics.values():
-        assert task["accuracies"] == [0.5, 1 / PROBLEMS, 0.0]
-        assert task["accuracy"] == pytest.approx((0.5 + 1 / PROBLEMS) / 3)
+        assert task.accuracies == [0.5, 1 / PROBLEMS, 0.0]
+        assert task.accuracy == pytest.approx((0.5 + 1 / PROBLEMS) / 3)
     number = {problem.id: i for name in problems for i, problem in enumerate(problems[name])}
     for sample in samples:
         i = number[sample["problem"]]
@@ -195,7 +195,7 @@ def test_samples_hold_every_completion(run, problems, tokenizer):
         assert (sample["harness"], sample["gold"], sample["extracted"]) == (HARNESS[name], problem.answer, "12")
         assert sample["tokens"] == len(sample["completion"]) + 1
         assert sample["finished"] is True
-    assert metrics["gsm8k"]["completion_tokens"] == sum(s["tokens"] for s in samples[: 2 * PROBLEMS]) / PROBLEMS / 2
+    assert metrics["gsm8k"].completion_tokens == sum(s["tokens"] for s in samples[: 2 * PROBLEMS]) / PROBLEMS / 2
     # One call a task, at the settings of the evaluation.
     assert len(sampler.calls) == 3
     for params in sampler.calls:
@@ -205,7 +205,7 @@ def test_samples_hold_every_completion(run, problems, tokenizer):
 
 def test_completions_without_an_answer_are_counted(run):
     metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"))
-    assert [task["extracted"] for task in metrics.values()] == [0.5, 0.5, 0.5]
+    assert [task.extracted for task in metrics.values()] == [0.5, 0.5, 0.5]
     assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
 
 
@@ -215,7 +215,7 @@ def test_truncated_share(monkeypatch, run):
         Scripted, "_complete", lambda self, p, r: Completion(complete(self, p, r).token_ids[:-1], [], finished=r == 0)
     )
     metrics, _, _ = run(lambda name, number, repeat: "#### 5", names=("gsm8k",), repeats=4)
-    assert metrics["gsm8k"]["truncated"] == 0.75
+    assert metrics["gsm8k"].truncated == 0.75
 
 
 def test_stop_strings_of_the_task_end_a_completion(run, problems):
@@ -225,7 +225,7 @@ def test_stop_strings_of_the_task_end_a_completion(run, problems):
         return f"I think\nQuestion: what now?\n#### {problems[name][number].answer}"
 
     metrics, samples, _ = run(script, names=("gsm8k",))
-    assert metrics["gsm8k"]["accuracy"] == 0.0
+    assert metrics["gsm8k"].accuracy == 0.0
     assert {sample["completion"] for sample in samples} == {"I think\n"}
 
 
@@ -236,15 +236,15 @@ def test_lighteval_does_not_score_the_thinking(run, problems):
         )
 
     metrics, samples, _ = run(script, names=("math", "aime"))
-    assert [task["accuracy"] for task in metrics.values()] == [0.0, 0.0]
+    assert [task.accuracy for task in metrics.values()] == [0.0, 0.0]
     assert all("<think>" in sample["completion"] for sample in samples)
 
 
 def test_agreement_shows_where_the_project_grades_differently(run, problems):
     """lighteval takes a last number outside of a box; the project's own grader doesn't."""
     metrics, samples, _ = run(lambda name, number, repeat: f"it is {problems[name][number].answer}", names=("math",))
-    assert metrics["math"]["accuracy"] == 1.0
-    assert metrics["math"]["agreement"] == 0.0
+    assert metrics["math"].accuracy == 1.0
+    assert metrics["math"].agreement == 0.0
     assert not any(sample["agrees"] for sample in samples)
 
 
@@ -279,8 +279,8 @@ def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, 
         return cases[repeat][0].format(n=problems[name][number].answer)
 
     metrics, samples, _ = run(script, repeats=len(cases), names=(name,), datasets=tagged)
-    assert metrics[name]["accuracies"] == [float(right) for _, right, _ in cases]
-    assert metrics[name]["agreement"] == 1.0
+    assert metrics[name].accuracies == [float(right) for _, right, _ in cases]
+    assert metrics[name].agreement == 1.0
     for sample in samples:
         _, _, extracted = cases[sample["repeat"]]
         if name != "aime" or extracted != "98765":  # no answer of an AIME problem
@@ -305,8 +305,8 @@ def test_tagged_amounts_are_read_alike(run, problems, tagged):
         return f"<think></think><answer>{forms[repeat].format(n=problems[name][number].answer)}</answer>"
 
     metrics, _, _ = run(script, repeats=len(forms), names=("gsm8k",), datasets=tagged)
-    assert metrics["gsm8k"]["accuracies"] == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert metrics["gsm8k"]["agreement"] == 1.0
+    assert metrics["gsm8k"].accuracies == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert metrics["gsm8k"].agreement == 1.0
 
 
 def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path):
@@ -315,7 +315,7 @@ def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path)
 
     folders = prepared_in(tmp_path, answer="tags", units=["%"])
     metrics, _, _ = run(script, repeats=1, names=("gsm8k",), datasets=folders)
-    assert (metrics["gsm8k"]["accuracy"], metrics["gsm8k"]["agreement"]) == (1.0, 1.0)
+    assert (metrics["gsm8k"].accuracy, metrics["gsm8k"].agreement) == (1.0, 1.0)
 
 
 def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
@@ -327,7 +327,7 @@ def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
 
 def test_greedy_with_one_repeat(run, problems):
     metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
-    assert all(task["accuracies"] == [1.0] for task in metrics.values())
+    assert all(task.accuracies == [1.0] for task in metrics.values())
     assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
 
 
@@ -404,7 +404,7 @@ solutions = {name: [problem.solution for problem in read_split(folder, "test")] 
 sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), lambda name, number, repeat: solutions[name][number])
 tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
 metrics = evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), lambda _: None)
-print(*(task["accuracy"] for task in metrics.values()))
+print(*(task.accuracy for task in metrics.values()))
 """
 
 
