@@ -95,7 +95,6 @@ WRITTEN = (
     "results/reference/h200/walk",
     "docs/gpu-hours.md",
     "docs/lab",
-    "docs/kernels.md",
 )
 PAGES = [
     page

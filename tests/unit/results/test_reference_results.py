@@ -19,7 +19,7 @@ SHOWN = {
 }
 #: Tables are derived from results; three files of numbers have readers and schemas of their own.
 TABLES = {"problems.csv", "sizes.csv", "speeds.csv"}
-#: JSON files of trials, or of before there was a schema; they stand behind lines of docs/lab and docs/kernels.md.
+#: JSON files of trials, or of before there was a schema; they stand behind lines of docs/lab.
 EARLY = {
     "decode/attention-in-turn-1cb7b36.json": "two versions of a kernel in turn",
     "decode/native-7b-nvfp4-17e82a2.json": "decode points of several ranks in one file",
