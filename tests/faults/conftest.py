@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.cli import rules
 from qerl.data.sources import prepare
+from qerl.jobs import dispatch
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
+from tests.jobs import train_job
 from tests.tiny import tiny_qwen2
 
 SETTINGS = {
@@ -44,11 +45,10 @@ class Run:
         self.base, self.data, self.work, self.out = (folder / name for name in ("base", "data", "work", "out"))
 
     def train(self, changes: dict | None = None, name: str = "", **row) -> list[dict]:
-        settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test").model_dump(mode="json")
-        given = {"id": "r", "experiment": "e", "arm": "a", "varied": {}, "settings": settings, **row}
+        settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test")
         sys.modules.pop("fault_reward", None)
         out = Path(f"{self.out}{name}")
-        rules.train(json.dumps(given), self.base, self.data, Path(f"{self.work}{name}"), out)
+        dispatch.run(train_job(settings, self.base, self.data, Path(f"{self.work}{name}"), out, id="r", **row))
         return read_rows(out / "metrics.jsonl")
 
     def reward(self, text: str) -> None:
