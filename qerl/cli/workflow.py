@@ -64,7 +64,7 @@ def show_plan(
     as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
 ) -> None:
-    """Print the sheet of runs: what each is, what it costs at most and what of it is done."""
+    """Print the table of runs: what each is, what it costs at most and whether it is done."""
     from qerl.plan import fitting
     from qerl.plan.paper_costs import by_table, page
     from qerl.plan.run_table import disk, sheet, totals
