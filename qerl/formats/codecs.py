@@ -11,7 +11,6 @@ NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -121,12 +120,6 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
         scale = _e8m0_values(values.device)[tensors["weight_scale"].long()]
     grouped = values.view(packed.shape[0], -1, GROUP_SIZE[packed.weights_format]) * scale.unsqueeze(-1)
     return grouped.view(packed.shape).to(dtype)
-
-
-def bits_per_weight(packed: Packed) -> float:
-    """Stored bits of one weight, scales and look-up tables included."""
-    stored = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors.values())
-    return 8 * stored / math.prod(packed.shape)
 
 
 def _check_group(weights_format: str, columns: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qerl.plan.sheets import Checkpoint, Plan
 from qerl.results import printed
+from qerl.results.paths import LISTED
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
 
@@ -79,7 +80,7 @@ class Files:
     @property
     def listed(self) -> Path:
         """A file with the path of each of them a line."""
-        return self.results / "results.txt"
+        return self.results / LISTED
 
     @property
     def outcome(self) -> list[str]:

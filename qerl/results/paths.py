@@ -93,7 +93,3 @@ class ResultPaths:
     def gate(self, name: str) -> Path:
         """A file of the gates."""
         return self.root / "gates" / name
-
-    def stored_policy(self, name: str) -> Path:
-        """The scores of a policy that is kept with the project."""
-        return self.root / "gates" / "stored" / name / RESULT

@@ -8,7 +8,6 @@ import torch
 from qerl.formats.codecs import (
     PACKED_FORMATS,
     Packed,
-    bits_per_weight,
     dequantize,
     from_checkpoint,
     nvfp4_global_scale,
@@ -19,6 +18,7 @@ from qerl.formats.codecs import (
 from qerl.formats.errors import FormatError
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.formats.nf4 import STATE_NAME
+from tests.bits import bits_per_weight
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

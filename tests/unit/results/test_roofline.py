@@ -6,13 +6,14 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.formats.codecs import bits_per_weight, quantize
+from qerl.formats.codecs import quantize
 from qerl.policy.policy import lora_config
 from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.random_models.checkpoint import model_config
 from qerl.results import roofline
 from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 from qerl.settings.training import AdapterSettings
+from tests.bits import bits_per_weight
 
 RANK, SEQUENCES, CONTEXT = 4, 3, 40
 
