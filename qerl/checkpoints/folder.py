@@ -65,10 +65,10 @@ def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
     """Raise `CheckpointError` if the files hold fewer blocks than config.json states, before any block is built."""
     layers = read_config(folder)["num_hidden_layers"]
     numbers = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in headers)
-    held = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
-    if held < layers:
+    blocks = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
+    if blocks < layers:
         raise CheckpointError(
-            f"{folder / CONFIG} has num_hidden_layers={layers}, but the files hold {held} blocks; "
+            f"{folder / CONFIG} has num_hidden_layers={layers}, but the files hold {blocks} blocks; "
             "check that config.json belongs to these weights"
         )
 
@@ -76,8 +76,8 @@ def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
 def check_base(folder: Path) -> None:
     """Check that `folder` can be a run's base: a complete dense checkpoint with tokenizer and chat template."""
     check_checkpoint(folder)
-    if (found := weights_format_of(folder)) != "bf16":
-        raise CheckpointError(f"{folder} is quantized already ({found}); give the dense checkpoint")
+    if (weights_format := weights_format_of(folder)) != "bf16":
+        raise CheckpointError(f"{folder} is quantized already ({weights_format}); give the dense checkpoint")
     check_tokenizer(folder)
 
 
@@ -195,9 +195,9 @@ def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
     if types is None:
         return
     if not isinstance(types, list) or len(types) != layers:
-        found = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
+        given = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
         raise CheckpointError(
-            f"{folder / CONFIG} has {found} for num_hidden_layers={layers}; correct one of them, each layer has a type"
+            f"{folder / CONFIG} has {given} for num_hidden_layers={layers}; correct one of them, each layer has a type"
         )
     if unknown := [name for name in types if name not in LAYER_TYPES]:
         raise CheckpointError(

@@ -76,8 +76,8 @@ def extract(
     if form == "tags":
         return _tagged(spoken, record_format, units)
     if record_format == "gsm8k":
-        found = _hashes(spoken)
-        return found[0] if found else None
+        answer = _hashes(spoken)
+        return answer[0] if answer else None
     boxed = _last_boxed(spoken)
     return _in_format(boxed[0].strip(), record_format, units) if boxed else None
 
@@ -136,8 +136,8 @@ def _hashes(spoken: str) -> tuple[str, int] | None:
 
 
 def _ends_in_hashes(spoken: str) -> bool:
-    found = _hashes(spoken)
-    return found is not None and spoken.count("####") == 1 and not spoken[found[1] :].strip()
+    answer = _hashes(spoken)
+    return answer is not None and spoken.count("####") == 1 and not spoken[answer[1] :].strip()
 
 
 def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:

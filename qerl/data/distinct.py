@@ -25,12 +25,12 @@ def distinct(splits: dict[Split, list[Located]], record_format: RecordFormat) ->
     kept: dict[Split, list[Located]] = {}
     for split in _ORDER:
         asked = _by_question(splits.get(split, []), record_format)
-        own = {id: same for id, same in asked.items() if id not in seen}
-        agreeing = {id: same for id, same in own.items() if _agree(same, record_format)}
+        unseen = {id: same for id, same in asked.items() if id not in seen}
+        agreeing = {id: same for id, same in unseen.items() if _agree(same, record_format)}
         kept[split] = [same[0][0] for same in agreeing.values()]
-        repeated, elsewhere = _surplus(agreeing.values()), _surplus(asked.values()) - _surplus(own.values())
-        _tell(split, repeated, elsewhere + len(asked) - len(own))
-        _warn(split, [same for id, same in own.items() if id not in agreeing])
+        repeated, elsewhere = _surplus(agreeing.values()), _surplus(asked.values()) - _surplus(unseen.values())
+        _tell(split, repeated, elsewhere + len(asked) - len(unseen))
+        _warn(split, [same for id, same in unseen.items() if id not in agreeing])
         seen |= asked.keys()
     return {split: kept[split] for split in splits}
 
@@ -39,11 +39,11 @@ _Same = list[tuple[Located, Problem]]
 
 
 def _by_question(records: list[Located], record_format: RecordFormat) -> dict[str, _Same]:
-    found: dict[str, _Same] = defaultdict(list)
+    by_question: dict[str, _Same] = defaultdict(list)
     for where, record in records:
         problem = parse_record(record, record_format, where)
-        found[problem.id].append(((where, record), problem))
-    return found
+        by_question[problem.id].append(((where, record), problem))
+    return by_question
 
 
 def _agree(same: _Same, record_format: RecordFormat) -> bool:

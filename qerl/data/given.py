@@ -34,13 +34,13 @@ class Given:
     def write(self, replace: bool = True) -> None:
         """Write the files. Without `replace`, files that differ from earlier ones are a `ConfigError`."""
         for file, text in self.files.items():
-            there = file.read_text() if file.is_file() else None
-            if there not in (None, text) and not replace:
+            written = file.read_text() if file.is_file() else None
+            if written not in (None, text) and not replace:
                 raise ConfigError(
                     f"{file} holds other records than `dataset` gives now; give another folder as `out`, or delete "
                     f"{file.parents[1]}"
                 )
-            if there != text:
+            if written != text:
                 write_text(file, text)
 
 
@@ -59,11 +59,11 @@ def _is_given(value: Any) -> bool:
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
 
 
-def _as_files(told: Mapping[str, Any], objects: Any, folder: Path) -> Given:
+def _as_files(settings: Mapping[str, Any], objects: Any, folder: Path) -> Given:
     data = objects() if callable(objects) else objects
     by_split = isinstance(data, Mapping)
     files: dict[Path, str] = {}
-    found: RecordFormat | None = told.get("format")
+    record_format: RecordFormat | None = settings.get("format")
     for name, records in data.items() if by_split else [("", data)]:
         if by_split and name not in SPLITS:
             raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
@@ -71,9 +71,9 @@ def _as_files(told: Mapping[str, Any], objects: Any, folder: Path) -> Given:
         located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in enumerate(records, 1)]
         if not located:
             raise DataError(f"{where} holds no records; a generator can be read once only")
-        for place, record in renamed(located, told.get("columns") or {}):
-            found = found or detect_format(record, place)
-            parse_record(record, found, place)
+        for place, record in renamed(located, settings.get("columns") or {}):
+            record_format = record_format or detect_format(record, place)
+            parse_record(record, record_format, place)
         files[folder / f"{name or 'records'}.jsonl"] = lines_of(record for _, record in located)
     origin = {"source": "local", "path": folder if by_split else folder / "records.jsonl"}
-    return Given({**told, "format": found, "origin": origin}, files)
+    return Given({**settings, "format": record_format, "origin": origin}, files)

@@ -125,8 +125,8 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
     return {str(split): [Path(path) for path in paths] for split, paths in files.items()}
 
 
-def _verify(found: dict[str, str], locked: dict[str, str], origin: HubData) -> None:
-    for path, digest in found.items():
+def _verify(hashes: dict[str, str], locked: dict[str, str], origin: HubData) -> None:
+    for path, digest in hashes.items():
         if path not in locked:
             raise DataError(f"{path} of {origin.repo} is not in the lock file; renew the lock file")
         if digest != locked[path]:

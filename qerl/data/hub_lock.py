@@ -102,8 +102,8 @@ def verify(entry: LockedRepo, folder: Path) -> None:
     """
     for name, expected in entry.files.items():
         path = folder / name
-        if path.is_file() and (found := sha256_of(path)) != expected:
-            raise ConfigError(f"{path} has SHA-256 {found}, the lock file says {expected}; download it again")
+        if path.is_file() and (digest := sha256_of(path)) != expected:
+            raise ConfigError(f"{path} has SHA-256 {digest}, the lock file says {expected}; download it again")
 
 
 def sha256_of(path: Path) -> str:

@@ -69,11 +69,11 @@ def _mapping(record: Mapping[str, Any]) -> str:
         return f"its `{question}` is a {type(record[question]).__name__}, such as a chat: give the question as text"
     stated = str(record[answer])
     if gold(stated, "gsm8k") is not None:
-        found, columns = "gsm8k", {"question": question, "answer": answer}
+        record_format, columns = "gsm8k", {"question": question, "answer": answer}
     else:
-        found, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
-    named = ", ".join(f"{name}: {own}" for name, own in columns.items() if name != own)
-    return f"write its own names as `dataset: {{format: {found}, columns: {{{named}}}, origin: ...}}`"
+        record_format, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
+    named = ", ".join(f"{name}: {column}" for name, column in columns.items() if name != column)
+    return f"write its own names as `dataset: {{format: {record_format}, columns: {{{named}}}, origin: ...}}`"
 
 
 def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
@@ -108,8 +108,8 @@ def _given(record: Mapping[str, Any]) -> str:
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = _get(record, key)
     if value is None or not str(value).strip():
-        found = ", ".join(map(str, record)) or "none"
-        raise DataError(f"{where} has no `{key}`; its columns: {found} (`columns: {{{key}: NAME}}` names another one)")
+        names = ", ".join(map(str, record)) or "none"
+        raise DataError(f"{where} has no `{key}`; its columns: {names} (`columns: {{{key}: NAME}}` names another one)")
     if hasattr(value, "__len__") and not isinstance(value, str):
         raise DataError(f"{where} has a {type(value).__name__} in `{key}`; give it as text")
     if not _is_unicode(text := str(value)):

@@ -47,8 +47,8 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
-    found = _generated(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
-    located = distinct(_filtered(found, settings), settings.format)
+    given = _generated(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
+    located = distinct(_filtered(given, settings), settings.format)
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
@@ -105,13 +105,13 @@ def check_problem_file(
     Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
     `columns`: the records' own names of the format's columns.
     """
-    found = record_format
+    detected = record_format
     for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
         for where, record in renamed(_file(file), columns or {}):
-            found = found or detect_format(record, where)
-            parse_record(record, found, where)
-    assert found is not None
-    return found
+            detected = detected or detect_format(record, where)
+            parse_record(record, detected, where)
+    assert detected is not None
+    return detected
 
 
 def _file(path: Path) -> list[Located]:
@@ -187,15 +187,15 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     """The files of a folder by split: train.jsonl, main/test.parquet, or shards like train-00000-of-00002.parquet"""
     files: dict[Split, list[Path]] = {}
     for split in SPLITS:
-        found = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in DATA_SUFFIXES and p.is_file())
-        shards = len({path.parent for path in found}) == 1 and all(_SHARD.search(path.stem) for path in found)
-        if len(found) > 1 and not shards:
+        matches = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in DATA_SUFFIXES and p.is_file())
+        shards = len({path.parent for path in matches}) == 1 and all(_SHARD.search(path.stem) for path in matches)
+        if len(matches) > 1 and not shards:
             raise DataError(
-                f"{folder} has several files for the split {split}: {', '.join(map(str, found))}; keep one, name one "
+                f"{folder} has several files for the split {split}: {', '.join(map(str, matches))}; keep one, name one "
                 "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
             )
-        if found:
-            files[split] = found
+        if matches:
+            files[split] = matches
     if not files:
         raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)})")
     return files
@@ -209,11 +209,11 @@ def _generated(record_format: RecordFormat, origin: Generated) -> _Splits:
 def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     """The records of the origin by split, under the names of the format's columns, each validated."""
     origin = settings.origin
-    found = _by_file(hub.splits) if hub else _own_records(origin)
-    if isinstance(found, list):
+    records_read = _by_file(hub.splits) if hub else _own_records(origin)
+    if isinstance(records_read, list):
         assert isinstance(origin, (LocalData, FunctionData))
-        return _split_by_hash(renamed(found, settings.columns), origin, settings.format)
-    splits = {split: list(renamed(records, settings.columns)) for split, records in found.items()}
+        return _split_by_hash(renamed(records_read, settings.columns), origin, settings.format)
+    splits = {split: list(renamed(records, settings.columns)) for split, records in records_read.items()}
     for where, record in chain(*splits.values()):
         parse_record(record, settings.format, where)
     return splits
@@ -234,12 +234,12 @@ def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:
 def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
     """The records under the format's own names: `columns` maps these to the records'."""
     for where, record in records:
-        for name, own in columns.items():
-            if own not in record:
-                found = ", ".join(map(str, record)) or "none"
-                raise DataError(f"{where} has no `{own}`, which `columns` names for `{name}`; its columns: {found}")
+        for name, column in columns.items():
+            if column not in record:
+                names = ", ".join(map(str, record)) or "none"
+                raise DataError(f"{where} has no `{column}`, which `columns` names for `{name}`; its columns: {names}")
         rest = {key: value for key, value in record.items() if key not in columns.values()}
-        yield where, {**rest, **{name: record[own] for name, own in columns.items()}}
+        yield where, {**rest, **{name: record[column] for name, column in columns.items()}}
 
 
 def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:

@@ -154,8 +154,8 @@ def _recording(metric: Any, extracted: list[str | None]) -> Any:
 
     def score_and_record(doc: Doc, model_response: ModelResponse) -> float:
         value = score_one(doc=doc, model_response=model_response)
-        found = (doc.specific or {}).get("extracted_predictions")
-        extracted.append(found[0] if found else None)
+        predictions = (doc.specific or {}).get("extracted_predictions")
+        extracted.append(predictions[0] if predictions else None)
         return value
 
     metric.sample_level_fn.compute_score = score_and_record

@@ -96,13 +96,13 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     file = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
     filters = {entry["name"]: entry["filter"] for entry in file["filter_list"]}
     if dataset.stock:
-        own = _stock_prompts(file, dataset.stock)
+        prompts = _stock_prompts(file, dataset.stock)
     else:
-        own = _own_prompts(file, dataset)
+        prompts = _own_prompts(file, dataset)
         strict = filters[_STRICT]
         filters = {_STRICT: _from_tags(strict, dataset) if dataset.answer == "tags" else strict}
     return {
-        **own,
+        **prompts,
         "task": dataset.name,
         "repeats": repeats,
         "filter_list": [

@@ -49,13 +49,15 @@ def read_baseline(file: Path) -> Baseline:
 def own_baseline(folder: Path, machine: Mapping[str, Any], key: str) -> Baseline | None:
     """The baseline of this machine's class and this workload, if there is one."""
     file = baseline_file(folder, machine)
-    found = read_baseline(file) if file.is_file() else None
-    return found if found and found.measured.key == key else None
+    baseline = read_baseline(file) if file.is_file() else None
+    return baseline if baseline and baseline.measured.key == key else None
 
 
 def any_baseline(folder: Path, key: str) -> Baseline | None:
     """The first baseline of this workload, of whatever machine: numbers that only rounding tells apart."""
-    of_key = (found for file in sorted(folder.glob("*.json")) if (found := read_baseline(file)).measured.key == key)
+    of_key = (
+        baseline for file in sorted(folder.glob("*.json")) if (baseline := read_baseline(file)).measured.key == key
+    )
     return next(of_key, None)
 
 

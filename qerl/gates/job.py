@@ -29,19 +29,19 @@ def judge_results(job: VerdictJob) -> None:
 
 def write_verdict(settings: GateSettings, measured: Measured, out: Path) -> None:
     """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.md."""
-    own = own_baseline(settings.baselines, measured.provenance["machine"], measured.key)
-    baselines = Baselines(own, own or any_baseline(settings.baselines, measured.key))
+    baseline = own_baseline(settings.baselines, measured.provenance["machine"], measured.key)
+    baselines = Baselines(baseline, baseline or any_baseline(settings.baselines, measured.key))
     verdicts = [judge(gate, measured, baselines) for gate in read_gates(settings.file)]
     write_json(out / MEASURED, measured.model_dump(mode="json"))
-    told = {
+    result = {
         "outcome": overall(verdicts),
         "key": measured.key,
-        "baseline": own.commit if own else None,
+        "baseline": baseline.commit if baseline else None,
         "gates": [verdict.model_dump(mode="json") for verdict in verdicts],
         "provenance": measured.provenance,
     }
     (out / "verdict.md").write_text(verdict_table(verdicts).to_markdown(index=False) + "\n")
-    write_json(out / VERDICT, told)
+    write_json(out / VERDICT, result)
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

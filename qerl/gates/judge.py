@@ -35,29 +35,32 @@ EARLY_STEPS = 2
 
 @dataclass(frozen=True)
 class Baselines:
-    """`own`: of this class of machines and this workload; `other`: of the workload, on any machine."""
+    """`same_machine`: of this class of machines and this workload; `other`: of the workload, on any machine."""
 
-    own: Baseline | None
+    same_machine: Baseline | None
     other: Baseline | None
 
     def any_of(self, metric: str, kind: str) -> Any:
         """A metric of the own baseline, else of the other; None without one."""
-        baseline = self.own or self.other
+        baseline = self.same_machine or self.other
         return getattr(baseline.measured, kind).get(metric) if baseline else None
 
-    def own_versions(self, measured: Measured) -> bool:
+    def same_versions(self, measured: Measured) -> bool:
         """Whether there is a baseline of this class of machines, made with the same versions of all libraries."""
-        return self.own is not None and self.own.measured.provenance["versions"] == measured.provenance["versions"]
+        return (
+            self.same_machine is not None
+            and self.same_machine.measured.provenance["versions"] == measured.provenance["versions"]
+        )
 
 
 def judge(gate: Gate, measured: Measured, baselines: Baselines) -> Verdict:
     """The verdict of one gate. A metric that wasn't measured fails, whatever its check."""
-    told = {"gate": gate.gate, "metric": gate.metric, "check": gate.check, "why": gate.why}
+    identity = {"gate": gate.gate, "metric": gate.metric, "check": gate.check, "why": gate.why}
     if gate.metric not in _measured_for(gate.check, measured):
         without = gate.metric.endswith("-to-baseline") and measured.compared_with is None
         outcome = _no_baseline() if without else {"outcome": "fail", "detail": "nothing was measured under this name"}
-        return Verdict(**told, **outcome)  # type: ignore[arg-type]
-    return Verdict(**told, **_CHECKS[gate.check](gate, measured, baselines))  # type: ignore[arg-type]
+        return Verdict(**identity, **outcome)  # type: ignore[arg-type]
+    return Verdict(**identity, **_CHECKS[gate.check](gate, measured, baselines))  # type: ignore[arg-type]
 
 
 def overall(verdicts: list[Verdict]) -> Outcome:
@@ -99,13 +102,13 @@ def _at_least(gate: Gate, measured: Measured, _: Baselines) -> Finding:
 
 def _ratio_at_most(gate: Gate, measured: Measured, _: Baselines) -> Finding:
     ratio = paired_ratio_interval(*measured.ratios[gate.metric])
-    found = {"now": ratio.mean, "low": ratio.low, "high": ratio.high, "limit": gate.limit}
-    return {"outcome": _outcome(ratio.low <= gate.limit), **found}
+    numbers = {"now": ratio.mean, "low": ratio.low, "high": ratio.high, "limit": gate.limit}
+    return {"outcome": _outcome(ratio.low <= gate.limit), **numbers}
 
 
 def _growth(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     now = measured.values[gate.metric]
-    before = baselines.own.measured.values.get(gate.metric) if baselines.own else None
+    before = baselines.same_machine.measured.values.get(gate.metric) if baselines.same_machine else None
     if before is None:
         return {**_no_baseline(), "now": now}
     limit = before + gate.limit
@@ -141,7 +144,7 @@ def _same(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     if now.keys() != before.keys():
         return {"outcome": "fail", "detail": "other problems were asked than in the baseline"}
     share = sum(now[name] != before[name] for name in before) / len(before)
-    limit = 0.0 if baselines.own_versions(measured) else gate.limit
+    limit = 0.0 if baselines.same_versions(measured) else gate.limit
     return {"outcome": _outcome(share <= limit), "now": share, "limit": limit, "detail": _flips(before, now)}
 
 
@@ -161,7 +164,7 @@ def _golden(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     before = baselines.any_of(gate.metric, "series")
     if before is None:
         return _no_baseline()
-    if baselines.own_versions(measured):
+    if baselines.same_versions(measured):
         return {"outcome": _outcome(now == before), "limit": 0.0, "detail": _first_difference(before, now)}
     early = zip(before[:EARLY_STEPS], now[:EARLY_STEPS], strict=True)
     worst = max(abs(b - a) / max(abs(a), 1e-12) for a, b in early)

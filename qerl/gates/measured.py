@@ -84,13 +84,13 @@ def _of_run(name: str, run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]
 
 def _accuracies(trained: Mapping[Path, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """The accuracies of every arm's runs."""
-    found: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, dict[str, float]] = {}
     for file, result in trained.items():
         right = [row["correct"] for row in _samples(file)]
         accuracy = sum(right) / len(right)
         varied = ", ".join(f"{key}={value}" for key, value in result["varied"].items())
-        found.setdefault(f"accuracy/{result['arm']}", {})[varied] = accuracy
-    return found
+        accuracies.setdefault(f"accuracy/{result['arm']}", {})[varied] = accuracy
+    return accuracies
 
 
 def _completions(file: Path) -> dict[str, str]:

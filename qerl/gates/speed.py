@@ -174,8 +174,8 @@ def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> I
     ):
         worker = Worker(process, errors)
         try:
-            told = {"checkpoint": str(checkpoint.resolve()), "weights": weights_format_of(checkpoint)}
-            worker.tell({"code": str(code), "folder": str(folder), **told})
+            policy = {"checkpoint": str(checkpoint.resolve()), "weights": weights_format_of(checkpoint)}
+            worker.tell({"code": str(code), "folder": str(folder), **policy})
             yield worker
         finally:
             process.kill()

@@ -68,12 +68,12 @@ def _code(folder: Path, base: Base, weights: str) -> str:
     unpacked = weights in ("nvfp4", "mxfp4")
     classes = ["AutoModelForCausalLM", "AutoTokenizer", *(["CompressedTensorsConfig"] if unpacked else [])]
     revision = f', revision="{base.revision}"' if base.revision else ""
-    told = f", quantization_config={_UNPACKED}" if unpacked else ""
+    quantization = f", quantization_config={_UNPACKED}" if unpacked else ""
     return f"""import torch
 from peft import PeftModel
 from transformers import {", ".join(classes)}
 
 base = {base.name!r}
 tokenizer = AutoTokenizer.from_pretrained(base{revision})
-model = AutoModelForCausalLM.from_pretrained(base{revision}, dtype=torch.float32{told})
+model = AutoModelForCausalLM.from_pretrained(base{revision}, dtype=torch.float32{quantization})
 model = PeftModel.from_pretrained(model{".float()" if unpacked else ""}, {str(folder)!r}).eval()"""

@@ -77,8 +77,8 @@ def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator
     """Yield (layer name, packed weight) of a packed checkpoint."""
     layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
     for name, info in headers.items():
-        layer, found, _ = name.rpartition(".weight")
-        if found and layer in layers:
+        layer, separator, _ = name.rpartition(".weight")
+        if separator and layer in layers:
             layers[layer][name] = info
     for layer, infos in layers.items():
         tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}

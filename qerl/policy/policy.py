@@ -188,5 +188,5 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 def weight_bytes(policy: Policy) -> int:
     """Bytes of all weights in memory, adapters and packed buffers included."""
     head = policy.value_head.parameters() if policy.value_head is not None else ()
-    held = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
-    return sum(t.numel() * t.element_size() for t in held.values())
+    tensors = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -106,9 +106,9 @@ def _refuse_what_is_not_finite(headers: dict[str, TensorInfo]) -> None:
 
 
 def _dense_headers(source: Path) -> dict[str, TensorInfo]:
-    found = weights_format_of(source)
-    if found != "bf16":
-        raise CheckpointError(f"{source} is quantized already ({found}); give the dense checkpoint")
+    weights_format = weights_format_of(source)
+    if weights_format != "bf16":
+        raise CheckpointError(f"{source} is quantized already ({weights_format}); give the dense checkpoint")
     return read_headers(source)
 
 

@@ -128,9 +128,9 @@ class _FP4:
         return self._converter.process(weights)
 
     def describe(self) -> dict[str, Any]:
-        told = self._converter.update_config(None).model_dump(mode="json")
+        described = self._converter.update_config(None).model_dump(mode="json")
         named = {"quant_method": "compressed-tensors", "version": version("compressed-tensors")}
-        return {**told, **named, "transform_config": {}}
+        return {**described, **named, "transform_config": {}}
 
 
 class _NF4:

@@ -47,9 +47,9 @@ def write_checkpoint(
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     """Files in the order of the tensors, and their index; a file's name says how many there are."""
     shards: list[dict[str, int]] = []
-    for held in _grouped(tensors, shard_bytes):
-        save_file(held, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
-        shards.append({name: tensor.nbytes for name, tensor in held.items()})
+    for shard in _grouped(tensors, shard_bytes):
+        save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
     where: dict[str, str] = {}
     for number, sizes in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -61,13 +61,13 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 def _grouped(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Consecutive tensors, on the CPU, up to `shard_bytes` together."""
-    held: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if held and tensor.nbytes + sum(t.nbytes for t in held.values()) > shard_bytes:
-            yield held
-            held = {}
-        held[name] = tensor.contiguous().cpu()
-    yield held
+        if shard and tensor.nbytes + sum(t.nbytes for t in shard.values()) > shard_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor.contiguous().cpu()
+    yield shard
 
 
 def model_config(size: str, weights_format: str) -> dict[str, Any]:

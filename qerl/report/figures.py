@@ -181,12 +181,12 @@ def _bars(axis: Axes, table: pd.DataFrame) -> None:
 
 def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[Any, str]) -> None:
     bases = cells[cells["training"] == "none"].set_index("weights")["accuracy"]
-    found = {(row["experiment"], row["arm"], row["variant"]): row for row in cells.to_dict("records")}
+    cell_of = {(row["experiment"], row["arm"], row["variant"]): row for row in cells.to_dict("records")}
     for place, key in enumerate(names):
-        if key not in found:
+        if key not in cell_of:
             axis.annotate("not run", (0.5, place), xycoords=("axes fraction", "data"), va="center", fontsize=6)
             continue
-        row = found[key]
+        row = cell_of[key]
         mean, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
         axis.errorbar(
             mean, place, xerr=[[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2, color=colours[key]

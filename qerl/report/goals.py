@@ -64,27 +64,27 @@ def write_goals(points: pd.DataFrame, steps: pd.DataFrame, stem: Path) -> None:
 
 
 def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
-    there = [point for point in points.to_dict("records") if (point["prompt"], point["tokens"]) == (_PROMPT, _TOKENS)]
-    found = {tuple(point[key] for key in ("engine", "size", "weights", "rank", "sequences")): point for point in there}
+    rows = [point for point in points.to_dict("records") if (point["prompt"], point["tokens"]) == (_PROMPT, _TOKENS)]
+    cells = {tuple(point[key] for key in ("engine", "size", "weights", "rank", "sequences")): point for point in rows}
     for size, counts, bases, limit in _DECODE:
         against = "vLLM's NVFP4" if len(bases) == 1 else "the faster of vLLM's BF16 and NVFP4"
         for count in counts:
-            own = found.get(("native", size, "nvfp4", 16, count))
-            base = faster([found.get(("vllm", size, weights, 16, count)) for weights in bases])
-            yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", own, base)
+            ours = cells.get(("native", size, "nvfp4", 16, count))
+            base = faster([cells.get(("vllm", size, weights, 16, count)) for weights in bases])
+            yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
     for rank, limit in _COST.items():
         for count in _COST_SEQUENCES:
-            own, base = (found.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
-            yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", own, base)
+            ours, base = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
+            yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", ours, base)
 
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
     alike = _alike(steps)
-    own = next((step for step in _ours(alike, "7B", "auto") if not step["cap"]), None)
+    ours = next((step for step in _ours(alike, "7B", "auto") if not step["cap"]), None)
     for weights, limit in _STEP.items():
         trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, "7B", weights)), None)
         # Times, not speeds: TRL's over ours.
-        yield _row(f"7B GRPO step, over TRL's {weights.upper()} LoRA", limit, True, "×", trl, own)
+        yield _row(f"7B GRPO step, over TRL's {weights.upper()} LoRA", limit, True, "×", trl, ours)
 
 
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
@@ -133,8 +133,8 @@ def _alike(steps: pd.DataFrame) -> list[Row]:
 
 
 def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:
-    own = [step for step in steps if step["system"].startswith("qerl") and _is(step, size, "nvfp4")]
-    return [step for step in own if step["recompute"] == recompute]
+    ours = [step for step in steps if step["system"].startswith("qerl") and _is(step, size, "nvfp4")]
+    return [step for step in ours if step["recompute"] == recompute]
 
 
 def _cap(step: Row) -> float:

@@ -105,10 +105,10 @@ def _crossover_panel(axis: Axes, table: pd.DataFrame, lines: Sequence[Mapping[st
     counts = count_columns(table)
     axis.axhline(1, color="#555555", linewidth=0.8)
     for row, keywords in zip(table.to_dict("records"), lines, strict=True):
-        there = [count for count in counts if not isinstance(row[count], str)]
-        ratio, low, high = (np.array([row[f"{count}{end}"] for count in there], float) for end in ("", "_low", "_high"))
+        shown = [count for count in counts if not isinstance(row[count], str)]
+        ratio, low, high = (np.array([row[f"{count}{end}"] for count in shown], float) for end in ("", "_low", "_high"))
         axis.errorbar(
-            [int(count) for count in there], ratio, np.nan_to_num([ratio - low, high - ratio]).clip(0),
+            [int(count) for count in shown], ratio, np.nan_to_num([ratio - low, high - ratio]).clip(0),
             markersize=3, elinewidth=0.7, **keywords,
         )  # fmt: skip
     axis.set_ylabel("NVFP4 over BF16")

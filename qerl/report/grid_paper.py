@@ -60,9 +60,9 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     """
     plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
     at_lengths = _at_the_papers_lengths(measured[plain])
-    for system, own in at_lengths.groupby(at_lengths["system"].str.split().str[0], sort=False):
+    for system, of_system in at_lengths.groupby(at_lengths["system"].str.split().str[0], sort=False):
         for reading, sequences in READINGS.items():
-            bench, stem = _as_steps(own, str(system), sequences), f"{str(system).lower()}-{reading}"
+            bench, stem = _as_steps(of_system, str(system), sequences), f"{str(system).lower()}-{reading}"
             if bench.empty:
                 continue
             for name in _STEP_TABLES:
@@ -72,10 +72,10 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
                 _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
 
 
-def _write_steps(name: str, bench: pd.DataFrame, stem: Path, told: str) -> None:
-    held = bench.dropna(subset="size_bytes")
-    frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(held, "weights in memory")])
-    _write(frame, stem, f"GRPO step beside the paper's {told}; sizes of ours are those in memory", bench)
+def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> None:
+    sized = bench.dropna(subset="size_bytes")
+    frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(sized, "weights in memory")])
+    _write(frame, stem, f"GRPO step beside the paper's {reading}; sizes of ours are those in memory", bench)
 
 
 def _told(table: str, system: str, reading: str) -> str:

@@ -39,16 +39,16 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
     weights. Without any base a row is left out.
     """
     chosen = _of_size(points, size)
-    found = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
+    cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
     counts = _counts(chosen)
     rows = []
-    for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in found if engine == "native"):
-        own = [found.get(("native", weights, rank, count)) for count in counts]
-        fastest = [faster([found.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
-        same = [found.get(("vllm", weights, rank, count)) for count in counts]
+    for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in cells if engine == "native"):
+        ours = [cells.get(("native", weights, rank, count)) for count in counts]
+        fastest = [faster([cells.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
+        same = [cells.get(("vllm", weights, rank, count)) for count in counts]
         for against, bases in (("faster of BF16, NVFP4", fastest), (weights_label(weights), same)):
             key = {"weights": weights, "rank": rank, "against vLLM": against}
-            rows.append(key | _ratio_columns(counts, own, bases))
+            rows.append(key | _ratio_columns(counts, ours, bases))
     return _measured_rows(rows, counts)
 
 
@@ -60,8 +60,8 @@ def crossover(points: pd.DataFrame) -> pd.DataFrame:
     counts = _counts(points)
     rows = []
     for key, group in points.groupby(_CROSSED, sort=False):
-        found = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
-        above, below = ([found.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
+        cells = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
+        above, below = ([cells.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
         ratios = _ratio_columns(counts, above, below)
         rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
     return _measured_rows(rows, counts)
@@ -75,12 +75,12 @@ def adapters(points: pd.DataFrame) -> pd.DataFrame:
     counts = _counts(points)
     rows = []
     for key, group in points.groupby(["size", "engine", "weights"], sort=False):
-        found = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
-        without = [found.get((0, count)) for count in counts]
-        for rank in sorted({rank for rank, _ in found} - {0}):
-            own = [found.get((rank, count)) for count in counts]
+        cells = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
+        without = [cells.get((0, count)) for count in counts]
+        for rank in sorted({rank for rank, _ in cells} - {0}):
+            adapted = [cells.get((rank, count)) for count in counts]
             named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
-            rows.append(named | _ratio_columns(counts, own, without))
+            rows.append(named | _ratio_columns(counts, adapted, without))
     return _measured_rows(rows, counts)
 
 
@@ -120,8 +120,8 @@ def _value_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
     counts = _counts(points)
     rows = []
     for key, group in points.groupby(POLICY, sort=False):
-        found = {point["sequences"]: point for point in group.to_dict("records")}
-        values = {str(count): _value(found.get(count), column) for count in counts}
+        cells = {point["sequences"]: point for point in group.to_dict("records")}
+        values = {str(count): _value(cells.get(count), column) for count in counts}
         rows.append(dict(zip(POLICY, key, strict=True)) | values)
     return pd.DataFrame(rows)
 
@@ -146,12 +146,12 @@ def _crosses(counts: Iterable[int], ratios: Row) -> str:
     measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
     if not measured:
         return NOT_MEASURED
-    found = []
+    crossings = []
     for (left, before), (right, after) in pairwise(measured):
         if (before > 1) != (after > 1):
-            found.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
+            crossings.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
     (first, at_first), (last, _) = measured[0], measured[-1]
-    return ", ".join(dict.fromkeys(found)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
+    return ", ".join(dict.fromkeys(crossings)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
 
 
 def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:

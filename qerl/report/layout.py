@@ -128,9 +128,9 @@ def _row_key(cell: dict[Any, Any], in_columns: list[str]) -> tuple[tuple[str, st
 
 
 def _heading(cell: dict[Any, Any], in_columns: list[str]) -> str:
-    told = {**_pairs(cell["setting"]), "weights": weights_label(cell["weights"])}
+    parts = {**_pairs(cell["setting"]), "weights": weights_label(cell["weights"])}
     return ", ".join(
-        [_METRICS[cell["metric"]], *(_TOLD[name].format(told[name]) for name in in_columns if name in told)]
+        [_METRICS[cell["metric"]], *(_TOLD[name].format(parts[name]) for name in in_columns if name in parts)]
     )
 
 

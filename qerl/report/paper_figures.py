@@ -54,12 +54,12 @@ def _groups(
 ) -> dict[str, pd.DataFrame]:
     """The steps of the first arm that fits each series, by its label."""
     arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
-    found = {}
+    groups = {}
     for series in panel.series:
         group = next((group for run, group in arms if fits(series.asked, identities[run])), None)
         if group is not None:
-            found[series.label] = group
-    return found
+            groups[series.label] = group
+    return groups
 
 
 def _panel_beside(
@@ -93,8 +93,8 @@ def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
 
 
 def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
-    told = {name: row[name] for name in ("model", "weights", "method", "noise")}
-    return {**told, "rank": None, "setting": {"data": row["data"]}}
+    identity = {name: row[name] for name in ("model", "weights", "method", "noise")}
+    return {**identity, "rank": None, "setting": {"data": row["data"]}}
 
 
 def _series_colours(series: Sequence[Series]) -> list[str]:

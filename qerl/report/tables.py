@@ -69,10 +69,10 @@ def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     arms = {key: arm.to_dict("records") for key, arm in cells.groupby(KEY, sort=False)}
     rows = []
     for key in {**arms, **failed}:
-        found = {cell["dataset"]: cell for cell in arms.get(key, [])}
+        cell_of = {cell["dataset"]: cell for cell in arms.get(key, [])}
         row = dict(zip(KEY, key, strict=True))
         for dataset in datasets:
-            cell = found.get(dataset, {"note": "" if key in failed else NOT_RUN})
+            cell = cell_of.get(dataset, {"note": "" if key in failed else NOT_RUN})
             noted = cell | {"note": "; ".join(filter(None, [cell["note"], failed.get(key, "")]))}
             row |= {f"{dataset}/{measure}": noted.get(measure, np.nan) for measure in _CELL}
         rows.append(row)
@@ -151,16 +151,16 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for setting, group in points.groupby(_SETTING, sort=False):
-        found = {(point["weights"], point["rank"]): point for point in group.to_dict("records")}
+        point_of = {(point["weights"], point["rank"]): point for point in group.to_dict("records")}
         for weights, rank in product(dict.fromkeys(group["weights"]), dict.fromkeys(group["rank"])):
-            point = found.get((weights, rank), {"samples": [], "status": NOT_RUN})
+            point = point_of.get((weights, rank), {"samples": [], "status": NOT_RUN})
             rows.append(
                 {
                     **dict(zip(_SETTING, setting, strict=True)),
                     "weights": weights,
                     "rank": rank,
                     **_quartiles("tokens_per_second", point["samples"]),
-                    "ratio_bf16": _ratio(point, found.get(("bf16", rank))),
+                    "ratio_bf16": _ratio(point, point_of.get(("bf16", rank))),
                     "repeats": len(point["samples"]),
                     **{column: point.get(column, np.nan) for column in ("weight_bytes", "peak_memory_bytes")},
                     "status": point["status"],
@@ -224,12 +224,12 @@ def _base_name(base: dict[Any, Any] | None) -> str:
 
 def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
     """Bits and error of a point's weights."""
-    found = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
-    if found.empty:
+    matching = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
+    if matching.empty:
         reason = "" if point["weights"] == "bf16" else f"no quantization report of {point['model']}"
         return {"bits_per_weight": np.nan, "relative_error": np.nan, "note": reason}
-    error = found.filter(like="/relative_error").iloc[0].mean()
-    return {"bits_per_weight": found["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}
+    error = matching.filter(like="/relative_error").iloc[0].mean()
+    return {"bits_per_weight": matching["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}
 
 
 def _quartiles(measure: str, samples: list[float]) -> dict[str, float]:
@@ -305,8 +305,8 @@ def write_table(
     notes = "\n".join(f"- {note}" for note in footnotes)
     Path(f"{stem}.md").write_text("\n\n".join(filter(None, [body, caption, notes])) + "\n")
     escaped = shown.map(latex).rename(columns=latex)
-    told = latex(" ".join([caption, *footnotes]))
-    table = escaped.to_latex(index=False, caption=told, label=f"tab:{stem.name}", position="tbp")
+    latex_caption = latex(" ".join([caption, *footnotes]))
+    table = escaped.to_latex(index=False, caption=latex_caption, label=f"tab:{stem.name}", position="tbp")
     Path(f"{stem}.tex").write_text(table)
     Path(f"{stem}.html").write_text(page(parts or {"": shown}, caption, footnotes))
     Path(f"{stem}.txt").write_text(caption + "\n")

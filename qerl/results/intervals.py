@@ -101,10 +101,10 @@ def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scor
     from scipy import stats
 
     generator = np.random.default_rng(_SEED)
-    found = stats.bootstrap(
+    bootstrapped = stats.bootstrap(
         samples, statistic, n_resamples=_DRAWS, confidence_level=LEVEL, method="percentile", rng=generator
     )
-    low, high = found.confidence_interval
+    low, high = bootstrapped.confidence_interval
     return Interval(float(statistic(*map(np.asarray, samples), axis=-1)), float(low), float(high))
 
 

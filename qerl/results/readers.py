@@ -107,9 +107,9 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
     for path in paths:
         report = read(QuantizationReport, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
-        told = report.model_dump(include=_REPORT)
-        told["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
-        rows.append(told | errors | report.provenance.columns)
+        row = report.model_dump(include=_REPORT)
+        row["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
+        rows.append(row | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 
 

@@ -114,9 +114,9 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
     if memory is None:
         return {}
     peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in job.steps] for part in ("rollout", "update")}
-    told = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
+    of_peaks = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
     return {
-        **told,
+        **of_peaks,
         "without KV cache": memory.without_kv_cache_bytes,
         "KV cache": memory.kv_cache_bytes,
         **memory.parts,

@@ -70,8 +70,8 @@ class Processes:
         if self.count == 1:
             return
         for parameter in parameters:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(own, "sum")
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(gradient, "sum")
 
 
 def check_processes(count: int) -> None:

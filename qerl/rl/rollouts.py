@@ -122,8 +122,8 @@ class Collector:
 
     def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
         seed, problems = self.settings.seed, self.task.problems
-        first, own = self.processes.share(positions)
-        chosen = [problems[problem_index(len(problems), seed, place)] for place in own]
+        first, drawn_places = self.processes.share(positions)
+        chosen = [problems[problem_index(len(problems), seed, place)] for place in drawn_places]
         prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
         sampling = self.settings.rollout.sampling
         params = SamplingParams(

@@ -88,9 +88,9 @@ class _Row:
         place = self._add(prompt, 0, None, (0, _digest(prompt)))
         last = len(self.ids) - 1
         for index, completion in completions.items():
-            own = range(len(self.ids), len(self.ids) + len(completion) - 1)
-            self.states += [last, *own][: len(completion)]
-            if own:
+            places = range(len(self.ids), len(self.ids) + len(completion) - 1)
+            self.states += [last, *places][: len(completion)]
+            if places:
                 self._add(completion[:-1], len(prompt), place, (1, index))
 
     def _add(self, ids: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> int:

@@ -38,3 +38,25 @@ def test_architectures_need_no_torch():
 def test_a_name_of_a_class_names_one_class():
     names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} <= {"Evaluation", "Job", "Run", "Work"}
+
+
+#: Words that say nothing of what a variable holds.
+EMPTY_WORDS = {"told", "held", "own", "there", "found"}
+#: Rooms whose variables have names of the field.
+NAMED_ROOMS = {
+    *("checkpoints", "data", "evals", "formats", "gates", "layers", "policy"),
+    *("pretrain", "quantize", "random_models", "report", "results", "rl"),
+}
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Variables that a module assigns anywhere in it, and parameters."""
+    nodes = list(ast.walk(tree))
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def test_variables_have_names_of_the_field():
+    for name, tree in trees().items():
+        if name.split(".")[1] in NAMED_ROOMS:
+            assert not bound_names(tree) & EMPTY_WORDS, name
