@@ -36,8 +36,8 @@ def data_files(path: Path) -> list[Path]:
     """The file of records, or those of a folder with their card. Files in hidden folders don't count."""
     if not path.is_dir():
         return [path]
-    found = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
-    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -67,10 +67,10 @@ def hash_of(file: Path) -> str:
         return sha256_of(file)
     place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
-    found = _read(kept) or sha256_of(file)
+    digest = _read(kept) or sha256_of(file)
     with suppress(OSError):  # nothing but time is lost where the cache can't be written
-        _keep(kept, found)
-    return found
+        _keep(kept, digest)
+    return digest
 
 
 def _read(kept: Path) -> str | None:
@@ -82,13 +82,13 @@ def _read(kept: Path) -> str | None:
     return text if len(text) == 64 else None
 
 
-def _keep(kept: Path, found: str) -> None:
+def _keep(kept: Path, digest: str) -> None:
     """Write a hash completely, even if another process writes it too."""
     if _read(kept):
         return
     kept.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=kept.parent, delete=False) as partial:
-        partial.write(found)
+        partial.write(digest)
     Path(partial.name).replace(kept)
 
 

@@ -39,11 +39,11 @@ _ERROR_LINES = 5
 def measure_speed(job: SpeedJob) -> None:
     """Time this code in turn with the baseline's; without a baseline the result says so and has no samples."""
     stamped = stamp()
-    own = own_baseline(job.baselines, stamped["machine"], job.key)
-    if own is None:
+    baseline = own_baseline(job.baselines, stamped["machine"], job.key)
+    if baseline is None:
         log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
-    found = compare(own.commit, job.checkpoint, job.rounds, Path("work/gates")) if own else {}
-    write_json(job.out, {"baseline": None, "samples": {}, **found, "provenance": stamped})
+    samples = compare(baseline.commit, job.checkpoint, job.rounds, Path("work/gates")) if baseline else {}
+    write_json(job.out, {"baseline": None, "samples": {}, **samples, "provenance": stamped})
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:

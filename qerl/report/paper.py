@@ -101,13 +101,13 @@ def accuracies(
     for key, sets in named:
         run = runs[next(iter(sets.values())).index[0]]
         untrained = {"model": key["model"], "weights": key["weights"], "method": "none", "noise": "off", "setting": {}}
-        told = {**(identity(settings[run]) if run else untrained), "source": _source(key)}
+        label = {**(identity(settings[run]) if run else untrained), "source": _source(key)}
         base = bases.get(key["model"]) if run or key["weights"] != "bf16" else None
         for metric, measure, seeds in _measures(sets, base):
-            yield Result(metric=metric, measure=measure, seeds=seeds if run else 0, **told)
+            yield Result(metric=metric, measure=measure, seeds=seeds if run else 0, **label)
         if READINGS[0] in sets and _GSM8K not in sets:
             for metric in (_GSM8K, f"{_GSM8K}/delta"):
-                yield Result(metric=metric, measure=str, status=f"{_OWN_PROMPT} {NOT_RUN}", **told)
+                yield Result(metric=metric, measure=str, status=f"{_OWN_PROMPT} {NOT_RUN}", **label)
 
 
 def _with_readings(sets: Mapping[str, pd.DataFrame], stock: Container[str], trained: bool) -> dict[str, pd.DataFrame]:
@@ -116,10 +116,10 @@ def _with_readings(sets: Mapping[str, pd.DataFrame], stock: Container[str], trai
     `gsm8k` itself becomes what stands beside the paper's number.
     """
     strict = sets.get(_GSM8K) if _GSM8K in stock else None
-    own = sets.get(_OWN_PROMPT, None if _GSM8K in stock else sets.get(_GSM8K))
-    found = {READINGS[0]: strict, READINGS[2]: own, _GSM8K: own if trained else sets.get(_GSM8K)}
+    prompted = sets.get(_OWN_PROMPT, None if _GSM8K in stock else sets.get(_GSM8K))
+    readings = {READINGS[0]: strict, READINGS[2]: prompted, _GSM8K: prompted if trained else sets.get(_GSM8K)}
     others = {name: scores for name, scores in sets.items() if name != _GSM8K}
-    return others | {name: scores for name, scores in found.items() if scores is not None}
+    return others | {name: scores for name, scores in readings.items() if scores is not None}
 
 
 def _source(key: Mapping[str, str]) -> str:
@@ -174,7 +174,7 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
     rows = points.to_dict("records")
     for point in rows:
         peers = [row for row in rows if all(row[key] == point[key] for key in ("bench", "model", "sequences", "rank"))]
-        told = {
+        label = {
             "model": point["model"],
             "weights": point["weights"],
             "method": "lora" if point["rank"] else "none",
@@ -182,17 +182,17 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
             "setting": {"bs": str(point["sequences"])},
             "source": f"{point['bench']}/{point['weights']}",
         }
-        yield Result(metric="rollout_rate", measure=partial(_median, point["samples"]), status=point["status"], **told)
+        yield Result(metric="rollout_rate", measure=partial(_median, point["samples"]), status=point["status"], **label)
         for metric, weights in (("rollout_speedup", "bf16"), ("rollout_speedup_nf4", "nf4")):
             base = next((row for row in peers if row["weights"] == weights), None)
-            yield _quotient(metric, point, base, weights.upper(), told)
+            yield _quotient(metric, point, base, weights.upper(), label)
 
 
 def steps(points: pd.DataFrame) -> Iterator[Result]:
     """Seconds of a GRPO step, and the speed-up over BF16 LoRA (`qerl.report.tables.step_base`)."""
     rows = points.to_dict("records")
     for point in rows:
-        told = {
+        label = {
             "model": point["model"],
             "weights": point["weights"],
             "method": point["method"],
@@ -200,8 +200,8 @@ def steps(points: pd.DataFrame) -> Iterator[Result]:
             "setting": {"bs": str(point["sequences"]), "gc": "on" if point["gradient_checkpointing"] else "off"},
             "source": f"{point['bench']}/{point['arm']}",
         }
-        yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **told)
-        yield _quotient("step_speedup", point, step_base(point, rows), "BF16 LoRA", told, of_seconds=True)
+        yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **label)
+        yield _quotient("step_speedup", point, step_base(point, rows), "BF16 LoRA", label, of_seconds=True)
 
 
 def _quotient(
@@ -209,18 +209,18 @@ def _quotient(
     point: dict[Any, Any],
     base: dict[Any, Any] | None,
     name: str,
-    told: dict[str, Any],
+    label: dict[str, Any],
     of_seconds: bool = False,
 ) -> Result:
     """The speed-up of a point over its base, `name`. Either may have failed, and the base may be missing."""
     if point["status"] != OK or base is None or base["status"] != OK:
         missing = f"{name} {base['status'] if base else NOT_RUN}"
         status = point["status"] if point["status"] != OK else missing
-        return Result(metric=metric, measure=str, status=status, **told)
+        return Result(metric=metric, measure=str, status=status, **label)
     if point is base:
-        return Result(metric=metric, measure=partial(Interval, 1.0, np.nan, np.nan), **told)
+        return Result(metric=metric, measure=partial(Interval, 1.0, np.nan, np.nan), **label)
     above, below = (base, point) if of_seconds else (point, base)
-    return Result(metric=metric, measure=partial(ratio_interval, above["samples"], below["samples"]), **told)
+    return Result(metric=metric, measure=partial(ratio_interval, above["samples"], below["samples"]), **label)
 
 
 def _median(samples: Sequence[float]) -> Interval:
@@ -260,11 +260,11 @@ def _is_number(value: Any) -> bool:
 # --- beside the paper's ----------------------------------------------------------------------------------------------
 
 
-def fits(asked: Asked, found: Mapping[str, Any]) -> bool:
+def fits(asked: Asked, result: Mapping[str, Any]) -> bool:
     """Whether a result with the fields of `Result` matches a cell or a curve."""
-    setting = found["setting"]
+    setting = result["setting"]
     same = all(
-        getattr(asked, key) in ("", None) or found[key] is None or found[key] == getattr(asked, key)
+        getattr(asked, key) in ("", None) or result[key] is None or result[key] == getattr(asked, key)
         for key in ("model", "weights", "method", "noise", "rank")
     )
     return same and (setting is None or all(setting.get(key) == value for key, value in asked.setting.items()))
@@ -303,7 +303,7 @@ def with_readings(cells: Sequence[Cell]) -> list[Cell]:
 def with_seconds(cells: Sequence[Cell]) -> list[Cell]:
     """Add cells without a printed number for the seconds of each step, and of the BF16 LoRA that it is compared with,
     where the paper prints none."""
-    there = {_place(cell) for cell in cells if cell.metric == "step_seconds"}
+    places = {_place(cell) for cell in cells if cell.metric == "step_seconds"}
     extended = []
     for cell in cells:
         extended.append(cell)
@@ -311,8 +311,8 @@ def with_seconds(cells: Sequence[Cell]) -> list[Cell]:
             blank = replace(
                 cell, weights=weights, metric="step_seconds", printed="", unit="s", inconsistent="", note=""
             )
-            if _place(blank) not in there:
-                there.add(_place(blank))
+            if _place(blank) not in places:
+                places.add(_place(blank))
                 extended.append(blank)
     return extended
 
@@ -334,9 +334,9 @@ def beside(cells: Sequence[Cell], results: Iterable[Result]) -> pd.DataFrame:
 
 
 def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
-    told = {key: getattr(cell, key) for key in ("table", "model", "weights", "method", "noise", "rank")}
+    printed = {key: getattr(cell, key) for key in ("table", "model", "weights", "method", "noise", "rank")}
     row = {
-        **told,
+        **printed,
         "setting": "; ".join(f"{key}={value}" for key, value in cell.setting.items()),
         "metric": cell.metric,
         "unit": cell.unit,

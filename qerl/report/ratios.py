@@ -31,10 +31,10 @@ def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, flo
 
 def faster(points: Sequence[Row | None]) -> Row | None:
     """The fastest point that didn't fail. None if some point wasn't measured, because it may be faster."""
-    there = [point for point in points if point is not None]
-    if len(there) < len(points):
+    measured = [point for point in points if point is not None]
+    if len(measured) < len(points):
         return None
-    return max((point for point in there if point["status"] == OK), key=_speed, default=there[0])
+    return max((point for point in measured if point["status"] == OK), key=_speed, default=measured[0])
 
 
 def _name(row: Row) -> str:

@@ -46,9 +46,9 @@ def rich_table(title: str, frame: pd.DataFrame) -> Table:
 
 def _written(root: Path) -> dict[str, list[Path]]:
     """Files that people read: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
-    found = {
+    by_kind = {
         "tables (.csv, .tex and .html beside them)": sorted((root / "tables").rglob("*.md")),
         "figures (.svg beside them)": sorted((root / "figures").rglob("*.png")),
         "report": [root / "report.html"] if (root / "report.html").exists() else [],
     }
-    return {kind: paths for kind, paths in found.items() if paths}
+    return {kind: paths for kind, paths in by_kind.items() if paths}

@@ -98,25 +98,25 @@ def train_run(job: TrainJob) -> None:
     try:
         run_in_processes(job.settings.processes, _train, job, state)
     except (RuntimeError, MemoryError):
-        found = failure(job.work)
-        if found is None or job.on_failure == "stop":
+        cause = failure(job.work)
+        if cause is None or job.on_failure == "stop":
             raise
-        _write_failure(job, found, state)
+        _write_failure(job, cause, state)
     else:
         shutil.rmtree(job.work)
 
 
-def _write_failure(job: TrainJob, found: Failure, state: Path) -> None:
+def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     """A result without a policy. Checkpoints stay: another attempt, with more memory or time, goes on from them."""
     metrics = state / METRICS
     rows = metrics.read_text() if metrics.is_file() else ""
-    status = f"{found.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
+    status = f"{cause.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
     (job.out / POLICY).mkdir(parents=True, exist_ok=True)
     write_text(job.out / METRICS, rows)
     stamped = Provenance.of_now(job.settings.seed)
-    result = RunResult(**_named(job), status=status, reason=found.reason, summary=None, provenance=stamped)
+    result = RunResult(**_named(job), status=status, reason=cause.reason, summary=None, provenance=stamped)
     write(job.out / RUN, result)
-    log.warning("%s: %s (%s)", job.id, status, found.reason)
+    log.warning("%s: %s (%s)", job.id, status, cause.reason)
 
 
 def _train(job: TrainJob, state: Path) -> None:
@@ -129,14 +129,14 @@ def _train(job: TrainJob, state: Path) -> None:
         return
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
-    held = weight_bytes(trainer.policy)
+    bytes_of_weights = weight_bytes(trainer.policy)
     _save(trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=elapsed.value,
         peak_memory_bytes=peak,
         trainable_parameters=trained,
-        weight_bytes=held,
+        weight_bytes=bytes_of_weights,
         sampler=trainer.collector.sampler.served,
         **_speeds(rows),
     )
