@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from qerl.settings.config import merged
+from tests.jobs import processes_of
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import Tree, copy_tree
 
@@ -53,21 +54,9 @@ def tree(tmp_path_factory) -> Tree:
     return tree
 
 
-def kind_of(job: bytes) -> str:
-    return json.loads(job)["kind"]
-
-
-def jobs(tree: Tree, rule: str) -> list[int]:
-    """Process numbers of a rule's command in this tree."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
-        if place == tree.folder.resolve() and command[1:4] == [b"-m", b"qerl", b"rule"] and kind_of(command[4]) == rule:
-            found.append(int(process.name))
-    return found
+def jobs(tree: Tree, kind: str) -> list[int]:
+    """Process numbers of jobs of a kind in this tree."""
+    return processes_of(kind, tree.folder.resolve())
 
 
 def wait_for(found):

@@ -18,6 +18,7 @@ from qerl.data.sources import prepare
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
+from tests.jobs import processes_of, train_job
 from tests.tiny import tiny_qwen2
 
 from .conftest import copy_tree
@@ -44,20 +45,9 @@ def train(tmp_path):
     prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), tmp_path / "data")
 
     def start(name: str, processes: int, **variables: str) -> subprocess.Popen:
-        row = {"id": "r", "experiment": "e", "arm": "a", "varied": {}}
-        row["settings"] = parse(RunSettings, {**SETTINGS, "processes": processes}, "test").model_dump(mode="json")
-        command = [
-            sys.executable,
-            "-m",
-            "qerl",
-            "rule",
-            "train",
-            "--settings",
-            json.dumps(row),
-            str(base),
-            str(tmp_path / "data"),
-        ]
-        command += [str(tmp_path / f"work-{name}"), "--out", str(tmp_path / name)]
+        settings = parse(RunSettings, {**SETTINGS, "processes": processes}, "test")
+        job = train_job(settings, base, tmp_path / "data", tmp_path / f"work-{name}", tmp_path / name)
+        command = [sys.executable, "-m", "qerl", "rule", job.model_dump_json()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test", **variables}
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -107,19 +97,6 @@ def test_sigkill_leaves_a_run_that_continues_bit_for_bit(train, tmp_path, proces
     assert not (tmp_path / "work-killed").exists()
 
 
-def trainings(folder: Path) -> list[int]:
-    """Process numbers of the training jobs that run in `folder`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
-        if place == folder and command[1:5] == [b"-m", b"qerl", b"rule", b"train"]:
-            found.append(int(process.name))
-    return found
-
-
 @pytest.mark.timeout(600)
 def test_the_workflow_tries_a_killed_training_again_from_its_checkpoint(tmp_path):
     tree = copy_tree(tmp_path / "tree")
@@ -133,7 +110,7 @@ def test_the_workflow_tries_a_killed_training_again_from_its_checkpoint(tmp_path
         work = tree.folder / "work/micro" / run
         while not list(work.glob("*/step-*.pt")):
             time.sleep(0.01)
-        for process in trainings(tree.folder.resolve()):
+        for process in processes_of("train", tree.folder.resolve()):
             os.kill(process, signal.SIGKILL)
         before.extend(next(work.glob("*/metrics.jsonl")).read_text().splitlines())
 
