@@ -18,12 +18,14 @@ TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.provenance")
 _IMPORT_PATH = re.compile(r"[a-z_]\w*(\.\w+)+(:\w+)?")
 
 
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    """Without texts that are statements: docstrings of modules, classes, functions and fields."""
-    for node in ast.walk(tree):
+def _remove_docstrings(nodes: Iterable[ast.AST]) -> set[ast.AST]:
+    """Remove texts that are statements: docstrings of modules, classes, functions and fields. Returns these texts."""
+    removed: set[ast.AST] = set()
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            removed |= {statement.value for statement in node.body if _is_text(statement)}  # type: ignore[attr-defined]
             node.body = [statement for statement in node.body if not _is_text(statement)]
-    return tree
+    return removed
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -40,10 +42,10 @@ def module_file(name: str, root: Path) -> Path | None:
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-def _imports(tree: ast.Module, package: str) -> set[str]:
+def _imports(nodes: Iterable[ast.AST], package: str) -> set[str]:
     """Full names of the modules that a module of `package` imports. An imported name may be a module too."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -52,8 +54,8 @@ def _imports(tree: ast.Module, package: str) -> set[str]:
     return names
 
 
-def _texts(tree: ast.Module) -> set[str]:
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def _texts(nodes: Iterable[ast.AST]) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def _named(texts: Iterable[str]) -> set[str]:
@@ -76,9 +78,12 @@ def _with_packages(names: Iterable[str]) -> set[str]:
 @cache
 def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
     """A module without what says nothing, the modules that it loads, and its CUDA sources, which lie beside it."""
-    tree = _without_docstrings(ast.parse(source))
-    texts = _texts(tree)
-    names = _with_packages(_imports(tree, package) | _named(texts))
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))  # once, because Snakemake waits for this at every call
+    removed = _remove_docstrings(nodes)
+    kept = [node for node in nodes if node not in removed]
+    texts = _texts(kept)
+    names = _with_packages(_imports(kept, package) | _named(texts))
     return ast.dump(tree), frozenset(names), sorted(text for text in texts if text.endswith(".cu"))
 
 

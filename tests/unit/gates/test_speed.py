@@ -74,11 +74,28 @@ def version(folder: Path, rollout_seconds: float) -> Path:
     return folder
 
 
+def small_worker(file: Path) -> Path:
+    """The worker with less to do: its clock doesn't see how much it is."""
+    text = speed.WORKER.read_text()
+    sizes = '"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}'
+    changes = {
+        "range(2, 34)": "range(2, 6)",
+        "ROLLOUTS = 9": "ROLLOUTS = 3",
+        sizes: '"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}',
+    }
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    return file
+
+
 @pytest.mark.slow
 def test_a_slower_version_is_seen(tmp_path, monkeypatch):
     """What stands for the baseline takes twice as long for every rollout, and for nothing else."""
     monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: version(tmp_path / "slower", 2.0))
     monkeypatch.setattr(speed, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
+    monkeypatch.setattr(speed, "WORKER", small_worker(tmp_path / "worker.py"))
     found = speed.compare("c" * 40, POLICY, 2, tmp_path)
     assert found["baseline"] == "c" * 40
     rollout, update = (found["samples"][name] for name in speed.WORKLOADS)
