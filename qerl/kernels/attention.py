@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
-from qerl.kernels.slots import DecodeState
 
 #: Programs a multiprocessor from which on each attends to a whole sequence: half of the multiprocessors may have none.
 _LEAST_PROGRAMS = 0.5

@@ -1,4 +1,4 @@
-"""Many tensors to bfloat16 by one kernel: `torch._foreach_copy_` launches one for each where dtypes differ."""
+"""Copies of many tensors to bfloat16 by one kernel; `torch._foreach_copy_` launches one each where dtypes differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Copies:
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         device = targets[0].device
-        self._held = [*targets, *sources]
+        self._kept_alive = [*targets, *sources]
         self._targets = torch.tensor([tensor.data_ptr() for tensor in targets], device=device)
         self._sources = torch.tensor([tensor.data_ptr() for tensor in sources], device=device)
         self._sizes = torch.tensor([tensor.numel() for tensor in sources], device=device)

@@ -1,4 +1,4 @@
-"""Capturing work on a GPU in CUDA graphs."""
+"""Work on a GPU, captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
-    """A function that does `work` again by one launch, on the tensors that it used now.
+    """Capture `work`; the function returned repeats it by one launch, on the tensors that it used now.
 
     It runs once outside the graph, where kernels are compiled and libraries set up. `memory`: a handle of
     `torch.cuda.graph_pool_handle` for what is allocated on the way.

@@ -15,21 +15,21 @@ ENABLED = True
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may start, which waits like this one."""
+    """Allow the next kernel to start; it waits like this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_earlier(PDL: tl.constexpr):
-    """What the kernels before wrote is read after this call. Every program must call it: later kernels rely on it."""
+    """Wait for the kernels before. Every program must call it, since later kernels rely on it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Both at once."""
+    """Allow the next kernel to start, and wait for those before."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
 
@@ -40,5 +40,5 @@ def _supported(device: torch.device) -> bool:
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch on `device`."""
+    """Return the arguments of a launch on `device`."""
     return {"PDL": True, "launch_pdl": True} if ENABLED and _supported(device) else {"PDL": False}

@@ -43,8 +43,8 @@ def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.c
     tl.store(state + rows + row, total)
     tl.store(state + 2 * rows + row, moment)
     place = tl.load(targets + row) - first
-    here = (place >= 0) & (place < width)
-    tl.store(state + 3 * rows + row, tl.load(line + place, here, other=0.0).to(tl.float32) * inverse, here)
+    in_tile = (place >= 0) & (place < width)
+    tl.store(state + 3 * rows + row, tl.load(line + place, in_tile, other=0.0).to(tl.float32) * inverse, in_tile)
 
 
 @triton.jit

@@ -14,14 +14,14 @@ from qerl.kernels.launch import begin, dependent
 def _rms_norm(x, weight, noise, out, width, eps, NOISY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    held = column < width
-    scale = tl.load(weight + column, held, other=0.0).to(tl.float32)
+    mask = column < width
+    scale = tl.load(weight + column, mask, other=0.0).to(tl.float32)
     if NOISY:
-        scale += tl.load(noise + column, held, other=0.0)
+        scale += tl.load(noise + column, mask, other=0.0)
     begin(PDL)
-    wide = tl.load(x + row * width + column, held, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * width + column, mask, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(out + row * width + column, (scale * normed).to(out.dtype.element_ty), held)
+    tl.store(out + row * width + column, (scale * normed).to(out.dtype.element_ty), mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:

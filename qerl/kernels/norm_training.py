@@ -20,12 +20,12 @@ def _forward(x, weight, out, inverses, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     at = row.to(tl.int64) * width
     column = tl.arange(0, BLOCK)
-    held = column < width
-    scale = tl.load(weight + column, held, other=0.0)
-    wide = tl.load(x + at + column, held, other=0.0).to(tl.float32)
+    mask = column < width
+    scale = tl.load(weight + column, mask, other=0.0)
+    wide = tl.load(x + at + column, mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / width + eps)
     tl.store(inverses + row, inverse)
-    tl.store(out + at + column, (scale * (wide * inverse)).to(out.dtype.element_ty), held)
+    tl.store(out + at + column, (scale * (wide * inverse)).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -35,22 +35,22 @@ def _backward(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
-    held = column < width
-    scale = tl.load(weight + column, held, other=0.0)
+    mask = column < width
+    scale = tl.load(weight + column, mask, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     at = program.to(tl.int64) * width
     for row in range(program, rows, programs):
         inverse = tl.load(inverses + row)
-        normed = tl.load(x + at + column, held, other=0.0).to(tl.float32) * inverse
-        wide = tl.load(grad + at + column, held, other=0.0).to(tl.float32)
+        normed = tl.load(x + at + column, mask, other=0.0).to(tl.float32) * inverse
+        wide = tl.load(grad + at + column, mask, other=0.0).to(tl.float32)
         if OF_WEIGHT:
             total += wide * normed
         scaled = wide * scale
         along = tl.sum(scaled * normed) / width
-        tl.store(grad_x + at + column, ((scaled - normed * along) * inverse).to(grad_x.dtype.element_ty), held)
+        tl.store(grad_x + at + column, ((scaled - normed * along) * inverse).to(grad_x.dtype.element_ty), mask)
         at += programs.to(tl.int64) * width
     if OF_WEIGHT:
-        tl.store(grad_weights + program.to(tl.int64) * width + column, total, held)
+        tl.store(grad_weights + program.to(tl.int64) * width + column, total, mask)
 
 
 def _launch(width: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which operations serve a device."""
+"""The operations that serve a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.kernels import reference
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, attention, of a decode step and of prompts, and draw; `qerl.kernels.reference` describes them."""
+    """Norm, attention of a decode step and of prompts, and the draw; `qerl.kernels.reference` describes them."""
 
     name: str
     rms_norm: Callable[..., Tensor]

@@ -43,24 +43,24 @@ def _rotate_and_store(
     keys = queries + QUERY * DIM
 
     head = tl.arange(0, QUERY_BLOCK)
-    held = (head < QUERY)[:, None] & in_half[None, :]
+    mask = (head < QUERY)[:, None] & in_half[None, :]
     target = queries + head[:, None] * DIM + half[None, :]
-    first, second = _rotated(target, held, half, c, s, q_norm, eps, DIM, NORM, dtype)
-    tl.store(target, first, held)
-    tl.store(target + DIM // 2, second, held)
+    first, second = _rotated(target, mask, half, c, s, q_norm, eps, DIM, NORM, dtype)
+    tl.store(target, first, mask)
+    tl.store(target + DIM // 2, second, mask)
 
     head = tl.arange(0, KV_BLOCK)
-    held = (head < KV)[:, None] & in_half[None, :]
+    mask = (head < KV)[:, None] & in_half[None, :]
     target = keys + head[:, None] * DIM + half[None, :]
-    first, second = _rotated(target, held, half, c, s, k_norm, eps, DIM, NORM, dtype)
-    tl.store(target, first, held)
-    tl.store(target + DIM // 2, second, held)
+    first, second = _rotated(target, mask, half, c, s, k_norm, eps, DIM, NORM, dtype)
+    tl.store(target, first, mask)
+    tl.store(target + DIM // 2, second, mask)
     page = cache + ((place // PAGE * 2 * KV + head[:, None]) * PAGE + place % PAGE) * DIM + half[None, :]
-    tl.store(page, first, held)
-    tl.store(page + DIM // 2, second, held)
+    tl.store(page, first, mask)
+    tl.store(page + DIM // 2, second, mask)
     page += KV * PAGE * DIM
-    tl.store(page, tl.load(target + KV * DIM, held, other=0.0), held)
-    tl.store(page + DIM // 2, tl.load(target + KV * DIM + DIM // 2, held, other=0.0), held)
+    tl.store(page, tl.load(target + KV * DIM, mask, other=0.0), mask)
+    tl.store(page + DIM // 2, tl.load(target + KV * DIM + DIM // 2, mask, other=0.0), mask)
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def _attend(
     start, end = start - first, end - first
     whole = tl.arange(0, DIM_BLOCK)
     query = start + tl.arange(0, QUERIES)
-    held = (query < end)[:, None] & (whole < DIM)[None, :]
-    q = tl.load(qkv + query[:, None] * WIDTH + head * DIM + whole[None, :], held, other=0.0)
+    mask = (query < end)[:, None] & (whole < DIM)[None, :]
+    q = tl.load(qkv + query[:, None] * WIDTH + head * DIM + whole[None, :], mask, other=0.0)
     key = tl.arange(0, KEYS)
     keys = qkv + (QUERY + head // (QUERY // KV)) * DIM
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -115,7 +115,7 @@ def _attend(
     for place in tl.range(0, start, KEYS, num_stages=STAGES):
         read = keys + (place + key)[:, None] * WIDTH
         highest, total, summed = _attend_keys(
-            q, read, whole, held, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False
+            q, read, whole, mask, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False
         )
     for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
         # A key behind the prompt's last one is masked; the last one is read in its place.
@@ -125,7 +125,7 @@ def _attend(
             q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True
         )
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
-    tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), held)
+    tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), mask)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Prompts in one row of tokens: what the blocks have to know of them, on the device."""
+"""Prompts in one row of tokens, with what the blocks need to know about them, on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl.kernels.packed_sequences import Packing
 
-#: Queries of a prompt that one program of attention has.
+#: Queries of a prompt that one program of attention serves.
 QUERY_BLOCK = 128
 
 
@@ -24,7 +24,7 @@ class PromptRow:
     places: Tensor  # [n] int32, where the cache has it: page * PAGE + place in the page
     last: Tensor  # [prompts] int32, the last token of each prompt; 0 for prompts that fill up a graph
     blocks: Tensor  # [blocks, 3] int32, of queries: the first one, where its prompt begins, and where it ends
-    #: Where attention goes prompt by prompt; None where it must not depend on the host.
+    #: The prompts' lengths, for attention prompt by prompt; None where it must not depend on the host.
     packing: Packing | None
 
     @classmethod
@@ -45,9 +45,9 @@ def pack(
     """
     ends = list(accumulate([len(prompt) for prompt in prompts], initial=0))
     row = np.zeros((3, tokens), dtype=np.int32)
-    for start, prompt, held in zip(ends[:-1], prompts, pages, strict=True):
+    for start, prompt, page_numbers in zip(ends[:-1], prompts, pages, strict=True):
         position = np.arange(len(prompt))
-        place = np.asarray(held)[position // page] * page + position % page
+        place = np.asarray(page_numbers)[position // page] * page + position % page
         row[:, start : start + len(prompt)] = prompt, position, place
     blocks = _blocks([*ends, tokens] if ends[-1] < tokens else ends)
     if most is not None:
@@ -58,6 +58,6 @@ def pack(
 
 
 def _blocks(ends: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Blocks of queries of prompts between `ends`; those with the most keys come first, so that none ends late."""
+    """Blocks of queries of prompts between `ends`; those with the most keys start first."""
     blocks = [(start, first, end) for first, end in pairwise(ends) for start in range(first, end, QUERY_BLOCK)]
     return sorted(blocks, key=lambda block: block[1] - block[0])

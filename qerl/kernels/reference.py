@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import CHUNK, Heads
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import PromptRow
-from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 
 _WORD = 0xFFFFFFFF
 
@@ -69,10 +69,10 @@ def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, h
     """query [B, Hq, D] over the first position + 1 [B] tokens of `pages` [B, P]; [B, Hq * D]."""
     used = int(position.max()) // cache.shape[-2] + 1
     # [B, P, 2, Hkv, PAGE, D] to keys and values [B, Hkv, P * PAGE, D]
-    held = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-    mask = torch.arange(held.shape[3], device=query.device) <= position[:, None]
+    cached = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    mask = torch.arange(cached.shape[3], device=query.device) <= position[:, None]
     out = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, None], held[0], held[1], attn_mask=mask[:, None, None], scale=heads.scale, enable_gqa=True
+        query[:, :, None], cached[0], cached[1], attn_mask=mask[:, None, None], scale=heads.scale, enable_gqa=True
     )
     return out.flatten(1)
 
@@ -178,8 +178,8 @@ def tile_statistics(
     parts = []
     for first, raw in tiles:
         logits = _scaled(raw, temperature)
-        here, places = _inside(targets, first, logits.shape[1])
-        chosen = logits.gather(-1, places)[:, 0] * here
+        in_tile, places = _inside(targets, first, logits.shape[1])
+        chosen = logits.gather(-1, places)[:, 0] * in_tile
         lse = logits.logsumexp(-1)
         logprobs = logits.sub_(lse[:, None])
         parts.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
@@ -195,9 +195,9 @@ def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad
     `first` is the tile's first token, `lse` [rows] that of `tile_statistics`, `grad` [rows] of the log-probabilities.
     """
     x, grad = _scaled(logits, temperature), grad / temperature
-    here, places = _inside(targets, first, x.shape[1])
+    in_tile, places = _inside(targets, first, x.shape[1])
     x = x.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-    return x.scatter_add_(-1, places, (grad * here)[:, None]).to(logits.dtype)
+    return x.scatter_add_(-1, places, (grad * in_tile)[:, None]).to(logits.dtype)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -205,6 +205,6 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Which targets [rows] a tile holds, and their columns [rows, 1] in it (any, of those that it doesn't)."""
+    """Whether a tile holds each target [rows], and the target's column [rows, 1] in it, any column where it doesn't."""
     places = targets - first
     return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]

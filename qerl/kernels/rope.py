@@ -15,17 +15,17 @@ def _turn(
 ):  # fmt: skip
     """All heads of one token, in two halves [heads, D / 2]: by the matrix [[c1, -s1], [s2, c2]] or its transpose."""
     head = tl.arange(0, HEADS_BLOCK)
-    held = (head < HEADS)[:, None] & in_half
+    mask = (head < HEADS)[:, None] & in_half
     place = head[:, None] * DIM + half
     source, target = x + token * stride + place, out + token * (HEADS * DIM) + place
-    x1 = tl.load(source, held, other=0.0).to(tl.float32)
-    x2 = tl.load(source + DIM // 2, held, other=0.0).to(tl.float32)
+    x1 = tl.load(source, mask, other=0.0).to(tl.float32)
+    x2 = tl.load(source + DIM // 2, mask, other=0.0).to(tl.float32)
     if BACK:
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
         y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    tl.store(target, y1.to(out.dtype.element_ty), held)
-    tl.store(target + DIM // 2, y2.to(out.dtype.element_ty), held)
+    tl.store(target, y1.to(out.dtype.element_ty), mask)
+    tl.store(target + DIM // 2, y2.to(out.dtype.element_ty), mask)
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import CHUNK
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.reference import threshold
-from qerl.kernels.slots import DecodeState, SamplingState
 
 #: Below any logit, finite: a difference of two of them is a number.
 _LOWEST = tl.constexpr(-1e30)

@@ -13,24 +13,24 @@ _BLOCK = 2048
 @triton.jit
 def _forward(gate, up, out, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = place < size
-    wide = tl.load(gate + place, held, other=0.0).to(tl.float32)
-    factor = tl.load(up + place, held, other=0.0).to(tl.float32)
-    tl.store(out + place, (wide * tl.sigmoid(wide) * factor).to(out.dtype.element_ty), held)
+    mask = place < size
+    wide = tl.load(gate + place, mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + place, mask, other=0.0).to(tl.float32)
+    tl.store(out + place, (wide * tl.sigmoid(wide) * factor).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _backward(grad, gate, up, grad_gate, grad_up, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = place < size
-    above = tl.load(grad + place, held, other=0.0).to(tl.float32)
-    wide = tl.load(gate + place, held, other=0.0).to(tl.float32)
-    factor = tl.load(up + place, held, other=0.0).to(tl.float32)
+    mask = place < size
+    above = tl.load(grad + place, mask, other=0.0).to(tl.float32)
+    wide = tl.load(gate + place, mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + place, mask, other=0.0).to(tl.float32)
     share = tl.sigmoid(wide)
     silu = wide * share
     slope = share + silu * (1.0 - share)
-    tl.store(grad_gate + place, (above * factor * slope).to(grad_gate.dtype.element_ty), held)
-    tl.store(grad_up + place, (above * silu).to(grad_up.dtype.element_ty), held)
+    tl.store(grad_gate + place, (above * factor * slope).to(grad_gate.dtype.element_ty), mask)
+    tl.store(grad_up + place, (above * silu).to(grad_up.dtype.element_ty), mask)
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:

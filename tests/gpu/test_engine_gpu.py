@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from qerl.kernels import reference
+from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
-from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.graphs import captured
-from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.transfer import upload
 

@@ -10,11 +10,11 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
+from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
-from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.w4_linear import W4Linear
@@ -135,7 +135,9 @@ class Decoder:
         ops = self.operations
         x = self._embedding[state.token[rows]]
         x = self._through_blocks(
-            x, cache, lambda qkv, held, heads: ops.attend(qkv, held, state, rows, self._rope, heads, splits)
+            x,
+            cache,
+            lambda qkv, cached, heads: ops.attend(qkv, cached, state, rows, self._rope, heads, splits),
         )
         ops.draw(self.logits(x), rows, state, sampling, truncated)
 
@@ -147,7 +149,10 @@ class Decoder:
         ops = self.operations
         x = self._embedding[row.ids]
         return self._through_blocks(
-            x, cache, lambda qkv, held, heads: ops.attend_prompts(qkv, held, row, self._rope, heads), row.last
+            x,
+            cache,
+            lambda qkv, cached, heads: ops.attend_prompts(qkv, cached, row, self._rope, heads),
+            row.last,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from qerl.host.profiling import allocatable_bytes
+from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE
-from qerl.kernels.slots import DecodeState, SamplingState
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE, splits_of
-from qerl.kernels.slots import IDLE, DecodeState, SamplingState
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.paging import Pages
@@ -141,10 +141,10 @@ class Scheduler:
         cost = 0 if group.pages else pages.needed(len(group.prompt))
         cost += len(group.waiting) > 1 and len(group.prompt) % pages.size > 0
         if not others and cost + 1 > pages.available:
-            for held in self._queue:
-                if held is not group and held.pages:
-                    pages.give_back(held.pages)
-                    held.pages, held.logits = [], None
+            for other in self._queue:
+                if other is not group and other.pages:
+                    pages.give_back(other.pages)
+                    other.pages, other.logits = [], None
         return cost + others <= pages.available
 
     def _hand_over(self, group: _Group, sequence: _Sequence) -> list[tuple[int, int]]:

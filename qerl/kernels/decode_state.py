@@ -1,4 +1,4 @@
-"""What the device knows of the sequences that it decodes: a step reads and advances it without the host."""
+"""The state of decoded sequences and of sampling on the device: a step reads and advances it without the host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class SamplingState:
-    """How tokens are drawn, on the device: a captured graph follows changes."""
+    """Sampling parameters on the device, so that a captured graph follows their changes."""
 
     scale: Tensor  # [2] float32: 1 / temperature, and the weight of the noise (0: greedy)
     seed: Tensor  # [1] int64
