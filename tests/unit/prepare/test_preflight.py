@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 import qerl
+from qerl.checkpoints.folder import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
@@ -116,6 +117,8 @@ def test_a_template_that_fails_and_a_tokenizer_that_does_not_load_come_before_qu
     refused(settings | {"model": str(broken)}, "chat template of .* fails", DataError)
     (broken / "chat_template.jinja").write_text("{{ 'You are helpful:' }}")
     refused(settings | {"model": str(broken)}, "drops the question", DataError)
+    (broken / "tokenizer.json").write_text("{}")
+    refused(settings | {"model": str(broken)}, "tokenizer", CheckpointError)
 
 
 def test_vllm_must_be_installed_where_it_is_asked_for(settings, monkeypatch):
