@@ -85,8 +85,8 @@ def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
     machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
     job.make_figure("reward", paths, tmp_path)
     assert (tmp_path / "reward.txt").read_text() == f"{machine} Seeds an arm: 3. {commit}\n"
-    assert job.figure_stamp("accuracy", job.Stored(paths)) == f"{machine} Seeds an arm: 3. {commit}"
-    assert job.figure_stamp("throughput", job.Stored(paths)) == f"{machine} {commit}"
+    assert job.figure_stamp("accuracy", job.StoredResults(paths)) == f"{machine} Seeds an arm: 3. {commit}"
+    assert job.figure_stamp("throughput", job.StoredResults(paths)) == f"{machine} {commit}"
 
 
 def rendered(name: str, files: list[Path], **wildcards: str) -> str:

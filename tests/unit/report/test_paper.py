@@ -36,7 +36,7 @@ def column(values: list[int]) -> np.ndarray:
 
 def beside(name: str, paths: list) -> pd.DataFrame:
     """A table of the paper, by weights, method, noise and metric of the 7B model."""
-    return job.Stored([*paths, *FOLDER.glob("*.csv")]).beside(name)
+    return job.StoredResults([*paths, *FOLDER.glob("*.csv")]).beside(name)
 
 
 def cell(frame: pd.DataFrame, weights: str, metric: str, noise: str = "off", method: str = "lora", **more) -> pd.Series:
@@ -327,7 +327,7 @@ def test_files_of_every_figure(tmp_path, tree, name):
 
 def drawn(paths: list, figure: str, panel: int):
     """The axes of one panel."""
-    metrics, identities, reference = job.Stored(paths).curves(figure)
+    metrics, identities, reference = job.StoredResults(paths).curves(figure)
     asked = CURVE_FIGURES[figure][panel]
     axis = Figure().subplots()
     paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
@@ -383,7 +383,7 @@ def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
 
 
 def test_bars_show_both_numbers_and_what_is_missing(tree):
-    frame = job.Stored(tree).beside("figure1")
+    frame = job.StoredResults(tree).beside("figure1")
     axis = Figure().subplots()
     cells = frame[frame["metric"] == "math500"]
     paper_figures._bar_pairs(axis, cells)
