@@ -23,9 +23,9 @@ from torch import nn
 
 from qerl.bench.decode_points import DecodePoints, Measure, check_room, timed
 from qerl.bench.grpo_step_work import TEXTS, nbytes
+from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import choose_device
-from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.random_models.checkpoint import model_config, write_checkpoint
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.

@@ -42,10 +42,10 @@ from qerl.bench.grpo_step_work import (
     write_failure,
     write_result,
 )
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.host.profiling import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
-from qerl.random_models.architectures import ARCHITECTURES
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.results.roofline import byte_parts
 from qerl.settings.base import ConfigError

@@ -19,12 +19,12 @@ import typer
 
 from qerl.bench.ceilings import gpu_state
 from qerl.bench.decode_points import IDS
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.host.profiling import seconds
 from qerl.host.progress import configure_logging, log
 from qerl.policy.policy import choose_device
 from qerl.provenance.files import check_writable, write_json
 from qerl.provenance.stamp import stamp
-from qerl.random_models.architectures import ARCHITECTURES
 from qerl.random_models.policy import WEIGHTS, random_policy
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams

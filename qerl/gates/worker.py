@@ -36,12 +36,12 @@ ROLLOUTS = 9
 class Workloads:
     """The timed workloads of the imported version."""
 
-    def __init__(self, qerl: Any, checkpoint: str, weights: str, folder: str) -> None:
-        self.qerl = qerl
+    def __init__(self, api: Any, checkpoint: str, weights: str, folder: str) -> None:
+        self.api = api
         self.checkpoint = checkpoint
         self.weights = weights
         self.folder = Path(folder)
-        self.policy = qerl.load(checkpoint, "float32")
+        self.policy = api.load(checkpoint, "float32")
         self.trained = 0
 
     def rollout(self) -> list[float]:
@@ -50,14 +50,14 @@ class Workloads:
 
     def _rollout(self, seed: int) -> float:
         start = time.perf_counter()
-        drawn = self.qerl.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
+        drawn = self.api.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
         return (time.perf_counter() - start) / sum(one.tokens for completions in drawn for one in completions)
 
     def update(self) -> list[float]:
         """Seconds a token of the updates of a short run."""
         self.trained += 1
         settings = {**TRAINING, "model": self.checkpoint, "weights": self.weights}
-        run = self.qerl.train(settings, out=self.folder / str(self.trained))
+        run = self.api.train(settings, out=self.folder / str(self.trained))
         return [1 / rate for rate in run.metrics["tokens_per_second/update"]][1:]
 
 
@@ -65,12 +65,12 @@ def main() -> None:
     """Answer requests until there are none."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     asked = json.loads(sys.stdin.readline())
-    import qerl
+    from qerl import api
 
-    imported = Path(qerl.__file__).resolve().parents[1]
+    imported = Path(api.__file__).resolve().parents[1]
     if imported != Path(asked.pop("code")).resolve():
         sys.exit(f"the version that was imported lies in {imported}, and that is not the one to be timed")
-    workloads = Workloads(qerl, **asked)
+    workloads = Workloads(api, **asked)
     known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
     for line in sys.stdin:
         print(json.dumps(known[json.loads(line)]()), file=answers, flush=True)

@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.jobs.shapes import DecodeJob, Decoding, GrpoStep, GrpoStepJob, PointJob, TrlStep, TrlStepJob, Work
-from qerl.random_models.architectures import ARCHITECTURES
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, ShapesSettings, StepGrid
 from qerl.settings.run import RunSettings

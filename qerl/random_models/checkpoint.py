@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qerl.checkpoints.architectures import ARCHITECTURES, FUSED, linear_shapes
 from qerl.checkpoints.folder import CONFIG, INDEX
 from qerl.formats.codecs import nvfp4_global_scale, quantize, to_checkpoint
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.random_models.architectures import ARCHITECTURES, FUSED, linear_shapes
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
 
 _STD = 0.02

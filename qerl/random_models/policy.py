@@ -9,10 +9,10 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
+from qerl.checkpoints.architectures import FUSED
 from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy, lora_config, use_own_modules
-from qerl.random_models.architectures import FUSED
 from qerl.random_models.checkpoint import model_config
 from qerl.settings.training import AdapterSettings
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.formats.codecs import tensor_specs
-from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.results.schema.speed import Ceilings
 
 _BF16 = 2

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.random_models.architectures import ARCHITECTURES
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
 from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult

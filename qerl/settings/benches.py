@@ -73,7 +73,7 @@ class DecodeGrid(Settings):
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
-    """Sizes of the model: 1.5B, 3B, 7B, 14B or 32B (`qerl.random_models.architectures`)."""
+    """Sizes of the model: 1.5B, 3B, 7B, 14B or 32B (`qerl.checkpoints.architectures`)."""
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""

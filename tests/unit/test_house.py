@@ -32,7 +32,7 @@ def test_the_noise_schedule_needs_no_torch():
 
 def test_architectures_need_no_torch():
     """The workflow reads them on every call."""
-    assert imported(trees()["qerl.random_models.architectures"]) == {"__future__", "typing"}
+    assert imported(trees()["qerl.checkpoints.architectures"]) == {"__future__", "typing"}
 
 
 def test_a_name_of_a_class_names_one_class():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from qerl.random_models.architectures import ARCHITECTURES
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.results.schema.stored import MeasuredPoint, Number, Provenance, Stored
 from qerl.settings.models import WeightFormat
 

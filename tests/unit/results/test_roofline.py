@@ -6,9 +6,9 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.formats.codecs import quantize
 from qerl.policy.policy import lora_config
-from qerl.random_models.architectures import ARCHITECTURES, linear_shapes
 from qerl.random_models.checkpoint import model_config
 from qerl.results import roofline
 from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
