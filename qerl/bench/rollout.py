@@ -13,8 +13,9 @@ from qerl.bench.points import Point, run_points
 from qerl.host.profiling import seconds
 from qerl.jobs.profile import RolloutJob
 from qerl.policy.policy import Policy, load_policy, weight_bytes, with_adapter
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.profile import RolloutBenchResult
+from qerl.results.schema.stored import Provenance
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.benches import RolloutBench
@@ -60,7 +61,8 @@ def bench_rollout(job: RolloutJob) -> None:
     ]
     rows = [_row(point, settings) for point in run_points(points, settings.repeats, settings.interleave)]
     about = {"bench": job.bench, "model": settings.model, "kind": "rollout"}
-    write_json(job.out, {**about, "points": rows, "provenance": stamp(settings.seed)})
+    told = {**about, "points": rows, "provenance": Provenance.of_now(settings.seed)}
+    write(job.out, RolloutBenchResult.model_validate(told))
 
 
 def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:

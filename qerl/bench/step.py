@@ -10,8 +10,9 @@ from typing import Any
 from qerl.bench.points import Point, run_points
 from qerl.jobs.profile import StepJob, TimedRun
 from qerl.policy.policy import weight_bytes
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.profile import StepBenchResult
+from qerl.results.schema.stored import Provenance
 from qerl.rl.train import make_trainer
 
 
@@ -34,7 +35,8 @@ def bench_step(job: StepJob) -> None:
             for run in job.runs
         ]
         measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
-    write_json(job.out, {"bench": job.bench, "kind": "step", "points": measured, "provenance": stamp()})
+    told = {"bench": job.bench, "kind": "step", "points": measured, "provenance": Provenance.of_now()}
+    write(job.out, StepBenchResult.model_validate(told))
 
 
 def _label(run: TimedRun) -> dict[str, Any]:

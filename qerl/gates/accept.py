@@ -7,8 +7,8 @@ from pathlib import Path
 
 from qerl.gates.baselines import write_baseline
 from qerl.gates.job import MEASURED
-from qerl.gates.measured import Measured
 from qerl.plan import Plan
+from qerl.results.schema.gates import GateMeasurements
 from qerl.settings.base import ConfigError
 
 
@@ -21,7 +21,7 @@ def accept(plan: Plan) -> Path:
     file = folder / "gates" / MEASURED
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
-    measured = Measured.model_validate_json(file.read_bytes())
+    measured = GateMeasurements.model_validate_json(file.read_bytes())
     if measured.provenance["dirty"] or not measured.provenance["commit"]:
         raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
     _check_nothing_staged()

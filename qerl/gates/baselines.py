@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from qerl.gates.measured import Measured
 from qerl.provenance.files import write_json
+from qerl.results.schema.gates import GateMeasurements
 from qerl.settings.base import ConfigError
 from qerl.settings.errors import sentence
 
@@ -20,7 +20,7 @@ class Baseline(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    measured: Measured
+    measured: GateMeasurements
 
     @property
     def commit(self) -> str:
@@ -61,7 +61,7 @@ def any_baseline(folder: Path, key: str) -> Baseline | None:
     return next(of_key, None)
 
 
-def write_baseline(folder: Path, measured: Measured) -> Path:
+def write_baseline(folder: Path, measured: GateMeasurements) -> Path:
     """Write the baseline of the measuring machine's class; its file."""
     file = baseline_file(folder, measured.provenance["machine"])
     write_json(file, Baseline(measured=measured).model_dump(mode="json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +9,15 @@ import pandas as pd
 
 from qerl.gates.baselines import any_baseline, own_baseline
 from qerl.gates.judge import Baselines, judge, overall
-from qerl.gates.measured import Measured, collect
+from qerl.gates.measured import collect
 from qerl.gates.rows import read_gates
 from qerl.jobs.gates import VerdictJob
 from qerl.provenance.files import write_json
-from qerl.results.schema.gates import Verdict
+from qerl.results.files import read, write
+from qerl.results.paths import MEASURED, VERDICT
+from qerl.results.schema.gates import GateMeasurements, Verdict, VerdictResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings
-
-MEASURED = "measured.json"
-VERDICT = "verdict.json"
 
 
 def judge_results(job: VerdictJob) -> None:
@@ -27,7 +25,7 @@ def judge_results(job: VerdictJob) -> None:
     write_verdict(job.settings, collect(job.key, job.results), job.out)
 
 
-def write_verdict(settings: GateSettings, measured: Measured, out: Path) -> None:
+def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path) -> None:
     """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.md."""
     baseline = own_baseline(settings.baselines, measured.provenance["machine"], measured.key)
     baselines = Baselines(baseline, baseline or any_baseline(settings.baselines, measured.key))
@@ -41,7 +39,7 @@ def write_verdict(settings: GateSettings, measured: Measured, out: Path) -> None
         "provenance": measured.provenance,
     }
     (out / "verdict.md").write_text(verdict_table(verdicts).to_markdown(index=False) + "\n")
-    write_json(out / VERDICT, result)
+    write(out / VERDICT, VerdictResult.model_validate(result))
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
@@ -51,7 +49,7 @@ def read_verdicts(file: Path) -> list[Verdict]:
     """The verdicts in a verdict.json."""
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run `snakemake --configfile config/ci.yaml` first")
-    return [Verdict.model_validate(row) for row in json.loads(file.read_text())["gates"]]
+    return read(VerdictResult, file).gates
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:

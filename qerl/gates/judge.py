@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from qerl.gates.baselines import Baseline
-from qerl.gates.measured import Measured
 from qerl.gates.rows import Gate
 from qerl.results.intervals import paired_ratio_interval
-from qerl.results.schema.gates import Check, Outcome, Verdict
+from qerl.results.schema.gates import Check, GateMeasurements, Outcome, Verdict
 
 #: Steps that a series of another machine is compared over: later on, rounding has led to other completions.
 EARLY_STEPS = 2
@@ -45,7 +44,7 @@ class Baselines:
         baseline = self.same_machine or self.other
         return getattr(baseline.measured, kind).get(metric) if baseline else None
 
-    def same_versions(self, measured: Measured) -> bool:
+    def same_versions(self, measured: GateMeasurements) -> bool:
         """Whether there is a baseline of this class of machines, made with the same versions of all libraries."""
         return (
             self.same_machine is not None
@@ -53,7 +52,7 @@ class Baselines:
         )
 
 
-def judge(gate: Gate, measured: Measured, baselines: Baselines) -> Verdict:
+def judge(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Verdict:
     """The verdict of one gate. A metric that wasn't measured fails, whatever its check."""
     identity = {"gate": gate.gate, "metric": gate.metric, "check": gate.check, "why": gate.why}
     if gate.metric not in _measured_for(gate.check, measured):
@@ -72,7 +71,7 @@ def overall(verdicts: list[Verdict]) -> Outcome:
 Finding = dict[str, object]
 
 
-def _measured_for(check: Check, measured: Measured) -> Mapping[str, object]:
+def _measured_for(check: Check, measured: GateMeasurements) -> Mapping[str, object]:
     kinds: dict[Check, Mapping[str, object]] = {
         "ratio-at-most": measured.ratios,
         "paired": measured.accuracies,
@@ -90,23 +89,23 @@ def _no_baseline(detail: str = "no baseline of this machine and workload") -> Fi
     return {"outcome": "no baseline", "detail": f"{detail}; `qerl gate accept` makes one"}
 
 
-def _at_most(gate: Gate, measured: Measured, _: Baselines) -> Finding:
+def _at_most(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
     now = measured.values[gate.metric]
     return {"outcome": _outcome(now <= gate.limit), "now": now, "limit": gate.limit}
 
 
-def _at_least(gate: Gate, measured: Measured, _: Baselines) -> Finding:
+def _at_least(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
     now = measured.values[gate.metric]
     return {"outcome": _outcome(now >= gate.limit), "now": now, "limit": gate.limit}
 
 
-def _ratio_at_most(gate: Gate, measured: Measured, _: Baselines) -> Finding:
+def _ratio_at_most(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
     ratio = paired_ratio_interval(*measured.ratios[gate.metric])
     numbers = {"now": ratio.mean, "low": ratio.low, "high": ratio.high, "limit": gate.limit}
     return {"outcome": _outcome(ratio.low <= gate.limit), **numbers}
 
 
-def _growth(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+def _growth(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
     now = measured.values[gate.metric]
     before = baselines.same_machine.measured.values.get(gate.metric) if baselines.same_machine else None
     if before is None:
@@ -115,7 +114,7 @@ def _growth(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     return {"outcome": _outcome(now <= limit), "now": now, "baseline": before, "limit": limit}
 
 
-def _paired(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+def _paired(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
     now = measured.accuracies[gate.metric]
     mean = float(np.mean(list(now.values())))
     before = baselines.any_of(gate.metric, "accuracies")
@@ -136,7 +135,7 @@ def _paired(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
     }
 
 
-def _same(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+def _same(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
     now = measured.completions[gate.metric]
     before = baselines.any_of(gate.metric, "completions")
     if before is None:
@@ -159,7 +158,7 @@ def _flips(before: Mapping[str, str], now: Mapping[str, str], shown: int = 4) ->
     return f"{len(differing)} of {len(before)} completions differ, {len(lost)} lost, {len(won)} won: {named}"
 
 
-def _golden(gate: Gate, measured: Measured, baselines: Baselines) -> Finding:
+def _golden(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
     now = measured.series[gate.metric]
     before = baselines.any_of(gate.metric, "series")
     if before is None:
@@ -180,7 +179,7 @@ def _first_difference(before: list[float], now: list[float]) -> str:
     return "equal to the bit" if step is None else f"step {step}: {now[step - 1]!r}, and {before[step - 1]!r} before"
 
 
-_CHECKS: dict[Check, Callable[[Gate, Measured, Baselines], Finding]] = {
+_CHECKS: dict[Check, Callable[[Gate, GateMeasurements, Baselines], Finding]] = {
     "at-most": _at_most,
     "at-least": _at_least,
     "ratio-at-most": _ratio_at_most,

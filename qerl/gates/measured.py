@@ -8,37 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from qerl.results.schema.gates import GateMeasurements
 
 #: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
 
 
-class Measured(BaseModel):
-    """The metrics of one run of the workload, by name, and where they come from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    key: str
-    """Key of the workload (`qerl.plan.workload`)."""
-    values: dict[str, float]
-    series: dict[str, list[float]]
-    """One number per step."""
-    accuracies: dict[str, dict[str, float]]
-    """Share of right completions of each trained policy, by the seed of its run."""
-    completions: dict[str, dict[str, str]]
-    """For each completion of each stored policy, a hash of its text and whether it was right."""
-    ratios: dict[str, tuple[list[float], list[float]]]
-    """Seconds of the judged code and of its comparison, in pairs that were measured one after the other."""
-    compared_with: str | None
-    """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
-    provenance: dict[str, Any]
-
-
-# --- from stored results ---------------------------------------------------------------------------------------------
-
-
-def collect(key: str, files: Sequence[Path]) -> Measured:
+def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
     """The metrics in results, told apart by the names and folders that the workflow gives them."""
     runs = [file for file in files if file.name == "run.json"]
     evaluations = {file: _read(file) for file in files if file.name == "result.json"}
@@ -53,7 +29,7 @@ def collect(key: str, files: Sequence[Path]) -> Measured:
         series |= {f"{column}/{_name(run)}": [step[column] for step in steps] for column in GOLDEN}
     stored = {f"stored/{result['stored']}": file for file, result in evaluations.items() if "stored" in result}
     trained = {file: result for file, result in evaluations.items() if "stored" not in result}
-    return Measured(
+    return GateMeasurements(
         key=key,
         values=values | {f"evaluation-noise/{_name(result)}": result["noise_norm"] for result in trained.values()},
         series=series,

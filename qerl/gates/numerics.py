@@ -21,8 +21,9 @@ from qerl.formats import tiles
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
 from qerl.jobs.gates import NumericsJob
 from qerl.layers.packed_linear import PackedLinear
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.gates import NumericsResult
+from qerl.results.schema.stored import Provenance
 
 VECTORS = "vectors.safetensors"
 ANSWERS = "answers.jsonl"
@@ -37,7 +38,7 @@ def measure_numerics(folder: Path, out: Path) -> None:
     """Compare with the vectors in `folder`; `out` gets `{values: {name: number}}` with a stamp."""
     vectors = load_file(folder / VECTORS)
     values = {**dict(_formats(vectors)), "graders": wrong_verdicts(folder / ANSWERS)}
-    write_json(out, {"values": values, "provenance": stamp()})
+    write(out, NumericsResult(values=values, provenance=Provenance.of_now()))
 
 
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:

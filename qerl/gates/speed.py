@@ -26,8 +26,9 @@ from qerl.gates.baselines import machine_class, own_baseline
 from qerl.host.progress import log
 from qerl.jobs.gates import SpeedJob
 from qerl.provenance.code_version import PACKAGE
-from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.gates import SpeedResult
 from qerl.settings.base import ConfigError
 
 #: Imported, so that its content counts in the version of what is measured; it runs as a file.
@@ -43,7 +44,8 @@ def measure_speed(job: SpeedJob) -> None:
     if baseline is None:
         log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
     samples = compare(baseline.commit, job.checkpoint, job.rounds, Path("work/gates")) if baseline else {}
-    write_json(job.out, {"baseline": None, "samples": {}, **samples, "provenance": stamped})
+    result = {"baseline": None, "samples": {}, **samples, "provenance": stamped}
+    write(job.out, SpeedResult.model_validate(result))
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from qerl.results.schema.stored import Provenance, Stored
 
@@ -50,7 +50,7 @@ class GateMeasurements(Stored):
     """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
     compared_with: str | None
     """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
-    provenance: Provenance
+    provenance: dict[str, Any]
 
 
 class Verdict(Stored):

@@ -17,12 +17,13 @@ from qerl.gates.accept import accept
 from qerl.gates.baselines import Baseline, any_baseline, machine_class, own_baseline, read_baseline, write_baseline
 from qerl.gates.job import verdict_table, write_verdict
 from qerl.gates.judge import Baselines, judge, overall
-from qerl.gates.measured import Measured, collect
+from qerl.gates.measured import collect
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
 from qerl.plan.workload import workload_key
 from qerl.results.intervals import paired_ratio_interval
+from qerl.results.schema.gates import GateMeasurements
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.reading import read_yaml
@@ -48,7 +49,7 @@ def measured(**changes):
         "compared_with": "c" * 40,
         "provenance": {"commit": "c" * 40, "dirty": False, "machine": MACHINE, "versions": VERSIONS},
     }
-    return Measured.model_validate(values | changes)
+    return GateMeasurements.model_validate(values | changes)
 
 
 def gate(metric, check, limit):
