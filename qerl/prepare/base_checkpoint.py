@@ -17,7 +17,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import LockedRepo
 
 if TYPE_CHECKING:
-    from qerl.quantize.awq import Calibration
+    from qerl.quantization.awq import Calibration
 
 
 def fetch_base(job: FetchJob) -> None:
@@ -29,12 +29,12 @@ def quantize_base(job: QuantizeJob) -> None:
     """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
     texts = None
     if job.calibration:
-        from qerl.quantize.awq import Calibration
+        from qerl.quantization.awq import Calibration
 
         texts = Calibration(job.calibration.settings, job.calibration.data)
     else:
         with imports(OPTIONAL):  # nothing optional rounds to nearest
-            from qerl.quantize.writer import SCHEMES
+            from qerl.quantization.writer import SCHEMES
 
             if job.weights in SCHEMES:
                 import llmcompressor  # noqa: F401
@@ -74,7 +74,7 @@ def make_checkpoint(
 
     With a `calibration` it is made by AWQ.
     """
-    from qerl.quantize.quantize import quantize_checkpoint
+    from qerl.quantization.checkpoint import quantize_checkpoint
 
     about = quantize_checkpoint(source, checkpoint, weights, calibration)
     if weights == "bf16":

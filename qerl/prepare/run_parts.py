@@ -85,7 +85,7 @@ def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
     files = hashes_of(model_files(source), source)
     if settings.settings.calibrated:
         files |= hashes_of(data_files(settings.out / DATA), settings.out)
-    return made_of("qerl.quantize.quantize", files, [])
+    return made_of("qerl.quantization.checkpoint", files, [])
 
 
 def _of_reward(settings: RunFile) -> MadeOf:
@@ -110,7 +110,7 @@ def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[
 
 def _base(settings: RunFile, source: Path, target: Path) -> None:
     from qerl.prepare.base_checkpoint import link_checkpoint, make_checkpoint
-    from qerl.quantize.awq import Calibration
+    from qerl.quantization.awq import Calibration
 
     if weights_format_of(source) == settings.weights:
         link_checkpoint(source, target)

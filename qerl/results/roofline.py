@@ -23,7 +23,7 @@ def mean_context(prompt: int, tokens: int) -> float:
 def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
     """Bytes of one decode step by kind. `context` is the number of cached tokens of each sequence before it.
 
-    Packed weights as `qerl.quantize` stores them, scales and tables included (NF4 with double quantization);
+    Packed weights as `qerl.quantization` stores them, scales and tables included (NF4 with double quantization);
     all else in bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
     """
     hidden, layers, heads, kv_heads, _, vocabulary, _ = ARCHITECTURES[size]

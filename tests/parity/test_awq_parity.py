@@ -17,9 +17,9 @@ from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_split
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.loading import load_model
-from qerl.quantize.awq import Calibration, _modifier, calibration_ids, equalise
-from qerl.quantize.quantize import quantization_report, quantize_checkpoint
-from qerl.quantize.writer import SCHEMES
+from qerl.quantization.awq import Calibration, _modifier, calibration_ids, equalise
+from qerl.quantization.checkpoint import quantization_report, quantize_checkpoint
+from qerl.quantization.writer import SCHEMES
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3

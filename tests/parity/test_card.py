@@ -9,7 +9,7 @@ from torch.nn.functional import log_softmax
 
 from qerl.policy.card import Base
 from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_qwen2
 

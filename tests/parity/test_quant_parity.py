@@ -23,8 +23,8 @@ from qerl.formats.errors import FormatError
 from qerl.formats.nf4 import STATE_NAME
 from qerl.layers.packed_linear import PackedLinear, dense_weights
 from qerl.policy.loading import load_model
-from qerl.quantize.quantize import quantization_report, quantize_checkpoint
-from qerl.quantize.writer import SCHEMES
+from qerl.quantization.checkpoint import quantization_report, quantize_checkpoint
+from qerl.quantization.writer import SCHEMES
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
 LIBRARY = {

@@ -22,7 +22,7 @@ from qerl.data.records import Problem
 from qerl.layers.noisy_norm import ROLES
 from qerl.policy.export import export
 from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.rollouts import Collector, Task

@@ -60,3 +60,8 @@ def test_variables_have_names_of_the_field():
     for name, tree in trees().items():
         if name.split(".")[1] in NAMED_ROOMS:
             assert not bound_names(tree) & EMPTY_WORDS, name
+
+
+def test_no_room_has_the_name_of_a_public_function():
+    """Importing a room binds its name on the package, in place of a function of that name."""
+    assert not set(qerl.__all__) & {folder.name for folder in ROOT.iterdir()}

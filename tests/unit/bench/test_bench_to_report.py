@@ -12,7 +12,7 @@ from qerl.bench.rollout import bench_rollout
 from qerl.bench.step import bench_step
 from qerl.data.sources import prepare
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.report import paper, tables
 from qerl.results import readers
 from qerl.settings.base import parse

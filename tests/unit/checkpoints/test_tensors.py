@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from qerl.checkpoints.folder import read_headers, weight_files
-from qerl.quantize.writer import linear_layers
+from qerl.quantization.writer import linear_layers
 from tests.tiny import tiny_qwen2
 
 MB = 1e6
@@ -20,8 +20,8 @@ from pathlib import Path
 from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
 from qerl.checkpoints.folder import read_headers
 from qerl.checkpoints.tensors import stream
-from qerl.quantize.writer import write_packed
-from qerl.quantize.quantize import quantization_report
+from qerl.quantization.writer import write_packed
+from qerl.quantization.checkpoint import quantization_report
 
 tiny, big, out = map(Path, sys.argv[1:4])
 

@@ -99,10 +99,10 @@ def test_only_what_people_call_is_in_no_rules_version(graph):
 
 @pytest.mark.parametrize("kernel", sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cu")), ids=str)
 def test_a_changed_kernel_changes_the_version_of_what_runs_it(copy, version, kernel):
-    before = version("qerl.rl.train"), version("qerl.quantize.quantize")
+    before = version("qerl.rl.train"), version("qerl.quantization.checkpoint")
     file = copy / "qerl" / kernel
     text = file.read_text()
     file.write_text(f"{text}// changed\n")
-    changed = version("qerl.rl.train"), version("qerl.quantize.quantize")
+    changed = version("qerl.rl.train"), version("qerl.quantization.checkpoint")
     file.write_text(text)
     assert changed != before

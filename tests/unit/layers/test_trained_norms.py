@@ -13,7 +13,7 @@ from qerl.jobs.evaluate import EvaluateJob, StoredPolicy
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.export import export
 from qerl.policy.policy import Policy, load_policy, trained_in_full, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.value import add_value
 from qerl.rollout.vllm.weight_sync import norm_weights
 from qerl.settings.evaluation import EvaluationSettings

@@ -14,7 +14,7 @@ from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tok
 from qerl.data.prompts import check_template
 from qerl.data.records import DataError
 from qerl.policy.loading import load_model, load_tokenizer
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))

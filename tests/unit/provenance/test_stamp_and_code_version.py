@@ -60,11 +60,11 @@ def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
 
 
 def test_a_kernel_counts_for_what_runs_it(copy):
-    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quantize.quantize")
+    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quantization.checkpoint")
     edit(copy, "kernels/w4a16/tile_scheduler.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
     assert version_in(copy, "qerl.rl.train") != before[0]
     edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
-    assert version_in(copy, "qerl.quantize.quantize") != before[1]
+    assert version_in(copy, "qerl.quantization.checkpoint") != before[1]
 
 
 def git(*arguments: str, folder: Path) -> str:

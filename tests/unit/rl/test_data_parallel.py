@@ -14,7 +14,7 @@ from qerl.cli import commands as cli
 from qerl.data.sources import prepare
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.policy import choose_device
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.data_parallel import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse

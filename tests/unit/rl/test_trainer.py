@@ -10,7 +10,7 @@ import torch
 
 from qerl.data.records import Problem
 from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.train import make_policy

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from qerl.layers.lora import register_lora
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.ppo import value_loss
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch

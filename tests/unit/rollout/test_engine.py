@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
-from qerl.quantize.quantize import quantize_checkpoint
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler

@@ -17,10 +17,10 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize, tensor_specs
 from qerl.formats.errors import FormatError
 from qerl.provenance.files import put
-from qerl.quantize.writer import linear_layers, write_packed
+from qerl.quantization.writer import linear_layers, write_packed
 
 if TYPE_CHECKING:
-    from qerl.quantize.awq import Calibration
+    from qerl.quantization.awq import Calibration
 
 #: rtn: round to nearest, without calibration data.
 _METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
@@ -64,7 +64,7 @@ def quantize_checkpoint(
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial, dense, awq = Path(scratch) / target.name, source, {}
         if calibration is not None:
-            from qerl.quantize.awq import write_equalised
+            from qerl.quantization.awq import write_equalised
 
             dense = Path(scratch) / "equalised"
             awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}

@@ -2,7 +2,7 @@
 
 AWQ finds channels of a layer's input that are large on calibration texts. The layer before (a norm, v_proj, up_proj) is
 divided by a scale for each of them, and the weights that read them are multiplied by it. The model's function doesn't
-change. The result is a dense checkpoint, which `qerl.quantize.writer` rounds like any other.
+change. The result is a dense checkpoint, which `qerl.quantization.writer` rounds like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.policy.loading import load_tokenizer
-from qerl.quantize.writer import DENSE, SCHEMES, quiet, write_config, write_shards
+from qerl.quantization.writer import DENSE, SCHEMES, quiet, write_config, write_shards
 from qerl.settings.models import CalibrationSettings
 
 _HOST = torch.device("cpu")
