@@ -5,13 +5,13 @@ from __future__ import annotations
 from qerl.plan.checks import check_engines, check_inputs
 from qerl.plan.experiments import nested
 from qerl.plan.make import fitting, plan, plan_from
-from qerl.plan.sheets import Checkpoint, Evaluation, Plan, Run
+from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
 
 __all__ = [
     "Checkpoint",
-    "Evaluation",
     "Plan",
-    "Run",
+    "PlannedEvaluation",
+    "PlannedRun",
     "check_engines",
     "check_inputs",
     "fitting",

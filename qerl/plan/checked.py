@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.jobs.prepare import RunLengths
-from qerl.plan.sheets import Evaluation, Plan, Run
+from qerl.plan.sheets import Plan, PlannedEvaluation, PlannedRun
 from qerl.settings.evaluation import EvaluationSettings, TaskSettings
 from qerl.settings.models import PretrainSettings
 
@@ -47,14 +47,14 @@ class ModelCheck:
         return f"{self.model}-{hashlib.sha256(json.dumps(looked_at).encode()).hexdigest()[:8]}"
 
 
-def run_check(plan: Plan, run: Run) -> ModelCheck:
+def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
     """The check before a run."""
     values = run.settings.rollout.model_dump(include=_LOOKED_AT)
     lengths = RunLengths(dataset=run.settings.dataset, rollout=type(run.settings.rollout).model_validate(values))
     return _check(plan, run.settings.model, [lengths], [])
 
 
-def evaluation_check(plan: Plan, evaluation: Evaluation) -> ModelCheck:
+def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
     """The check before an evaluation."""
     asked = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
     return _check(plan, evaluation.checkpoint.model, [], asked)

@@ -12,7 +12,7 @@ from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check_engine
 from qerl.host.plugins import check
 from qerl.plan.experiments import written_as
-from qerl.plan.sheets import Plan, Run
+from qerl.plan.sheets import Plan, PlannedRun
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import RolloutBench
 from qerl.settings.config import Config, require
@@ -20,7 +20,7 @@ from qerl.settings.data import FunctionData, HubData, LocalData
 from qerl.settings.models import LocalModel, PretrainSettings
 
 
-def check_run(run: Run, config: Config) -> None:
+def check_run(run: PlannedRun, config: Config) -> None:
     """Check what can be known of a run before any job starts."""
     settings = run.settings
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)

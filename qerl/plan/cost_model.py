@@ -68,7 +68,7 @@ def total(hours: Iterable[Hours]) -> Hours:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PlannedWork:
     """The most work that a job may do."""
 
     model: str
@@ -117,25 +117,25 @@ class Costs:
             row["model"]: float(row["gigabytes"]) * 1e9 / 2 for row in _rows(SIZES) if row["weights"] == "bf16"
         }
 
-    def rollout(self, work: Work) -> Hours:
+    def rollout(self, work: PlannedWork) -> Hours:
         """Hours of the completions."""
         speed = self.measured_rollout(work)
         if speed is not None and not math.isnan(work.drawn):
             return Hours(measured=_hours(work.drawn, speed.rate))
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
-    def update(self, work: Work) -> Hours:
+    def update(self, work: PlannedWork) -> Hours:
         """Hours of the updates."""
         speed = _nearest(work, [s for s in self._updates if s.gradient_checkpointing == work.gradient_checkpointing])
         if speed is not None:
             return Hours(measured=_hours(work.trained, speed.rate))
         return Hours(estimated=_hours(work.trained, self._update_rate(work)))
 
-    def measured_rollout(self, work: Work) -> Speed | None:
+    def measured_rollout(self, work: PlannedWork) -> Speed | None:
         """The measurement that hours of rollouts come from."""
         return _nearest(work, self._rollouts)
 
-    def _rollout_rate(self, work: Work) -> float:
+    def _rollout_rate(self, work: PlannedWork) -> float:
         speeds = [s for s in self._rollouts if s.sequences <= work.sequences and s.model in self._parameters]
         same = [s for s in speeds if s.weights == work.weights]
         alike = same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)]
@@ -143,12 +143,12 @@ class Costs:
         rates = (s.rate * min(1.0, self._parameters[s.model] / size) for s in alike) if size else ()
         return max(rates, default=math.nan)
 
-    def _update_rate(self, work: Work) -> float:
+    def _update_rate(self, work: PlannedWork) -> float:
         flops = FLOPS_CHECKPOINTING if work.gradient_checkpointing else FLOPS
         return UTILIZATION * self._peak / (flops * self._parameters.get(work.model, math.nan))
 
 
-def _nearest(work: Work, speeds: Iterable[Speed]) -> Speed | None:
+def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
     """The measurement of this model, format and training with the nearest rank and the largest batch within the job's.
 
     A larger batch has a higher rate, so hours stay upper limits."""

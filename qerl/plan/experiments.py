@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qerl.plan.sheets import Run
+from qerl.plan.sheets import PlannedRun
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Experiment, merged
 from qerl.settings.run import RunSettings
@@ -32,7 +32,7 @@ def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     return tree
 
 
-def expand(name: str, experiment: Experiment) -> Iterator[Run]:
+def expand(name: str, experiment: Experiment) -> Iterator[PlannedRun]:
     """One run for each arm and point of the grid."""
     labels = _short(list(experiment.grid))
     base = nested(experiment.base)
@@ -44,7 +44,7 @@ def expand(name: str, experiment: Experiment) -> Iterator[Run]:
             settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
             varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
             suffix = "".join(f"-{labels[key]}{plain(value)}" for key, value in varied.items())
-            yield Run(f"{name}-{arm}{suffix}", name, arm, varied, settings)
+            yield PlannedRun(f"{name}-{arm}{suffix}", name, arm, varied, settings)
 
 
 def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:

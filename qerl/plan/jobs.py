@@ -19,7 +19,7 @@ from qerl.jobs.train import TrainJob
 from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
 from qerl.plan.files import Files
 from qerl.plan.shapes import measured_files, point_jobs
-from qerl.plan.sheets import Evaluation, Plan
+from qerl.plan.sheets import Plan, PlannedEvaluation
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
 from qerl.settings.benches import GateSettings, RolloutBench
@@ -259,7 +259,7 @@ def user_functions(job: Job) -> set[str]:
     return {function for function in named if function}
 
 
-def _planned(evaluation: Evaluation) -> PlannedPolicy:
+def _planned(evaluation: PlannedEvaluation) -> PlannedPolicy:
     base, run = evaluation.checkpoint, evaluation.run
     return PlannedPolicy(
         eval=evaluation.id,

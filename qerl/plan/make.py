@@ -10,7 +10,7 @@ from qerl.data.hub_lock import with_locked_revisions
 from qerl.plan.checks import check_inputs, check_run
 from qerl.plan.experiments import expand
 from qerl.plan.own_model import described, fitted, traits
-from qerl.plan.sheets import Checkpoint, Evaluation, Plan, Run
+from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
 from qerl.plan.shortcuts import shortened
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import RolloutBench
@@ -25,7 +25,7 @@ _LONGEST_ID = 200
 def plan(config: Config) -> Plan:
     """Expand a configuration and check that its parts fit. A `ConfigError` names a part that doesn't."""
     config = shortened(config) if config.model or config.problems else config
-    runs: dict[str, Run] = {}
+    runs: dict[str, PlannedRun] = {}
     for name, experiment in config.experiments.items():
         for run in expand(name, experiment):
             if run.id in runs:
@@ -45,7 +45,7 @@ def plan(config: Config) -> Plan:
     checkpoints = _named_apart(_checkpoints(config, runs))
     trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
     timed = {id: run for id, run in runs.items() if id not in trained}
-    evaluations: dict[str, Evaluation] = {}
+    evaluations: dict[str, PlannedEvaluation] = {}
     for evaluation in _evaluations(config, trained):
         if evaluation.id in evaluations:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
@@ -53,7 +53,7 @@ def plan(config: Config) -> Plan:
     return Plan(config, trained, timed, checkpoints, evaluations)
 
 
-def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluation]:
+def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
     """The bases that runs start from, and bf16 beside them, each on the tasks of all their runs; then the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     of_run = {id: _tasks(config, run) for id, run in trained.items()}
@@ -63,19 +63,19 @@ def _evaluations(config: Config, trained: Mapping[str, Run]) -> Iterator[Evaluat
             of_base.setdefault(base, set()).update(of_run[id])
     for base, asked in of_base.items():
         if asked:
-            yield Evaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
+            yield PlannedEvaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
     for id, run in trained.items():
         if of_run[id]:
-            yield Evaluation(id, run.checkpoint, run, of_run[id])
+            yield PlannedEvaluation(id, run.checkpoint, run, of_run[id])
 
 
-def _tasks(config: Config, run: Run) -> tuple[str, ...]:
+def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
     named = config.experiments[run.experiment].tasks
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     return tuple(every) if named is None or config.problems else tuple(named)
 
 
-def _checkpoints(config: Config, runs: Mapping[str, Run]) -> Iterator[Checkpoint]:
+def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Checkpoint]:
     """Every base in bf16 (the reference of each table) and in each format that a run or a measurement uses."""
     for run in runs.values():
         yield Checkpoint(run.settings.model, "bf16")

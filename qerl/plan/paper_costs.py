@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.plan import Evaluation, Plan, Run
-from qerl.plan.cost_model import ASSUMED, Costs, Work, problem_counts, total
+from qerl.plan import Plan, PlannedEvaluation, PlannedRun
+from qerl.plan.cost_model import ASSUMED, Costs, PlannedWork, problem_counts, total
 from qerl.plan.run_table import disk_total, omitted, run_work
 from qerl.report.paper import fits, identity
 from qerl.results.names import variant, weights_name
@@ -47,7 +47,7 @@ class Needs:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._arms: dict[tuple[str, str, str], list[Run]] = {}
+        self._arms: dict[tuple[str, str, str], list[PlannedRun]] = {}
         for run in plan.runs.values():
             self._arms.setdefault((run.experiment, run.arm, variant(run.varied)), []).append(run)
         self._evaluation_of = {
@@ -81,7 +81,7 @@ class Needs:
         scored = {self._evaluation_of[run].id for run in runs if run in self._evaluation_of}
         return Need(runs, scored | bases)
 
-    def _first_arm(self, asked: Asked) -> list[Run]:
+    def _first_arm(self, asked: Asked) -> list[PlannedRun]:
         return next((runs for runs in self._arms.values() if fits(asked, identity(runs[0].settings))), [])
 
     def _measures(self, bench: str, cell: Cell) -> bool:
@@ -103,13 +103,13 @@ def _cells(file: str) -> list[Cell]:
     return read_cells(FOLDER / f"{file}.csv")
 
 
-def _base(evaluation: Evaluation) -> dict[str, Any]:
+def _base(evaluation: PlannedEvaluation) -> dict[str, Any]:
     base = evaluation.checkpoint
     weights = weights_name(base.weights, base.recipe)
     return {"model": base.model, "weights": weights, "method": "none", "noise": "off", "rank": None, "setting": {}}
 
 
-def _step(run: Run) -> dict[str, Any]:
+def _step(run: PlannedRun) -> dict[str, Any]:
     rollout = run.settings.rollout
     checkpointing = "on" if run.settings.gradient_checkpointing else "off"
     setting = {"bs": str(rollout.prompts * rollout.group_size), "gc": checkpointing}
@@ -119,13 +119,13 @@ def _step(run: Run) -> dict[str, Any]:
 # --- costs -----------------------------------------------------------------------------------------------------------
 
 
-def evaluation_work(plan: Plan, evaluation: Evaluation) -> Iterator[Work]:
+def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[PlannedWork]:
     """The most work of each task of an evaluation."""
     settings, run = plan.config.evaluation, evaluation.run
     for task in settings.tasks:
         if task.dataset in evaluation.tasks:
             drawn = _problems(plan, task) * settings.repeats_of(task) * settings.sampling_of(task).max_tokens
-            yield Work(
+            yield PlannedWork(
                 model=evaluation.checkpoint.model,
                 weights=evaluation.checkpoint.weights,
                 method=run.settings.method if run else "none",
@@ -141,14 +141,14 @@ def _problems(plan: Plan, task: TaskSettings) -> float:
     return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
 
 
-def bench_work(plan: Plan, bench: str) -> Iterator[Work]:
+def bench_work(plan: Plan, bench: str) -> Iterator[PlannedWork]:
     """The work of each point of a measurement, the warm-up included."""
     settings = plan.config.benches[bench]
     if isinstance(settings, StepBench):
         yield from (run_work(run, settings.repeats + 1) for run in plan.step_bench_runs(bench))
         return
     for weights, rank in product(settings.weights, settings.ranks):
-        yield Work(
+        yield PlannedWork(
             model=settings.model,
             weights=weights,
             method="lora" if rank else "none",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.plan import Plan, Run
-from qerl.plan.cost_model import SIZES, UNMEASURED, Costs, Hours, Work
+from qerl.plan import Plan, PlannedRun
+from qerl.plan.cost_model import SIZES, UNMEASURED, Costs, Hours, PlannedWork
 from qerl.results.names import weights_name
 from qerl.results.schema.stored import OK
 
@@ -25,13 +25,13 @@ def sheet(plan: Plan, machine: str) -> pd.DataFrame:
     return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
 
 
-def run_work(run: Run, steps: int | None = None) -> Work:
+def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
     """The most work of the training of a run, or of some of its steps."""
     settings = run.settings
     rollout = settings.rollout
     completions = rollout.prompts * rollout.group_size
     tokens = (steps or settings.steps) * completions * rollout.sampling.max_tokens
-    return Work(
+    return PlannedWork(
         model=settings.model,
         weights=settings.weights,
         method=settings.method,
@@ -43,7 +43,7 @@ def run_work(run: Run, steps: int | None = None) -> Work:
     )
 
 
-def _row(plan: Plan, run: Run, costs: Costs) -> dict[str, Any]:
+def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
     settings, work = run.settings, run_work(run)
     noise = "" if settings.noise.schedule == "off" else "+aqn"
     measured = costs.measured_rollout(work)
@@ -73,7 +73,7 @@ def _columns(phase: str, hours: Hours) -> dict[str, Any]:
     }
 
 
-def _done(plan: Plan, run: Run) -> str:
+def _done(plan: Plan, run: PlannedRun) -> str:
     trained, evaluated = (
         Path(plan.folder) / file for file in (f"train/{run.id}/run.json", f"evaluate/{run.id}/result.json")
     )

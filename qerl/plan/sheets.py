@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training run: a row of the table of runs."""
 
     id: str
@@ -52,12 +52,12 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PlannedEvaluation:
     """A policy to evaluate: a base in one format, or the outcome of a run; `tasks` names the tasks' data sets."""
 
     id: str
     checkpoint: Checkpoint
-    run: Run | None
+    run: PlannedRun | None
     tasks: tuple[str, ...]
 
 
@@ -66,11 +66,11 @@ class Plan:
     """All rows of all tables of one configuration."""
 
     config: Config
-    runs: dict[str, Run]
+    runs: dict[str, PlannedRun]
     #: Runs of experiments with `train: false`.
-    timed: dict[str, Run]
+    timed: dict[str, PlannedRun]
     checkpoints: dict[str, Checkpoint]
-    evaluations: dict[str, Evaluation]
+    evaluations: dict[str, PlannedEvaluation]
 
     @property
     def tables(self) -> list[str]:
@@ -113,7 +113,7 @@ class Plan:
         """The folder of all results of this configuration."""
         return f"results/{self.config.name}"
 
-    def evaluations_of(self, experiment: str) -> list[Evaluation]:
+    def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
         """The evaluations of what an experiment trains."""
         return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
 
@@ -123,11 +123,11 @@ class Plan:
         assert isinstance(settings, RolloutBench)
         return [Checkpoint(settings.model, weights) for weights in settings.weights]
 
-    def step_bench_runs(self, bench: str) -> list[Run]:
+    def step_bench_runs(self, bench: str) -> list[PlannedRun]:
         """The runs that a step measurement times: the first seed of each arm and point of its experiment's grid."""
         settings = self.config.benches[bench]
         assert isinstance(settings, StepBench)
-        first: dict[str, Run] = {}
+        first: dict[str, PlannedRun] = {}
         for run in (*self.runs.values(), *self.timed.values()):
             if run.experiment == settings.experiment:
                 point = {key: value for key, value in run.varied.items() if key != "seed"}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
 from qerl.plan import cost_model, plan
-from qerl.plan.cost_model import SPEEDS, Costs, Hours, Work
+from qerl.plan.cost_model import SPEEDS, Costs, Hours, PlannedWork
 from qerl.plan.paper_costs import Needs, by_table
 from qerl.results.printed import CURVE_FIGURES, NAMES, TABLES
 from qerl.settings.base import ConfigError, parse
@@ -36,9 +36,9 @@ def measured(model: str, weights: str, sequences: int) -> float:
     return float(row["rollout_tokens_per_second"])
 
 
-def work(**changes) -> Work:
+def work(**changes) -> PlannedWork:
     given = {"model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "rank": 16, "sequences": 64, "drawn": 3600.0}
-    return Work(**{**given, **changes})
+    return PlannedWork(**{**given, **changes})
 
 
 # --- which
