@@ -57,8 +57,8 @@ class DecodePoints:
 
     def missing(self, sequences: Sequence[int]) -> list[int]:
         """Those numbers of sequences that have no point yet."""
-        there = {point["sequences"] for point in self.points}
-        return [count for count in dict.fromkeys(sequences) if count not in there]
+        measured = {point["sequences"] for point in self.points}
+        return [count for count in dict.fromkeys(sequences) if count not in measured]
 
     def note(self, **values: Any) -> None:
         """Keep `values` beside the points."""

@@ -77,7 +77,7 @@ class _Watched:
         return groups
 
 
-def _settings(work: Work, own: GrpoStep) -> RunSettings:
+def _settings(work: Work, asked: GrpoStep) -> RunSettings:
     run = {
         "model": work.size,
         "dataset": "random",
@@ -87,12 +87,12 @@ def _settings(work: Work, own: GrpoStep) -> RunSettings:
             "prompts": work.prompts,
             "group_size": work.group,
             "sampling": {"max_tokens": work.completion_tokens},
-            "native": {"kv_cache_gib": own.kv_cache_gib},
+            "native": {"kv_cache_gib": asked.kv_cache_gib},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step_work:reward"},
         "steps": steps_of(work),
-        "micro_batch_tokens": own.micro_batch_tokens,
-        "gradient_checkpointing": own.recompute,
+        "micro_batch_tokens": asked.micro_batch_tokens,
+        "gradient_checkpointing": asked.recompute,
     }
     return parse(RunSettings, run, "grpo_step")
 
@@ -148,15 +148,15 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
 
 def measure_step(job: GrpoStepJob) -> None:
     """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
-    work, own = job.work, job.settings
-    if own.memory_gb is not None:
-        cap_memory(own.memory_gb)
-    told = own.model_dump()
+    work, asked = job.work, job.settings
+    if asked.memory_gb is not None:
+        cap_memory(asked.memory_gb)
+    values = asked.model_dump()
     system = f"qerl {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
-            sampler, steps, memory = _measure(work, _settings(work, own), Path(folder))
+            sampler, steps, memory = _measure(work, _settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        return write_failure(job.out, system, work, told, "out of memory")
-    write_result(job.out, system, sampler, work, told, steps, memory)
+        return write_failure(job.out, system, work, values, "out of memory")
+    write_result(job.out, system, sampler, work, values, steps, memory)

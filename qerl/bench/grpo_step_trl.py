@@ -117,44 +117,44 @@ def vllm_share(work: Work, device_bytes: int) -> float:
     return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
 
 
-def _share(work: Work, own: TrlStep) -> float:
+def _share(work: Work, asked: TrlStep) -> float:
     """vLLM's part of the GPU's memory."""
-    if own.vllm_memory is not None:
-        return own.vllm_memory
+    if asked.vllm_memory is not None:
+        return asked.vllm_memory
     if not torch.cuda.is_available():
         return 0.25  # of the machine's memory; the cache has a setting of its own there
     _, total = torch.cuda.mem_get_info()
     return vllm_share(work, total)
 
 
-def _settings(work: Work, own: TrlStep) -> dict[str, Any]:
+def _settings(work: Work, asked: TrlStep) -> dict[str, Any]:
     """TRL's own settings in the result."""
-    return own.model_dump() | {"vllm_memory": _share(work, own)}
+    return asked.model_dump() | {"vllm_memory": _share(work, asked)}
 
 
-def _config(work: Work, own: TrlStep, folder: Path) -> GRPOConfig:
-    vllm = own.sampler == "vllm"
+def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
+    vllm = asked.sampler == "vllm"
     limits = {"min_tokens": work.completion_tokens, "ignore_eos": True, "detokenize": False}
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps_of(work),
-        per_device_train_batch_size=own.micro_batch,
-        gradient_accumulation_steps=work.completions // own.micro_batch,
+        per_device_train_batch_size=asked.micro_batch,
+        gradient_accumulation_steps=work.completions // asked.micro_batch,
         num_generations=work.group,
         max_completion_length=work.completion_tokens,
         loss_type="grpo",
         learning_rate=1e-5,
-        optim=own.optimizer,
+        optim=asked.optimizer,
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
-        gradient_checkpointing=own.recompute,
-        use_liger_kernel=own.liger,
+        gradient_checkpointing=asked.recompute,
+        use_liger_kernel=asked.liger,
         use_vllm=vllm,
-        vllm_gpu_memory_utilization=_share(work, own),
+        vllm_gpu_memory_utilization=_share(work, asked),
         vllm_max_model_length=work.prompt_tokens + work.completion_tokens,
-        vllm_enable_sleep_mode=own.sleep,
-        vllm_importance_sampling_correction=own.correction,
+        vllm_enable_sleep_mode=asked.sleep,
+        vllm_importance_sampling_correction=asked.correction,
         generation_kwargs=limits if vllm else {"min_new_tokens": work.completion_tokens},
         logging_steps=1,
         save_strategy="no",
@@ -163,7 +163,7 @@ def _config(work: Work, own: TrlStep, folder: Path) -> GRPOConfig:
     )
 
 
-def _trainer(work: Work, own: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
+def _trainer(work: Work, asked: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
     nf4 = BitsAndBytesConfig(
@@ -178,7 +178,7 @@ def _trainer(work: Work, own: TrlStep, checkpoint: Path, folder: Path) -> TimedT
     return TimedTrainer(
         str(checkpoint),
         reward_funcs=_rewards,
-        args=_config(work, own, folder),
+        args=_config(work, asked, folder),
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in drawn]),
         processing_class=tokenizer,
         quantization_config=nf4 if work.weights == "nf4" else None,
@@ -194,8 +194,8 @@ def _steps(trainer: TimedTrainer, clock: StepClock) -> list[dict[str, float]]:
     for step, sync, sampling, peak in zip(clock.seconds, syncs, trainer.sampling, clock.peaks, strict=True):
         parts = dict(zip(PARTS, (sync, sampling - sync, step - sampling), strict=True))
         rows.append({"step": step, **parts, "peak_bytes": peak})
-    told = [row for row in trainer.state.log_history if "step_time" in row]
-    for row, logged in zip(rows, told, strict=True):
+    timed_steps = [row for row in trainer.state.log_history if "step_time" in row]
+    for row, logged in zip(rows, timed_steps, strict=True):
         row |= {"trl_step_time": logged["step_time"], "grad_norm": logged["grad_norm"]}
     return rows
 
@@ -224,9 +224,9 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
     return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
 
 
-def _system(work: Work, own: TrlStep) -> str:
+def _system(work: Work, asked: TrlStep) -> str:
     name = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
-    return name if own.correction or own.sampler != "vllm" else f"{name} without correction"
+    return name if asked.correction or asked.sampler != "vllm" else f"{name} without correction"
 
 
 def _sampler(trainer: TimedTrainer, weights: str) -> str:
@@ -237,11 +237,11 @@ def _sampler(trainer: TimedTrainer, weights: str) -> str:
     return f"vLLM {vllm.__version__}, colocated, on merged {'bitsandbytes NF4' if weights == 'nf4' else weights}"
 
 
-def _check(work: Work, own: TrlStep) -> None:
+def _check(work: Work, asked: TrlStep) -> None:
     if not trl.__version__.startswith(TRL):
         raise ConfigError(f"TRL is {trl.__version__}, and its parts are timed for {TRL}x only; install trl==1.16.0")
-    if work.completions % own.micro_batch:
-        raise ConfigError(f"micro_batch={own.micro_batch} doesn't divide the {work.completions} completions")
+    if work.completions % asked.micro_batch:
+        raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 
 
 def _free_port() -> int:
@@ -250,14 +250,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(work: Work, own: TrlStep, checkpoint: Path, out: Path) -> None:
-    if own.sampler == "vllm":
+def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
+    if asked.sampler == "vllm":
         # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
-        trainer = _trainer(work, own, checkpoint, Path(folder))
+        trainer = _trainer(work, asked, checkpoint, Path(folder))
         trainer.add_callback(clock)
         trainer.train()
     timed = _steps(trainer, clock)[WARMUP:]
@@ -265,16 +265,18 @@ def _run(work: Work, own: TrlStep, checkpoint: Path, out: Path) -> None:
     if not any(row["grad_norm"] for row in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
-    write_result(out, _system(work, own), _sampler(trainer, work.weights), work, _settings(work, own), timed, memory)
+    write_result(
+        out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory
+    )
 
 
 def measure_step(job: TrlStepJob) -> None:
     """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
-    work, own = job.work, job.settings
-    _check(work, own)
+    work, asked = job.work, job.settings
+    _check(work, asked)
     try:
         with TemporaryDirectory() as folder, no_room_is_out_of_memory():
-            _run(work, own, Path(folder) / "model", job.out)
+            _run(work, asked, Path(folder) / "model", job.out)
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        write_failure(job.out, _system(work, own), work, _settings(work, own), "out of memory")
+        write_failure(job.out, _system(work, asked), work, _settings(work, asked), "out of memory")

@@ -35,7 +35,7 @@ def _policy(checkpoint: Path, rank: int, settings: RolloutBench) -> Policy:
 def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, Any]]:
     policy = _policy(checkpoint, rank, settings)
     sampler = make_sampler(policy, settings, settings.sequences)
-    held, served = weight_bytes(policy), sampler.served
+    weights_bytes, served = weight_bytes(policy), sampler.served
 
     def once(round_: int) -> dict[str, Any]:
         numbers = np.random.default_rng([settings.seed, round_])
@@ -46,7 +46,7 @@ def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[i
         with seconds() as elapsed:
             sampler.generate(prompts, params)
         rate = settings.sequences * settings.completion_tokens / elapsed.value
-        return {"rate": rate, "weight_bytes": held, "sampler": served}
+        return {"rate": rate, "weight_bytes": weights_bytes, "sampler": served}
 
     return once
 
@@ -61,8 +61,8 @@ def bench_rollout(job: RolloutJob) -> None:
     ]
     rows = [_row(point, settings) for point in run_points(points, settings.repeats, settings.interleave)]
     about = {"bench": job.bench, "model": settings.model, "kind": "rollout"}
-    told = {**about, "points": rows, "provenance": Provenance.of_now(settings.seed)}
-    write(job.out, RolloutBenchResult.model_validate(told))
+    result = {**about, "points": rows, "provenance": Provenance.of_now(settings.seed)}
+    write(job.out, RolloutBenchResult.model_validate(result))
 
 
 def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:

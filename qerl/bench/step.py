@@ -18,11 +18,14 @@ from qerl.rl.train import make_trainer
 
 def _measure(run: TimedRun, work: Path) -> Callable[[int], dict[str, float]]:
     trainer = make_trainer(run.settings, run.checkpoint, run.data, work)
-    held = weight_bytes(trainer.policy)
+    weights_bytes = weight_bytes(trainer.policy)
 
     def once(round_: int) -> dict[str, float]:
         metrics = trainer.step(round_ + 1, round_ * run.settings.rollout.prompts)
-        return {**{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")}, "weight_bytes": held}
+        return {
+            **{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")},
+            "weight_bytes": weights_bytes,
+        }
 
     return once
 
@@ -35,8 +38,8 @@ def bench_step(job: StepJob) -> None:
             for run in job.runs
         ]
         measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
-    told = {"bench": job.bench, "kind": "step", "points": measured, "provenance": Provenance.of_now()}
-    write(job.out, StepBenchResult.model_validate(told))
+    result = {"bench": job.bench, "kind": "step", "points": measured, "provenance": Provenance.of_now()}
+    write(job.out, StepBenchResult.model_validate(result))
 
 
 def _label(run: TimedRun) -> dict[str, Any]:

@@ -83,15 +83,15 @@ class Run:
         import pandas as pd
 
         # While it is trained, they lie beside its checkpoints.
-        found = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
-        there = [file for file in found if file.is_file()]
-        if not there:
+        candidates = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
+        metrics_files = [file for file in candidates if file.is_file()]
+        if not metrics_files:
             raise ConfigError(
                 f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
                 if (self.folder / RUN_FILE).is_file()
                 else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
             )
-        return pd.read_json(max(there, key=lambda file: file.stat().st_mtime_ns), lines=True)
+        return pd.read_json(max(metrics_files, key=lambda file: file.stat().st_mtime_ns), lines=True)
 
     @cached_property
     def policy(self) -> Policy:
@@ -184,14 +184,14 @@ def _check_same(folder: Path, settings: RunFile) -> None:
         return
     import pandas as pd
 
-    there, here = (
+    stored, asked = (
         pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
         for s in (Run(folder).settings, settings)
     )
-    for key in {**here, **there}:
-        if there.get(key) != here.get(key):
+    for key in {**asked, **stored}:
+        if stored.get(key) != asked.get(key):
             raise ConfigError(
-                f"{folder} holds a run with other settings ({key}: {there.get(key)} there, {here.get(key)} here); "
+                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {asked.get(key)} here); "
                 "give another folder as `out`, or delete this one"
             )
 

@@ -71,8 +71,8 @@ def quantize(
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
     report = read(QuantizationReport, api.quantize(model, out, weights) / REPORT)
-    told = report.content()
-    sizes = {key: told[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
+    content = report.content()
+    sizes = {key: content[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
     print_table(str(out), [sizes])
     print_table("", [{"layer": name, "relative_error": error} for name, error in report.relative_error.items()])
 

@@ -145,8 +145,8 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _section(settings: type[base.Settings]) -> str:
     # Inherited keys stand in the section of the parent.
-    own = inspect.get_annotations(settings)
-    rows = [_row(name, field) for name, field in settings.model_fields.items() if name in own]
+    annotations = inspect.get_annotations(settings)
+    rows = [_row(name, field) for name, field in settings.model_fields.items() if name in annotations]
     head = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join([f"## {settings.__name__}", "", inspect.getdoc(settings) or "", "", *head, *rows])
 

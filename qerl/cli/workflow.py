@@ -133,10 +133,10 @@ def grid(
     plan = _plan(config, None)
     if plan.config.shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    own, jobs = Path(plan.folder) / "points", Jobs(plan).points
-    states = {id: state(id, job, plan.config.shapes, own) for id, job in jobs.items()}
+    folder, jobs = Path(plan.folder) / "points", Jobs(plan).points
+    states = {id: state(id, job, plan.config.shapes, folder) for id, job in jobs.items()}
     if missing:
-        left = [jobs[id].model_copy(update={"out": own / file_of(id)}) for id in jobs if MISSING in states[id]]
+        left = [jobs[id].model_copy(update={"out": folder / file_of(id)}) for id in jobs if MISSING in states[id]]
         commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left]
         typer.echo("\n".join(map(shlex.join, commands)))
     else:
@@ -153,7 +153,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
     verdicts = read_verdicts(verdict)
     console().print(rich_table("", verdict_table(verdicts)))
     typer.echo(f"qerl: {sentence(verdicts)}", err=True)
-    raise typer.Exit(int(any(found.outcome != "pass" for found in verdicts)))
+    raise typer.Exit(int(any(gate.outcome != "pass" for gate in verdicts)))
 
 
 @gate_app.command()

@@ -31,12 +31,12 @@ def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
     """
-    found = _uuids()
+    uuids = _uuids()
     visible = environment.get(VISIBLE)
     if visible is None:
-        return found
+        return uuids
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    return {name: found.get(name, name) for name in names} if found else {}
+    return {name: uuids.get(name, name) for name in names} if uuids else {}
 
 
 def _uuids() -> dict[str, str]:
@@ -89,16 +89,16 @@ def lease(count: int) -> Iterator[list[str]]:
     Yields their names, on a machine without GPUs an empty list at once. Raises `ConfigError` if the machine has fewer
     GPUs than requested.
     """
-    there = devices()
-    if there and count > len(there):
+    visible = devices()
+    if visible and count > len(visible):
         raise ConfigError(
-            f"{count} GPUs are needed, {len(there)} are visible here; lower `processes` or `tensor_parallel`"
+            f"{count} GPUs are needed, {len(visible)} are visible here; lower `processes` or `tensor_parallel`"
         )
-    if not there or count == 0:
+    if not visible or count == 0:
         yield []
         return
-    with ExitStack() as held:
-        names = _wait(there, count, held)
+    with ExitStack() as locks:
+        names = _wait(visible, count, locks)
         before = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = ",".join(names)
         try:
@@ -110,39 +110,39 @@ def lease(count: int) -> Iterator[list[str]]:
                 os.environ[VISIBLE] = before
 
 
-def keep_to_own_cores(gpus: Sequence[str], there: Sequence[str]) -> None:
+def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
     """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `there` has an equal part.
 
     The compiler of one job then doesn't slow the launches of another. With fewer cores than GPUs nothing changes.
     """
     cores = sorted(os.sched_getaffinity(0))
-    ends = [len(cores) * i // len(there) for i in range(len(there) + 1)]
-    parts = {name: cores[begin:end] for name, begin, end in zip(there, ends, ends[1:], strict=False)}
-    if own := {core for name in gpus for core in parts[name]}:
-        os.sched_setaffinity(0, own)
+    ends = [len(cores) * i // len(visible) for i in range(len(visible) + 1)]
+    parts = {name: cores[begin:end] for name, begin, end in zip(visible, ends, ends[1:], strict=False)}
+    if own_cores := {core for name in gpus for core in parts[name]}:
+        os.sched_setaffinity(0, own_cores)
 
 
-def _wait(there: Mapping[str, str], count: int, held: ExitStack) -> list[str]:
+def _wait(visible: Mapping[str, str], count: int, locks: ExitStack) -> list[str]:
     """Names of `count` GPUs whose locks are now in `held`: all at once or none, so that two waiting can't block."""
-    told = False
+    logged = False
     while True:
         with ExitStack() as tried:
-            free = (name for name, uuid in there.items() if _lock(uuid, tried))
+            free = (name for name, uuid in visible.items() if _lock(uuid, tried))
             names = list(itertools.islice(free, count))
             if len(names) == count:
-                held.push(tried.pop_all())
+                locks.push(tried.pop_all())
                 return names
-        if not told:
-            log.info("waiting for %d free of the GPUs %s", count, ", ".join(there))
-            told = True
+        if not logged:
+            log.info("waiting for %d free of the GPUs %s", count, ", ".join(visible))
+            logged = True
         time.sleep(_POLL_SECONDS)
 
 
-def _lock(uuid: str, held: ExitStack) -> bool:
+def _lock(uuid: str, locks: ExitStack) -> bool:
     # Writable by all users of the node, whoever made the file.
     lock = FileLock(lock_folder() / f"{uuid}.lock", mode=0o666, timeout=0)
     try:
-        held.enter_context(lock)
+        locks.enter_context(lock)
     except Timeout:
         return False
     return True

@@ -239,7 +239,7 @@ class Jobs:
         """The content of the user's own files that a job reads: their times tell of copies alone."""
         job = self.of(rule, *names)
         if isinstance(job, DataJob):
-            return [content_of(own)] if (own := job.settings.own_file) else []
+            return [content_of(source)] if (source := job.settings.own_file) else []
         if isinstance(job, ShapesJob):
             return [content_of(file) for file in job.files]
         model = self.checks[names[0]].model if isinstance(job, CheckJob) else self._plan.checkpoints[names[0]].model

@@ -25,15 +25,15 @@ def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
 
     Each writes `work`/ID/points.json, and goes on with a file that an earlier one left.
     """
-    found: dict[str, PointJob] = {}
+    by_id: dict[str, PointJob] = {}
     for id, job in (
         *(j for grid in settings.decode for j in _decodes(grid, work)),
         *(j for grid in settings.steps for j in _steps(grid, work)),
     ):
-        if id in found:
+        if id in by_id:
             raise ConfigError(f"shapes: {id} is asked for twice; merge the two entries, sequences included")
-        found[id] = job
-    return found
+        by_id[id] = job
+    return by_id
 
 
 def file_of(id: str) -> str:
@@ -41,23 +41,23 @@ def file_of(id: str) -> str:
     return f"{id}.json"
 
 
-def measured_files(settings: ShapesSettings, own: Path) -> list[Path]:
+def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
     """The files there are of the grid's jobs: those of this machine in `own`, else committed ones."""
-    found = []
+    files = []
     for id in point_jobs(settings, Path()):
-        here = [folder / file_of(id) for folder in (own, settings.samples) if (folder / file_of(id)).is_file()]
-        found += here[:1]
-    return found
+        here = [folder / file_of(id) for folder in (points, settings.samples) if (folder / file_of(id)).is_file()]
+        files += here[:1]
+    return files
 
 
-def state(id: str, job: PointJob, settings: ShapesSettings, own: Path) -> str:
+def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str:
     """How far a job is, in words, by this machine's or by committed points."""
     sequences = job.sequences if isinstance(job, DecodeJob) else []
-    for folder, where in ((own, "measured"), (settings.samples, "committed")):
+    for folder, where in ((points, "measured"), (settings.samples, "committed")):
         file = folder / file_of(id)
         if file.is_file():
-            there = {point["sequences"] for point in json.loads(file.read_text()).get("points", [])}
-            left = [count for count in sequences if count not in there]
+            measured = {point["sequences"] for point in json.loads(file.read_text()).get("points", [])}
+            left = [count for count in sequences if count not in measured]
             return f"{where}, {len(left)} of {len(sequences)} points {MISSING}" if left else where
     return MISSING
 

@@ -18,11 +18,11 @@ def workload_key(config: Config) -> str:
     The files of the base and of the stored policies count; timings and the places of files don't.
     """
     assert config.gates is not None
-    told = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
-    for model in told["models"].values():
+    values = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
+    for model in values["models"].values():
         model |= {"path": _ANY_FOLDER} if "path" in model else {}
-    told["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    values["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:
         for file in sorted(folder.rglob("*")) if folder else ():
             if file.is_file():

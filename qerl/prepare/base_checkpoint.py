@@ -79,8 +79,8 @@ def make_checkpoint(
     about = quantize_checkpoint(source, checkpoint, weights, calibration)
     if weights == "bf16":
         link_checkpoint(source, checkpoint)
-    told = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
-    write(report, QuantizationReport.model_validate(told))
+    content = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
+    write(report, QuantizationReport.model_validate(content))
 
 
 def link_checkpoint(source: Path, target: Path) -> None:

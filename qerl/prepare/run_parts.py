@@ -22,9 +22,9 @@ CHECKPOINT = "checkpoint"
 
 def check_inputs(settings: RunFile) -> None:
     """Refuse a finished run whose inputs have changed. Inputs that are gone, or on the hub, aren't compared."""
-    own, source = settings.dataset.own_file, Path(settings.model)
+    data_file, source = settings.dataset.own_file, Path(settings.model)
     now = {
-        "dataset": _of_data(settings) if own is None or own.exists() else None,
+        "dataset": _of_data(settings) if data_file is None or data_file.exists() else None,
         "model": _of_checkpoint(settings, source) if source.is_dir() else None,
         "reward": _of_reward(settings),
     }
@@ -75,8 +75,8 @@ def whole(target: Path, make: Callable[[Path], object]) -> None:
 
 
 def _of_data(settings: RunFile) -> MadeOf:
-    own = settings.dataset.own_file
-    files = hashes_of(data_files(own), own) if own else {}
+    source_file = settings.dataset.own_file
+    files = hashes_of(data_files(source_file), source_file) if source_file else {}
     return made_of("qerl.data.sources", files, [getattr(settings.dataset.origin, "function", None)])
 
 

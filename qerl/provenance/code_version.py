@@ -66,13 +66,13 @@ def _named(texts: Iterable[str]) -> set[str]:
 
 def _with_packages(names: Iterable[str]) -> set[str]:
     """Importing a module runs the packages around it, too; the outermost one of this package only loads on demand."""
-    found = set(names)
+    modules = set(names)
     for name in names:
         package = name.rpartition(".")[0]
         while "." in package:
-            found.add(package)
+            modules.add(package)
             package = package.rpartition(".")[0]
-    return found
+    return modules
 
 
 @cache

@@ -67,8 +67,8 @@ def code_state() -> dict[str, Any]:
 
     A package from a wheel, or unpacked without git, has no commit. QERL_COMMIT can state one.
     """
-    told = os.environ.get("QERL_COMMIT")
-    checkout = {"commit": told, "dirty": None} if told else _checkout()
+    commit = os.environ.get("QERL_COMMIT")
+    checkout = {"commit": commit, "dirty": None} if commit else _checkout()
     return {**checkout, "version": VERSION, "files": _hash_of_files(PACKAGE)}
 
 

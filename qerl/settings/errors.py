@@ -103,18 +103,18 @@ def _one(annotation: Any, limits: Sequence[Any]) -> str:
 
 def _range(limits: Sequence[Any], whole: bool) -> str:
     """The limits of a number in words, such as " from 0 to 9", without limits that nobody reaches."""
-    found = {
+    by_type = {
         name: value
         for limit in limits
         for name in ("gt", "ge", "lt", "le")
         if (value := getattr(limit, name, None)) is not None and abs(value) < _LARGE
     }
-    if whole and "lt" in found:
-        found["le"] = found.pop("lt") - 1
-    if {"ge", "le"} <= found.keys():
-        return f" from {found['ge']} to {found['le']}"
+    if whole and "lt" in by_type:
+        by_type["le"] = by_type.pop("lt") - 1
+    if {"ge", "le"} <= by_type.keys():
+        return f" from {by_type['ge']} to {by_type['le']}"
     named = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    return "".join(" and " * bool(n) + f" {named[name]} {found[name]}" for n, name in enumerate(found)).replace(
+    return "".join(" and " * bool(n) + f" {named[name]} {by_type[name]}" for n, name in enumerate(by_type)).replace(
         "  ", " "
     )
 
@@ -150,13 +150,13 @@ def _place(settings: type[BaseModel], location: Sequence[Any]) -> _Place:
     """The place of an error of pydantic, whose own locations also name members of unions."""
     place = _Place((), settings, None)
     for part in location:
-        found = _models(place.annotation)
+        models = _models(place.annotation)
         containers = [o for o in options(place.annotation) if get_origin(o) in (list, tuple, dict)]
-        if len(found) > 1:
-            chosen = next((model for model in found if part in _tags(model)), None)
+        if len(models) > 1:
+            chosen = next((model for model in models if part in _tags(model)), None)
             place = _Place(place.key, chosen, place.owner)
-        elif found:
-            place = _field(place, found[0], part)
+        elif models:
+            place = _field(place, models[0], part)
         elif containers and (isinstance(part, int) or get_origin(containers[0]) is dict):
             place = _Place((*place.key, part), get_args(containers[0])[-1], None)
         elif classes := [o for o in options(place.annotation) if is_dataclass(o)]:
@@ -179,8 +179,8 @@ def _field(place: _Place, model: type[BaseModel], name: Any) -> _Place:
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """The text "; did you mean `x`?" if a known word resembles the given one, else an empty text."""
-    found = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
-    return f"; did you mean `{found[0]}`?" if found else ""
+    similar = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
+    return f"; did you mean `{similar[0]}`?" if similar else ""
 
 
 def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
@@ -221,8 +221,8 @@ def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], st
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
         return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-    if found := difflib.get_close_matches(name, known, 1):
-        return f"; did you mean `{written(f'{above}.{found[0]}'.removeprefix('.'))}`?"
+    if similar := difflib.get_close_matches(name, known, 1):
+        return f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?"
     if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:
         return f"; did you mean {_or([f'`{written(key)}`' for key in elsewhere])}?"
     return f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
@@ -246,11 +246,11 @@ def _key_rule(place: _Place, key: Any) -> str:
 
 def _tag_sentence(place: _Place, error: Mapping[str, Any], key: str) -> str:
     tags = {tag: name for model in _models(place.annotation) for tag, name in _tags(model).items()}
-    own = f"{key}.{next(iter(tags.values()))}"
+    tagged = f"{key}.{next(iter(tags.values()))}"
     if error["type"] == "union_tag_not_found":
-        return f"`{own}` is missing; give {_or(list(tags))}"
+        return f"`{tagged}` is missing; give {_or(list(tags))}"
     tag = error["ctx"]["tag"]
-    return f"`{own}` must be {_or(list(tags))}, not {_shown(tag)}{nearest(tag, tags)}"
+    return f"`{tagged}` must be {_or(list(tags))}, not {_shown(tag)}{nearest(tag, tags)}"
 
 
 def _remedy(place: _Place, error: Mapping[str, Any]) -> str:

@@ -104,8 +104,8 @@ class EvaluationSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _repeats_differ(self) -> EvaluationSettings:
-        own = [(f" of task {task.label}", self.sampling_of(task), self.repeats_of(task)) for task in self.tasks]
-        for whose, sampling, repeats in own or [("", self.sampling, self.repeats)]:
+        sampled = [(f" of task {task.label}", self.sampling_of(task), self.repeats_of(task)) for task in self.tasks]
+        for whose, sampling, repeats in sampled or [("", self.sampling, self.repeats)]:
             if sampling.temperature == 0 and repeats > 1:
                 raise ValueError(
                     f"repeats={repeats} at sampling.temperature=0{whose} draws the same completions again; "

@@ -69,9 +69,9 @@ def _read(value: Any, off: str, is_number: bool) -> Any:
 def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
     """What a field has for "off" (the word, "null" or nothing), and whether it takes numbers and no truth values."""
     annotation = settings.model_fields[name].annotation
-    found, within = options(annotation), list(parts(annotation))
-    own_meaning = any(option in (bool, str, Path, Any) for option in found)
-    off = "off" if "off" in choices(annotation) else "null" if NoneType in found and not own_meaning else ""
+    known, within = options(annotation), list(parts(annotation))
+    own_meaning = any(option in (bool, str, Path, Any) for option in known)
+    off = "off" if "off" in choices(annotation) else "null" if NoneType in known and not own_meaning else ""
     return off, any(part in (int, float) for part in within) and not any(part in (bool, Any) for part in within)
 
 

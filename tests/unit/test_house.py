@@ -42,11 +42,6 @@ def test_a_name_of_a_class_names_one_class():
 
 #: Words that say nothing of what a variable holds.
 EMPTY_WORDS = {"told", "held", "own", "there", "found"}
-#: Rooms whose variables have names of the field.
-NAMED_ROOMS = {
-    *("checkpoints", "data", "evals", "formats", "gates", "layers", "policy"),
-    *("pretrain", "quantization", "random_models", "report", "results", "rl"),
-}
 
 
 def bound_names(tree: ast.Module) -> set[str]:
@@ -58,8 +53,7 @@ def bound_names(tree: ast.Module) -> set[str]:
 
 def test_variables_have_names_of_the_field():
     for name, tree in trees().items():
-        if name.split(".")[1] in NAMED_ROOMS:
-            assert not bound_names(tree) & EMPTY_WORDS, name
+        assert not bound_names(tree) & EMPTY_WORDS, name
 
 
 def test_no_room_has_the_name_of_a_public_function():

@@ -201,9 +201,9 @@ class VllmSampler:
             targets = sorted(config.target_modules or []) if config else []
             if self.settings.tensor_parallel > 1:  # to other processes, which have other GPUs
                 lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
-            held = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
+            pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
             sent = checksum({**norms, **lora})
-            if different := [name for name in sent if sent[name] != held[name]]:
+            if different := [name for name in sent if sent[name] != pushed[name]]:
                 raise RuntimeError(f"vLLM holds other values than the policy for {different[0]}: a defect of qerl")
             if not self.engine.reset_prefix_cache():
                 raise RuntimeError("vLLM kept its prefix cache: it is still at work on requests")

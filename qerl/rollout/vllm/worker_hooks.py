@@ -109,8 +109,8 @@ class WorkerExtension:
             if lora:
                 self._qerl_replace_adapter(lora, rank, targets)
             parts = self._qerl_parts(lora) if lora else {}
-            held = {name: self._qerl_model().get_parameter(name) for name in norms}
-            sums = checksum(held | {name: place for name, (_, place) in parts.items()})
+            parameters = {name: self._qerl_model().get_parameter(name) for name in norms}
+            sums = checksum(parameters | {name: place for name, (_, place) in parts.items()})
             if all(part is lora[name] for name, (part, _) in parts.items()):
                 return sums
             whole, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
@@ -136,7 +136,7 @@ class WorkerExtension:
         """By the names of `lora`: the part of each tensor that is this rank's, and the view that its kernels read."""
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(ADAPTER_ID)
-        found = {}
+        layers = {}
         for layer, module in manager.modules.items():
             names = manager.packed_modules.get(layer, [layer])
             for matrix in ("lora_A", "lora_B"):
@@ -145,8 +145,8 @@ class WorkerExtension:
                 parts = _cut(module, matrix, [lora.get(key) for key in keys])
                 for key, part, place in zip(keys, parts, stacked, strict=True):
                     if part is not None:
-                        found[key] = (part, place[slot, 0, : part.shape[0], : part.shape[1]])
-        return found
+                        layers[key] = (part, place[slot, 0, : part.shape[0], : part.shape[1]])
+        return layers
 
 
 def _cut(module: Any, matrix: str, tensors: list[Tensor | None]) -> list[Tensor | None]:
