@@ -18,7 +18,7 @@ import torch
 import typer
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode_points import IDS
+from qerl.bench.decode.points import IDS
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.host.profiling import seconds
 from qerl.host.progress import configure_logging, log

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from qerl.bench.points import Point, run_points
+from qerl.bench.timing import Point, run_points
 from qerl.host.profiling import seconds
 from qerl.jobs.profile import RolloutJob
 from qerl.policy.policy import Policy, load_policy, weight_bytes, with_adapter

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from qerl.bench.points import Point, run_points
+from qerl.bench.timing import Point, run_points
 from qerl.jobs.profile import StepJob, TimedRun
 from qerl.policy.policy import weight_bytes
 from qerl.results.files import write

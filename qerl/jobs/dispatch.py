@@ -54,8 +54,8 @@ FUNCTIONS: dict[type[Job], str] = {
     EvaluateJob: "qerl.evals.job:evaluate_policy",
     RolloutJob: "qerl.bench.rollout:bench_rollout",
     StepJob: "qerl.bench.step:bench_step",
-    GrpoStepJob: "qerl.bench.grpo_step:measure_step",
-    TrlStepJob: "qerl.bench.grpo_step_trl:measure_step",
+    GrpoStepJob: "qerl.bench.grpo_step.step:measure_step",
+    TrlStepJob: "qerl.bench.grpo_step.trl:measure_step",
     TableJob: "qerl.report.job:write_table",
     FigureJob: "qerl.report.job:write_figure",
     ShapesJob: "qerl.report.grid:write_shapes",
@@ -64,7 +64,11 @@ FUNCTIONS: dict[type[Job], str] = {
     VerdictJob: "qerl.gates.job:judge_results",
 }
 #: The module that does a decode job, by engine.
-DECODE = {"native": "qerl.bench.decode", "vllm": "qerl.bench.decode_vllm", "transformers": "qerl.bench.decode_hf"}
+DECODE = {
+    "native": "qerl.bench.decode.engine",
+    "vllm": "qerl.bench.decode.vllm",
+    "transformers": "qerl.bench.decode.hf",
+}
 
 
 def parse_job(text: str) -> AnyJob:

@@ -43,6 +43,9 @@ _TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
+#: What the tokenizer of a random checkpoint learns from.
+TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
+
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     """Write tokenizer.json, tokenizer_config.json, vocab.json and merges.txt; `texts` teach the first merges."""

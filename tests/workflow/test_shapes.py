@@ -21,7 +21,7 @@ def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
     # On another machine, or where the code has changed since: tables, and no measurement.
     results = tree.folder / "results/speed"
     shutil.move(results / "points", tree.folder / "committed")
-    code = tree.folder / "qerl/bench/decode.py"
+    code = tree.folder / "qerl/bench/decode/engine.py"
     code.write_text(code.read_text() + "\n_CHANGED = 1\n")
     assert tree.planned(*ARGUMENTS) == {"default": 1, "shapes": 1}
     tree.snakemake(*ARGUMENTS)

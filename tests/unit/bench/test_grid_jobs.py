@@ -37,7 +37,7 @@ def test_a_job_for_each_size_format_and_rank():
     assert one.work.model_dump() == {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, **lengths}
     assert one.sequences == [1, 2]
     assert one.out == Path("work/decode-native-tiny-nvfp4-r4-128x256/points.json")
-    assert function_of(one) == ("qerl.bench.decode", "measure_points")
+    assert function_of(one) == ("qerl.bench.decode.engine", "measure_points")
 
 
 def test_steps_are_jobs_by_recomputation_and_cap():

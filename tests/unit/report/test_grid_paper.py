@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.bench.grpo_step_work import Work, memory_of, write_failure, write_result
+from qerl.bench.grpo_step.work import Work, memory_of, write_failure, write_result
 from qerl.report import grid_paper
 from qerl.results import speed_readers
 

@@ -1,13 +1,13 @@
 """Decode speed of the native engine on random weights of Qwen2.5's shapes: tokens a second by sequences.
 
-`qerl.bench.decode_points` says how it is timed and what is written. Weights never touch the disk.
+`qerl.bench.decode.points` says how it is timed and what is written. Weights never touch the disk.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qerl.bench.decode_points import DecodePoints, Measure, timed
+from qerl.bench.decode.points import DecodePoints, Measure, timed
 from qerl.host.profiling import seconds
 from qerl.jobs.shapes import DecodeJob
 from qerl.policy.policy import Policy, choose_device, weight_bytes

@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.bench import decode, decode_hf, decode_points, decode_vllm
 from qerl.bench.ceilings import ceilings, gpu_state, parse_state
+from qerl.bench.decode import engine as decode
+from qerl.bench.decode import hf as decode_hf
+from qerl.bench.decode import points as decode_points
+from qerl.bench.decode import vllm as decode_vllm
 from qerl.host.profiling import Seconds
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.settings.base import ConfigError

@@ -1,4 +1,4 @@
-"""The GRPO step of `qerl.bench.grpo_step` by TRL's GRPOTrainer: BF16 LoRA, or QLoRA with bitsandbytes NF4.
+"""The GRPO step of `qerl.bench.grpo_step.step` by TRL's GRPOTrainer: BF16 LoRA, or QLoRA with bitsandbytes NF4.
 
 Completions come from vLLM in TRL's colocate mode, which holds a copy of the weights and no adapter. Before each rollout
 TRL merges the adapter into the base and copies every weight to vLLM. With an NF4 base, vLLM quantizes the checkpoint
@@ -27,26 +27,25 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.bench.decode_vllm import no_room_is_out_of_memory
-from qerl.bench.grpo_step_work import (
+from qerl.bench.decode.vllm import no_room_is_out_of_memory
+from qerl.bench.grpo_step.work import (
     PARTS,
-    TEXTS,
     WARMUP,
     check_drawn,
     memory_of,
-    nbytes,
-    optimizer_bytes,
     questions,
     steps_of,
     text_reward,
     write_failure,
     write_result,
 )
+from qerl.bench.memory import nbytes, optimizer_bytes
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.host.profiling import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.random_models.checkpoint import write_checkpoint
+from qerl.random_models.tokenizer import TEXTS
 from qerl.results.roofline import byte_parts
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings

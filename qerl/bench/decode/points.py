@@ -1,4 +1,4 @@
-"""Points of decode speed: the shared part of the engines' measurements (`qerl.bench.decode*`), and their file.
+"""Points of decode speed: the shared part of the engines' measurements (`qerl.bench.decode`), and their file.
 
 A job is one engine, shape, weights and rank; a point is a number of sequences. A job goes on where its file ends.
 Decoded tokens a second are those of n + 1 tokens less one, so that prompts don't count.

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from qerl.bench.decode_points import DecodePoints, Measure, timed
-from qerl.bench.grpo_step_work import nbytes
+from qerl.bench.decode.points import DecodePoints, Measure, timed
+from qerl.bench.memory import nbytes
 from qerl.jobs.shapes import DecodeJob
 from qerl.policy.policy import choose_device
 from qerl.random_models.policy import empty_model, fill_model, random_weight

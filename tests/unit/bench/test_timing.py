@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from qerl.bench.points import Point, run_points
+from qerl.bench.timing import Point, run_points
 
 
 class Held:

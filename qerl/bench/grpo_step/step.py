@@ -1,6 +1,6 @@
 """A whole GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 
-`qerl.bench.grpo_step_trl` gives TRL the same work. Nothing is downloaded and no weights touch the disk. The steps are
+`qerl.bench.grpo_step.trl` gives TRL the same work. Nothing is downloaded and no weights touch the disk. The steps are
 those of `qerl.rl.trainer`; completions end at their limit alone.
 """
 
@@ -15,26 +15,24 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench.grpo_step_work import (
+from qerl.bench.grpo_step.work import (
     PARTS,
-    TEXTS,
     WARMUP,
     check_drawn,
     memory_of,
-    nbytes,
-    optimizer_bytes,
     questions,
     steps_of,
     write_failure,
     write_result,
 )
+from qerl.bench.memory import nbytes, optimizer_bytes
 from qerl.data.records import Problem
 from qerl.host.profiling import cap_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import log
 from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
-from qerl.random_models.tokenizer import write_tokenizer
+from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.paths import METRICS
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
@@ -89,7 +87,7 @@ def _settings(work: Work, asked: GrpoStep) -> RunSettings:
             "sampling": {"max_tokens": work.completion_tokens},
             "native": {"kv_cache_gib": asked.kv_cache_gib},
         },
-        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step_work:reward"},
+        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},
         "steps": steps_of(work),
         "micro_batch_tokens": asked.micro_batch_tokens,
         "gradient_checkpointing": asked.recompute,

@@ -13,7 +13,7 @@ from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.settings.base import ConfigError
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
-from qerl.bench import grpo_step_trl  # noqa: E402
+from qerl.bench.grpo_step import trl as grpo_step_trl  # noqa: E402
 
 WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 1}
 #: (inputs + outputs) of q, k, v, o, gate, up and down, times the rank, in both blocks.
@@ -25,7 +25,7 @@ VLLM = """
 import sys
 import vllm._custom_ops
 vllm._custom_ops._supports_onednn = False
-from qerl.bench.grpo_step_trl import measure_step
+from qerl.bench.grpo_step.trl import measure_step
 from qerl.jobs.dispatch import parse_job
 measure_step(parse_job(sys.argv[1]))
 """

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench import grpo_step
-from qerl.bench.grpo_step_work import PARTS, TEXTS, questions, text_reward
+from qerl.bench.grpo_step import step as grpo_step
+from qerl.bench.grpo_step.work import PARTS, questions, text_reward
 from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
-from qerl.random_models.tokenizer import write_tokenizer
+from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine.engine import EngineSampler

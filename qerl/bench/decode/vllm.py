@@ -1,4 +1,4 @@
-"""Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the yardstick beside `qerl.bench.decode`.
+"""Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the yardstick beside `qerl.bench.decode.engine`.
 
 The adapter is on all seven projections. Prefix caching is off, CUDA graphs are captured for all numbers of sequences
 that are asked for. vLLM fills bf16 and nvfp4 weights itself (load_format=dummy). For nf4 it quantizes a random bfloat16
@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from qerl.bench.decode_points import DecodePoints, Measure, check_room, timed
-from qerl.bench.grpo_step_work import TEXTS, nbytes
+from qerl.bench.decode.points import DecodePoints, Measure, check_room, timed
+from qerl.bench.memory import nbytes
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import choose_device
 from qerl.random_models.checkpoint import model_config, write_checkpoint
+from qerl.random_models.tokenizer import TEXTS
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
 _LENGTH = 2048

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from qerl.provenance.files import write_json
 from qerl.provenance.stamp import stamp
 from qerl.rl.rewards import Answer
 
-#: What the tokenizer of a random checkpoint learns from.
-TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
 #: Steps before the timed ones: kernels are compiled, engines set up.
 WARMUP = 1
 #: The parts of a step that are timed, in its order; the step has all of them and little else.
@@ -88,17 +85,6 @@ def device_bytes() -> int | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of all tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state."""
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return nbytes([value for value in states if isinstance(value, torch.Tensor)])
 
 
 def write_result(
