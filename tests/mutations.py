@@ -45,7 +45,7 @@ MUTATIONS = {
     "noise left on in evaluation": Mutation(
         "qerl/evals/job.py",
         "    tasks = evaluate(sampler,",
-        "    from qerl.settings.config import NoiseSettings\n"
+        "    from qerl.settings.training import NoiseSettings\n"
         "    from qerl.rl.noise import Noise\n\n"
         '    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), 0).set(1, 1)\n'
         "    tasks = evaluate(sampler,",

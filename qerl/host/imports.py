@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -96,7 +96,9 @@ def absent(libraries: Collection[str]) -> Iterator[None]:
         yield
         if "bitsandbytes" in hidden and "peft" in sys.modules:
             # PEFT asks when it makes an adapter too, and keeps its first answer.
-            import_module("peft.import_utils").is_bnb_4bit_available()
+            from peft.import_utils import is_bnb_4bit_available
+
+            is_bnb_4bit_available()
     finally:
         for name in hidden:
             del sys.modules[name]

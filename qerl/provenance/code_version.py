@@ -84,7 +84,7 @@ def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]
     kept = [node for node in nodes if node not in removed]
     texts = _texts(kept)
     names = _with_packages(_imports(kept, package) | _named(texts))
-    return ast.dump(tree), frozenset(names), sorted(text for text in texts if text.endswith(".cu"))
+    return ast.dump(tree), frozenset(names), sorted(text for text in texts if Path(text).suffix == ".cu")
 
 
 def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> dict[str, str]:

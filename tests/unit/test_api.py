@@ -143,7 +143,7 @@ def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
     assert list(run.metrics["step"]) == [1, 2]
     assert not (run.folder / "work").exists()
     stored = parse(RunFile, yaml.safe_load((run.folder / "run.yaml").read_text()), "stored")
-    assert stored == parse(RunFile, values, "given")
+    assert stored == parse_run(values, "given")
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
     assert qerl.train(run.folder / "run.yaml").folder == run.folder
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before

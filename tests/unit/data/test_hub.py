@@ -248,7 +248,8 @@ def test_a_lock_that_does_not_fit_is_an_error(locked, tmp_path, change, message)
 OFFLINE = """
 import sys
 from pathlib import Path
-from qerl.settings.config import DatasetSettings, parse
+from qerl.settings.base import parse
+from qerl.settings.data import DatasetSettings
 from qerl.data.records import DataError
 from qerl.data.sources import prepare
 from tests.hub_layouts import settings

@@ -59,8 +59,8 @@ def test_ends_of_a_cost_are_in_order(tmp_path):
 def changed(file: Path, **values) -> Path:
     """A file of a step with other settings or work."""
     step = json.loads(file.read_text())
-    for key in ("settings", "work"):
-        step[key] |= {name: value for name, value in values.items() if name in ("memory_gb", "weights", "group")}
+    for key, names in {"settings": ("memory_gb",), "work": ("weights", "group")}.items():
+        step[key] |= {name: value for name, value in values.items() if name in names}
     to = file.with_name(f"changed-{len(list(file.parent.iterdir()))}.json")
     to.write_text(json.dumps(step))
     return to

@@ -33,7 +33,16 @@ def step(
     prompts, group, prompt, completion = work
     seconds = [] if isinstance(told, str) else told
     out = root / f"{system}-{size}-{weights}-{work}-{recompute}-{cap}.json"
-    asked = Work(size, weights, prompts, group, prompt, completion, 16, len(seconds))
+    asked = Work(
+        size=size,
+        weights=weights,
+        prompts=prompts,
+        group=group,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        rank=16,
+        repeats=len(seconds),
+    )
     settings = {"recompute": recompute, "memory_gb": cap}
     if isinstance(told, str):
         write_failure(out, f"{system} {weights}", asked, settings, told)
