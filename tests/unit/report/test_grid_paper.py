@@ -43,7 +43,7 @@ def step(
         rank=16,
         repeats=len(seconds),
     )
-    settings = {"recompute": recompute, "memory_gb": cap}
+    settings = {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": cap}
     if isinstance(told, str):
         write_failure(out, f"{system} {weights}", asked, settings, told)
     else:
