@@ -26,7 +26,7 @@ reproduce: $(VENV)/installed
 test: $(VENV)/vllm
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 $(ARGS)
 
-# Every experiment of config/paper.yaml on tiny policies: 170 jobs of about 7 seconds of CPU time.
+# Every experiment of config/paper.yaml on tiny policies, some 180 jobs.
 paper-small: $(VENV)/installed
 	rm -rf work/paper-small
 	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl.results.paths import METRICS, RESULT, RUN, SAMPLES
 from qerl.results.schema.gates import GateMeasurements
 
 #: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
@@ -16,15 +17,15 @@ GOLDEN = ("loss", "reward", "grad_norm")
 
 def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
     """The metrics in results, told apart by the names and folders that the workflow gives them."""
-    runs = [file for file in files if file.name == "run.json"]
-    evaluations = {file: _read(file) for file in files if file.name == "result.json"}
+    runs = [file for file in files if file.name == RUN]
+    evaluations = {file: _read(file) for file in files if file.name == RESULT}
     [bench] = [file for file in files if file.parent.name == "profile"]
     [numerics], [speed] = ([file for file in files if file.name == f"{name}.json"] for name in ("numerics", "speed"))
     of_speed = _read(speed)
     values = _read(numerics)["values"]
     series: dict[str, list[float]] = {}
     for file in runs:
-        run, steps = _read(file), _lines(file.with_name("metrics.jsonl"))
+        run, steps = _read(file), _lines(file.with_name(METRICS))
         values |= _of_run(_name(run), run, steps)
         series |= {f"{column}/{_name(run)}": [step[column] for step in steps] for column in GOLDEN}
     stored = {f"stored/{result['stored']}": file for file, result in evaluations.items() if "stored" in result}
@@ -82,7 +83,7 @@ def _hash(text: str) -> str:
 
 def _samples(file: Path) -> list[dict[str, Any]]:
     """The completions beside a result.json."""
-    return _lines(file.with_name("samples.jsonl"))
+    return _lines(file.with_name(SAMPLES))
 
 
 def _of_formats(bench: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:

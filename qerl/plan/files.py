@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qerl.plan.sheets import Checkpoint, Plan
 from qerl.results import printed
-from qerl.results.paths import LISTED
+from qerl.results.paths import CHECKPOINT, LISTED, POLICY, PROFILE, REPORT, RESULT, RUN
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
 
@@ -45,7 +45,7 @@ class Files:
 
     def checkpoint(self, checkpoint: Checkpoint) -> Path:
         """A base in one format."""
-        return self.results / "quantize" / checkpoint.id / "checkpoint"
+        return self.results / "quantize" / checkpoint.id / CHECKPOINT
 
     def calibration(self, checkpoint: str) -> list[str]:
         """What AWQ measures activations on; nothing for a checkpoint that is rounded to nearest."""
@@ -54,7 +54,7 @@ class Files:
 
     def policy(self, run: str) -> Path:
         """What a run trains."""
-        return self.results / "train" / run / "policy"
+        return self.results / "train" / run / POLICY
 
     def bench_inputs(self, bench: str) -> list[str]:
         """What a measurement reads."""
@@ -70,10 +70,10 @@ class Files:
         """Every result that tables and figures are made of."""
         plan = self._plan
         named = [
-            *(f"quantize/{name}/report.json" for name in plan.checkpoints),
-            *(f"train/{name}/run.json" for name in plan.runs),
-            *(f"evaluate/{name}/result.json" for name in plan.evaluations),
-            *(f"profile/{name}.json" for name in plan.config.benches),
+            *(f"quantize/{name}/{REPORT}" for name in plan.checkpoints),
+            *(f"train/{name}/{RUN}" for name in plan.runs),
+            *(f"evaluate/{name}/{RESULT}" for name in plan.evaluations),
+            *(f"{PROFILE}/{name}.json" for name in plan.config.benches),
         ]
         return [str(self.results / name) for name in named]
 
@@ -129,10 +129,10 @@ class Files:
         assert self._plan.config.gates is not None
         runs = self.gate_runs
         named = [
-            *(f"train/{run}/run.json" for run in runs),
-            *(f"evaluate/{run}/result.json" for run in runs),
-            *(f"gates/stored/{name}/result.json" for name in self.stored_policies),
-            f"profile/{self._plan.config.gates.bench}.json",
+            *(f"train/{run}/{RUN}" for run in runs),
+            *(f"evaluate/{run}/{RESULT}" for run in runs),
+            *(f"gates/stored/{name}/{RESULT}" for name in self.stored_policies),
+            f"{PROFILE}/{self._plan.config.gates.bench}.json",
             "gates/numerics.json",
             "gates/speed.json",
         ]

@@ -15,6 +15,7 @@ from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results import printed, readers
 from qerl.results.intervals import METHOD
+from qerl.results.paths import RESULT, RUN
 from qerl.results.printed import Cell
 from qerl.settings.run import RunSettings
 
@@ -44,15 +45,15 @@ class StoredResults:
 
     def runs(self) -> pd.DataFrame:
         """See `readers.load_runs`."""
-        return readers.load_runs(self._named("run.json"))
+        return readers.load_runs(self._named(RUN))
 
     def metrics(self) -> pd.DataFrame:
         """See `readers.load_metrics`."""
-        return readers.load_metrics(self._named("run.json"))
+        return readers.load_metrics(self._named(RUN))
 
     def settings(self) -> dict[str, RunSettings]:
         """All settings of each run."""
-        return {name: run.settings for name, run in readers.read_runs(self._named("run.json")).items()}
+        return {name: run.settings for name, run in readers.read_runs(self._named(RUN)).items()}
 
     def printed(self, name: str) -> Path:
         """A file of config/paper."""
@@ -77,9 +78,9 @@ class StoredResults:
             yield from paper.hyperparameters(self.settings(), cells)
         scored = [cell for cell in cells if cell.kind not in ("rollout", "step", "size", "run")]
         if scored:
-            samples = readers.load_samples(self._named("result.json"))
+            samples = readers.load_samples(self._named(RESULT))
             yield from paper.accuracies(self.evaluations(), samples, self.settings())
-            yield from paper.failures(readers.read_runs(self._named("run.json")).values(), scored)
+            yield from paper.failures(readers.read_runs(self._named(RUN)).values(), scored)
 
     def curves(self, figure: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]], pd.DataFrame]:
         """Metrics, what each run is, and the points measured on the paper's figure."""
@@ -94,11 +95,11 @@ class StoredResults:
 
     def evaluations(self) -> pd.DataFrame:
         """See `readers.load_evaluations`."""
-        return readers.load_evaluations(self._named("result.json"), self.runs())
+        return readers.load_evaluations(self._named(RESULT), self.runs())
 
     def accuracy_cells(self) -> pd.DataFrame:
         """See `tables.accuracy_cells`."""
-        return tables.accuracy_cells(self.evaluations(), readers.load_samples(self._named("result.json")))
+        return tables.accuracy_cells(self.evaluations(), readers.load_samples(self._named(RESULT)))
 
     def quantization(self) -> pd.DataFrame:
         """See `readers.load_quantization`."""

@@ -247,7 +247,7 @@ def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monke
 
 
 def test_read_only_results_are_told_before_the_work(public, capsys, monkeypatch):
-    """Of every rule: a job's `out` is checked first. Training here would fail for lack of a checkpoint, later."""
+    """All rules check a job's `out` first. Training here would fail for lack of a checkpoint, later."""
     public.chmod(0o555)
     out, absent = public / "results/x", Path("absent")
     settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")

@@ -22,7 +22,7 @@ def draw(*shape, dtype=torch.float32, scale=1.0, seed=0):
 
 
 def assert_rounded_once(found, exact):
-    """Of its dtype's rounding, and a few of float32's: those of the sums, and of fast roots and exponentials."""
+    """Errors are those of the dtype's rounding and of a few in float32: of sums, fast roots and exponentials."""
     exact = exact.detach()
     few = 32 * ROUNDING[torch.float32]
     bound = (ROUNDING[found.dtype] + few) * exact.abs() + few * exact.square().mean().sqrt()

@@ -27,7 +27,7 @@ def exact(x, cos, sin):
 
 
 def assert_rounded_once(found, expected):
-    """Of its dtype's rounding, and a few of float32's."""
+    """Errors are those of the dtype's rounding and of a few in float32."""
     few = 8 * ROUNDING[torch.float32]
     bound = (ROUNDING[found.dtype] + few) * expected.abs() + few * expected.square().mean().sqrt()
     assert ((found.double() - expected).abs() <= bound).all()
@@ -101,7 +101,7 @@ def calls(monkeypatch):
 
 @pytest.fixture(params=MODELS)
 def outcomes(request, tmp_path, calls):
-    """Of a dtype: log-probabilities and gradients of packed sequences and of those one by one in float32."""
+    """A function of the dtype: log-probabilities and gradients, packed, and one by one in float32."""
     folder = MODELS[request.param](
         tmp_path / "m", hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=1024
     )

@@ -108,7 +108,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
 
 @pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20)])
 def test_a_row_does_not_depend_on_the_others(rows):
-    """Of the same variant: what a bucket of the engine needs."""
+    """Buckets of the engine need it within one variant of the kernel."""
     from qerl.layers.w4_linear import W4Linear
 
     many, few = rows

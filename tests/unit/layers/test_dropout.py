@@ -10,7 +10,7 @@ PIECES = {(0, 1, 0, 99): 40, (0, 1, 1, 0): 100, (0, 1, 1, 1): 60}
 
 
 def masks(layer=0, keys=tuple(PIECES), p=0.3):
-    """Of a row of these pieces, by piece; as multiples of the input."""
+    """The masks of the pieces of one row, as multiples of the input."""
     dropout = KeyedDropout(p, layer).train()
     lengths = [PIECES[key] for key in keys]
     set_keys(dropout, keys, lengths)

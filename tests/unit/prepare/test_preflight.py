@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settings(model, tmp_path, monkeypatch) -> dict:
-    """Of a run by hand on forty problems, one of them longer than the context."""
+    """A run by hand on forty problems, one of which is longer than the context."""
     monkeypatch.setenv("QERL_COMMIT", "test")
     rows = [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(39)]
     folder = tmp_path / "problems"

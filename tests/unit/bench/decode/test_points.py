@@ -71,7 +71,7 @@ def read(out):
 
 
 def assert_job(result, engine, weights, sequences):
-    """Of a measurement that went well."""
+    """The measurement succeeded and states its work."""
     assert result["bench"] == "decode"
     assert result.items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
     assert (result["ceilings"] is None, result["gpu"] is None) == (not GPU, not GPU)
