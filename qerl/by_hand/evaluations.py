@@ -99,7 +99,7 @@ def evaluate(
     task: StockTask | TaskSettings | None = None,
     **sampling: float,
 ) -> Evaluation:
-    """Score `policy` by the harness of the record format: lm-eval for gsm8k, lighteval for math and aime.
+    """Score `policy` by the harness of the record format: lm-eval (gsm8k), lighteval (math, aime) or the own grader.
 
     `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.

@@ -3,11 +3,14 @@
 The place of the answer in a completion depends on the form that the data set asks for:
 
 native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math and aime as `\\boxed{}`
-(the last one counts). tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last
-`<answer>` counts, up to the first `</answer>` after it. A tag that is never closed states nothing, even if a closed one
-stands before it. Inside, gsm8k and aime expect a number (`qerl.data.amounts`), math an expression. `\\boxed{}`,
-`$...$`, `\\(...\\)`, `\\[...\\]` and `**...**` around either are removed. If a longer text ends with one box, the box
-counts.
+(the last one counts). countdown has a formula after the first `#### `, to the end of the line, without delimiters.
+`qerl.data.countdown` grades it.
+
+tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last `<answer>` counts, up to the
+first `</answer>` after it. A tag that is never closed states nothing, even if a closed one stands before it. Inside,
+gsm8k and aime expect a number (`qerl.data.amounts`), math an expression, countdown a formula. `\\boxed{}`, `$...$`,
+`\\(...\\)`, `\\[...\\]` and `**...**` around a number or an expression are removed. If a longer text ends with one box,
+the box counts.
 
 In both forms, thinking never counts. Only the text after the last `</think>` and before any later `<think>` does.
 A `</think>` without a `<think>` is fine, since some chat templates open the thinking in the prompt. Tags are lower case
@@ -27,6 +30,8 @@ from functools import lru_cache
 
 from qerl.data import expressions
 from qerl.data.amounts import read_amount
+from qerl.data.countdown import solves, stated_formula
+from qerl.data.formulas import parse_formula
 from qerl.data.prose import is_prose, tells_more
 from qerl.settings.data import AnswerForm, RecordFormat
 
@@ -75,8 +80,8 @@ def extract(
     spoken = after_thinking(text)
     if form == "tags":
         return _tagged(spoken, record_format, units)
-    if record_format == "gsm8k":
-        answer = _hashes(spoken)
+    if record_format in ("gsm8k", "countdown"):
+        answer = _after_hashes(spoken, record_format)
         return answer[0] if answer else None
     boxed = _last_boxed(spoken)
     return _in_format(boxed[0].strip(), record_format, units) if boxed else None
@@ -86,7 +91,7 @@ def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native"
     """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
     if form == "tags":
         return f"<think>...</think><answer>{answer}</answer>"
-    return f"#### {answer}" if record_format == "gsm8k" else f"{_BOXED}{answer}}}"
+    return f"#### {answer}" if record_format in ("gsm8k", "countdown") else f"{_BOXED}{answer}}}"
 
 
 def is_correct(
@@ -96,10 +101,12 @@ def is_correct(
     form: AnswerForm = "native",
     units: Collection[str] = (),
 ) -> bool:
-    """Whether the final answer of `text` equals `problem_answer`: as a number, or as an expression (math)."""
+    """Whether the final answer of `text` equals `problem_answer`, as a number or expression, or reaches its goal."""
     answer = extract(text, record_format, form, units)
     if answer is None:
         return False
+    if record_format == "countdown":
+        return solves(answer, problem_answer)
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return number == expected
@@ -120,8 +127,8 @@ def well_formed(
     if form == "tags":
         return all(text.count(tag) == 1 for tag in _TAGS) and _TAGGED.fullmatch(text) is not None and _is_alone(text)
     spoken = after_thinking(text)
-    if record_format == "gsm8k":
-        return _ends_in_hashes(spoken)
+    if record_format in ("gsm8k", "countdown"):
+        return _ends_in_hashes(spoken, record_format)
     boxed = _last_boxed(spoken)
     return boxed is not None and spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, boxed[1]) is not None
 
@@ -135,12 +142,19 @@ def _hashes(spoken: str) -> tuple[str, int] | None:
     return number, match.start(1) + len(number)
 
 
-def _ends_in_hashes(spoken: str) -> bool:
-    answer = _hashes(spoken)
+def _after_hashes(spoken: str, record_format: RecordFormat) -> tuple[str, int] | None:
+    return _hashes(spoken) if record_format == "gsm8k" else stated_formula(spoken)
+
+
+def _ends_in_hashes(spoken: str, record_format: RecordFormat) -> bool:
+    answer = _after_hashes(spoken, record_format)
     return answer is not None and spoken.count("####") == 1 and not spoken[answer[1] :].strip()
 
 
 def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
+    if record_format == "countdown":
+        formula = _content(spoken).strip()
+        return formula if parse_formula(formula) is not None else None
     answer = _bare(_content(spoken))
     if not answer or record_format == "math":
         return answer or None

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from qerl.data.generated_splits import make_splits
 from qerl.data.records import Record
 from qerl.settings.data import Generated, RecordFormat, Split
 
@@ -59,26 +60,27 @@ class Step:
         return f"{self.left}{self.sign}{self.right}={self.result}"
 
 
+@dataclass(frozen=True)
+class WorkedChain:
+    """A chain of operations with the question that asks for its result."""
+
+    question: str
+    steps: list[Step]
+
+
 def generate(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
     """Make the splits' records; no two records, of one split or of two, share a question."""
     rng = random.Random(f"{settings.seed} {record_format}")
-    seen: set[str] = set()
-    splits: dict[Split, list[Record]] = {}
-    sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
-    for split, size in sizes.items():
-        terse = settings.terse if split == "train" else 0.0
-        splits[split] = [_unseen_record(record_format, rng, terse, seen) for _ in range(size)]
-    return splits
 
-
-def _unseen_record(record_format: RecordFormat, rng: random.Random, terse: float, seen: set[str]) -> Record:
-    for _ in range(1000):
+    def draw() -> WorkedChain:
         steps = _chain(rng.choice(LEVELS[record_format]), rng)
-        question = _QUESTIONS[record_format](steps, rng)
-        if question not in seen:
-            seen.add(question)
-            return _record(record_format, question, steps, is_terse=rng.random() < terse)
-    raise ValueError(f"there are no more {record_format} problems to generate; ask for fewer (train, validation, test)")
+        return WorkedChain(_QUESTIONS[record_format](steps, rng), steps)
+
+    def record(problem: WorkedChain, split: Split) -> Record:
+        terse = settings.terse if split == "train" else 0.0
+        return _record(record_format, problem.question, problem.steps, is_terse=rng.random() < terse)
+
+    return make_splits(settings, draw, record)
 
 
 def _record(record_format: RecordFormat, question: str, steps: list[Step], is_terse: bool) -> Record:

@@ -1,22 +1,25 @@
-"""The three record formats of the data sets, and the problem that each record states.
+"""The four record formats of the data sets, and the problem that each record states.
 
 * gsm8k: `question`, `answer` (worked solution ending in `#### n`), as openai/gsm8k.
 * math: `problem` and `answer`, or `solution` (with `\\boxed{}`), or both; `level` ("Level 3" or 3) optional, as
   HuggingFaceH4/MATH-500, Big-Math and AMC.
 * aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
+* countdown: `numbers` and `target` (whole numbers), `use` ("all" or "some", by default "all"), `solution` optional.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from qerl.data.answers import gold
+from qerl.data.countdown import Goal
 from qerl.settings.base import UserError
-from qerl.settings.data import RecordFormat
+from qerl.settings.data import CountdownUse, RecordFormat
 
 Record = dict[str, Any]
 #: A record with its place in words (file and line, file and row), for errors.
@@ -45,6 +48,8 @@ def question_id(question: str) -> str:
 
 def detect_format(record: Mapping[str, Any], where: str = "the record") -> RecordFormat:
     """Tell the format of a record by its keys; `where` names the file and line in the error."""
+    if "numbers" in record and "target" in record:
+        return "countdown"
     if "question" in record:
         return "gsm8k"
     if _get(record, "problem") is not None:
@@ -81,7 +86,10 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
     solution: str | None
-    if record_format == "gsm8k":
+    if record_format == "countdown":
+        goal = _goal(record, where)
+        question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
+    elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
         answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
     elif record_format == "math":
@@ -143,6 +151,32 @@ def _aime_answer(text: str, where: str) -> str:
     if number is None:
         raise DataError(f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999")
     return number.group(1)
+
+
+def _goal(record: Mapping[str, Any], where: str) -> Goal:
+    numbers, target, use = (
+        _get(record, "numbers"),
+        _get(record, "target"),
+        cast(CountdownUse, _get(record, "use") or "all"),
+    )
+    try:
+        goal = Goal(_whole(target), tuple(map(_whole, numbers)), use)
+    except TypeError:
+        raise DataError(
+            f"{where} has `numbers` {numbers!r} and `target` {target!r}: expected a list of whole numbers and a whole "
+            "number, from 0"
+        ) from None
+    if not goal.numbers or use not in get_args(CountdownUse):
+        raise DataError(f"{where} has `numbers` {numbers!r} and `use` {use!r}: expected numbers, and all or some")
+    return goal
+
+
+def _whole(value: Any) -> int:
+    """A whole number from 0, as JSON or parquet have it; a `TypeError` for another value."""
+    number = operator.index(value)
+    if isinstance(value, bool) or number < 0:
+        raise TypeError
+    return number
 
 
 def _level(record: Mapping[str, Any], where: str) -> int | None:

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from qerl.data.arithmetic import generate
+from qerl.data import arithmetic, comparisons, countdown_problems
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
@@ -24,10 +24,13 @@ from qerl.data.records import DataError, Located, Problem, Record, detect_format
 from qerl.host.plugins import call
 from qerl.provenance.files import write_json
 from qerl.settings.data import (
+    ComparisonData,
+    CountdownData,
     DatasetSettings,
     FilterSettings,
     FunctionData,
     Generated,
+    GeneratedSplits,
     HubData,
     LocalData,
     RecordFormat,
@@ -47,7 +50,7 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
-    given = _generated(settings.format, origin) if isinstance(origin, Generated) else _read(settings, hub)
+    given = _generated(settings.format, origin) if isinstance(origin, GeneratedSplits) else _read(settings, hub)
     located = distinct(_filtered(given, settings), settings.format)
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
@@ -201,8 +204,14 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
     return files
 
 
-def _generated(record_format: RecordFormat, origin: Generated) -> _Splits:
-    splits = generate(record_format, origin)
+def _generated(record_format: RecordFormat, origin: GeneratedSplits) -> _Splits:
+    if isinstance(origin, CountdownData):
+        splits = countdown_problems.generate(origin)
+    elif isinstance(origin, ComparisonData):
+        splits = comparisons.generate(origin)
+    else:
+        assert isinstance(origin, Generated)
+        splits = arithmetic.generate(record_format, origin)
     return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
 
 

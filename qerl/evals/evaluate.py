@@ -1,8 +1,9 @@
-"""The evaluation of one policy: every task's test split, `repeats` completions a problem, scored by its harness."""
+"""The evaluation of one policy: every task's problems, `repeats` completions a problem, scored by its harness."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.answers import is_correct
+from qerl.data.countdown import solution_key
 from qerl.data.sources import read_meta, read_records, read_split
+from qerl.evals import grader
 from qerl.evals.policy import STOCK_COLUMNS, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.provenance.version import VERSION
+from qerl.results.pass_at_k import KS, pass_at_k
 from qerl.results.paths import SAMPLES
 from qerl.results.schema.evaluation import SampleRow, TaskScore
 from qerl.rollout.sampler import Sampler, SamplingParams
@@ -37,7 +42,7 @@ def evaluate(
     progress: Callable[[str], None],
     context: int | None = None,
 ) -> dict[str, TaskScore]:
-    """Score the policy on the test split of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
+    """Score the policy on the problems of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
     depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the score of each task
@@ -53,17 +58,19 @@ def evaluate(
             policy = EvaluatedPolicy(sampler, tokenizer, params, context)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             file.writelines(json.dumps(row.content()) + "\n" for row in rows)
-            scores[task.label] = score = _score(rows, task, sampling)
+            scores[task.label] = score = _score(rows, task, dataset, sampling)
             progress(f"{task.label}: {score.accuracy:.1%} of {len(rows)} completions correct")
     return scores
 
 
-def _score(rows: Sequence[SampleRow], task: TaskSettings, sampling: SamplingSettings) -> TaskScore:
+def _score(
+    rows: Sequence[SampleRow], task: TaskSettings, dataset: EvaluationSet, sampling: SamplingSettings
+) -> TaskScore:
     repeats = sorted({row.repeat for row in rows})
     flexible = [row.flexible for row in rows if row.flexible is not None]
     return TaskScore(
         harness=task.harness,
-        harness_version=version(task.harness),
+        harness_version=VERSION if task.harness == "qerl" else version(task.harness),
         problems=sum(row.repeat == repeats[0] for row in rows),
         repeats=len(repeats),
         accuracy=fmean(row.correct for row in rows),
@@ -73,9 +80,28 @@ def _score(rows: Sequence[SampleRow], task: TaskSettings, sampling: SamplingSett
         agreement=fmean(row.agrees for row in rows),
         completion_tokens=fmean(row.tokens for row in rows),
         truncated=fmean(not row.finished for row in rows),
+        pass_at=_pass_at(rows, len(repeats)),
+        distinct_solutions=_distinct_solutions(rows) if dataset.format == "countdown" else None,
         task=task.task,
         sampling=sampling,
     )
+
+
+def _pass_at(rows: Sequence[SampleRow], repeats: int) -> dict[int, float]:
+    """The mean pass@k over problems, for each k that there are completions for."""
+    right = Counter({row.problem: 0 for row in rows})
+    for row in rows:
+        right[row.problem] += row.correct
+    return {k: float(pass_at_k(list(right.values()), repeats, k).mean()) for k in KS if k <= repeats}
+
+
+def _distinct_solutions(rows: Sequence[SampleRow]) -> float:
+    """The mean number of distinct right formulas of a problem."""
+    distinct: dict[str, set[str]] = {row.problem: set() for row in rows}
+    for row in rows:
+        if row.correct and row.extracted is not None:
+            distinct[row.problem].add(solution_key(row.extracted))
+    return fmean(map(len, distinct.values()))
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
@@ -85,10 +111,10 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
     folder = datasets[task.dataset]
     about = read_meta(folder)
     check_scored(task, about["format"], "evaluation.tasks")
-    problems = read_split(folder, "test")
+    problems = read_split(folder, task.split)
     if not problems:
         raise EvaluationError(
-            f"{folder} has no test problems to evaluate on; prepare it from an origin with a test split"
+            f"{folder} has no {task.split} problems to evaluate on; prepare it from an origin with a {task.split} split"
         )
     if task.task is None:
         form, units = about["answer"], tuple(about["units"])
@@ -126,9 +152,11 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
         from qerl.evals import lm_eval
 
         return lm_eval.score
-    from qerl.evals import lighteval
+    if name == "lighteval":
+        from qerl.evals import lighteval
 
-    return lighteval.score
+        return lighteval.score
+    return grader.score
 
 
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:

@@ -95,7 +95,10 @@ def _check_lengths(plan_: Plan) -> None:
 
 def _check_test_splits(plan_: Plan) -> None:
     """Check that evaluated data sets have a test split, as far as the configuration says."""
-    for name in dict.fromkeys(task for evaluation in plan_.evaluations.values() for task in evaluation.tasks):
+    asked = {task for evaluation in plan_.evaluations.values() for task in evaluation.tasks}
+    for name in dict.fromkeys(task.dataset for task in plan_.config.evaluation.tasks if task.split == "test"):
+        if name not in asked:
+            continue
         origin = plan_.config.datasets[name].origin
         if isinstance(origin, HubData) and "test" not in origin.splits:
             raise ConfigError(

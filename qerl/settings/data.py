@@ -11,9 +11,9 @@ from pydantic import (
     model_validator,
 )
 
-from qerl.settings.base import FilePath, Fraction, FunctionPath, PositiveInt, Seed, Settings
+from qerl.settings.base import FilePath, Fraction, FunctionPath, NonEmpty, PositiveInt, Seed, Settings
 
-RecordFormat = Literal["gsm8k", "math", "aime"]
+RecordFormat = Literal["gsm8k", "math", "aime", "countdown"]
 
 
 Split = Literal["train", "validation", "test"]
@@ -22,17 +22,60 @@ Split = Literal["train", "validation", "test"]
 AnswerForm = Literal["native", "tags"]
 
 
-class Generated(Settings):
-    """Arithmetic word problems made by `qerl.data.arithmetic`."""
+CountdownUse = Literal["all", "some"]
 
-    source: Literal["generated"] = "generated"
+
+class GeneratedSplits(Settings):
+    """Seed and number of problems of each split of generated data. No two problems share a question."""
+
     seed: Seed = 0
     train: PositiveInt = 4096
     validation: PositiveInt = 256
     test: PositiveInt = 256
+
+
+class Generated(GeneratedSplits):
+    """Arithmetic word problems made by `qerl.data.arithmetic`, with the keys of GeneratedSplits."""
+
+    source: Literal["generated"] = "generated"
     terse: Fraction = 0.55
     """Share of the training solutions that state the answer at once, without the steps. The other splits have no such
     solutions."""
+
+
+class CountdownData(GeneratedSplits):
+    """Countdown problems made by `qerl.data.countdown_problems`, with the keys of GeneratedSplits.
+
+    They need `format: countdown`. Each has a solution, most have several."""
+
+    source: Literal["countdown"]
+    numbers: NonEmpty[Annotated[int, Field(ge=2, le=6)]] = [3, 4]
+    """How many numbers a problem gives, drawn uniformly from these counts."""
+    largest: Annotated[int, Field(ge=2, le=99)] = 20
+    """Largest given number."""
+    largest_target: PositiveInt = 99
+    """Largest target, and largest intermediate result of a training solution."""
+    use: CountdownUse = "all"
+    """`all`: a solution uses each given number exactly once. `some`: at most once."""
+    missed: Fraction = 0.75
+    """Share of the training solutions that compute correctly and miss the target. A policy that imitates them searches
+    without success for that share of problems. The other splits have no such solutions."""
+
+
+class ComparisonData(GeneratedSplits):
+    """Chains of comparisons made by `qerl.data.comparisons`, with the keys of GeneratedSplits.
+
+    They need `format: math`. In a problem some comparisons are turned around: "Mia has 4 more than Tom" asks for a
+    subtraction to find Tom's number. The obvious short way takes the words in their order, and its answer is wrong."""
+
+    source: Literal["comparisons"]
+    clauses: NonEmpty[Annotated[int, Field(ge=1, le=6)]] = [2, 3]
+    """How many comparisons a problem has, drawn uniformly from these counts."""
+    turned: Fraction = 0.7
+    """Probability that a comparison is turned around. At least one of a problem is."""
+    hasty: Fraction = 0.5
+    """Probability that a training solution takes a turned comparison in the order of its words. The final answer is
+    then wrong. The other splits have no such solutions."""
 
 
 class LocalData(Settings):
@@ -104,9 +147,14 @@ INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
         "gsm8k": 'Let\'s think step by step and output the final answer after "####".',
         "math": _BOXED,
         "aime": _BOXED,
+        "countdown": 'Let\'s think step by step and output the formula with + - * / and ( ) after "####".',
     },
-    "tags": {"gsm8k": _TAGGED, "math": _TAGGED, "aime": _TAGGED},
+    "tags": {"gsm8k": _TAGGED, "math": _TAGGED, "aime": _TAGGED, "countdown": _TAGGED},
 }
+
+
+#: The one record format of a generator that has only one.
+_FORMAT_OF: dict[type[Settings], RecordFormat] = {CountdownData: "countdown", ComparisonData: "math"}
 
 
 def _instruction_of(values: dict[str, Any]) -> str:
@@ -125,14 +173,17 @@ class DatasetSettings(Settings):
     """Maps the format's column names to those of the records, where they differ: `{problem: prompt, answer:
     solution}`."""
     filter: FilterSettings = FilterSettings()
-    origin: Annotated[Generated | LocalData | HubData | FunctionData, Field(discriminator="source")]
+    origin: Annotated[
+        Generated | CountdownData | ComparisonData | LocalData | HubData | FunctionData, Field(discriminator="source")
+    ]
     answer: AnswerForm = "native"
     """How completions state their answer. `native` reads it as the records state it (`#### n`, `\\boxed{}`). `tags`
-    reads `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records don't change."""
+    reads `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records don't change.
+    Formulas of countdown count as they are, without units, boxes or an equality."""
     instruction: str = Field(default_factory=_instruction_of)
     """Text appended to each question, on a line of its own, that tells the policy how to state the answer. The default
-    asks for what the grader of the format reads: `#### n` (gsm8k), `\\boxed{}` (math, aime), or the tags. An empty text
-    appends nothing."""
+    asks for what the grader of the format reads: `#### n` (gsm8k), `#### (8-3)*4` (countdown), `\\boxed{}` (math,
+    aime), or the tags. An empty text appends nothing."""
     units: list[str] = []
     """Words and signs that may follow a number without changing it, such as `["%", points]`. They add to the built-in
     units (docs/evaluation.md). A number followed by any other word doesn't count as an answer."""
@@ -158,6 +209,15 @@ class DatasetSettings(Settings):
                     f"a unit is a word or a sign such as '%', without digits, points and commas; got {unit!r}"
                 )
         return [unit.strip() for unit in units]
+
+    @model_validator(mode="after")
+    def _generator_has_the_format(self) -> DatasetSettings:
+        needed = _FORMAT_OF.get(type(self.origin))
+        if needed and self.format != needed:
+            raise ValueError(f"origin.source={self.origin.source} makes records of format: {needed}, not {self.format}")
+        if self.format == "countdown" and isinstance(self.origin, Generated):
+            raise ValueError("origin.source=generated makes no countdown problems; use origin.source=countdown")
+        return self
 
     @model_validator(mode="after")
     def _tags_are_asked_for(self) -> DatasetSettings:

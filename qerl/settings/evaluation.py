@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     Field,
@@ -10,17 +10,22 @@ from pydantic import (
 )
 
 from qerl.settings.base import ConfigError, PositiveInt, Seed, Settings
-from qerl.settings.data import RecordFormat
+from qerl.settings.data import RecordFormat, Split
 from qerl.settings.rollout import EngineSettings, SamplingSettings
 
-Harness = Literal["lm-eval", "lighteval"]
+#: `qerl` is the grader of training.
+Harness = Literal["lm-eval", "lighteval", "qerl"]
 
 
 StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
 
 
 #: The record formats that each harness has a task for.
-SCORED: dict[Harness, tuple[RecordFormat, ...]] = {"lm-eval": ("gsm8k",), "lighteval": ("math", "aime")}
+SCORED: dict[Harness, tuple[RecordFormat, ...]] = {
+    "lm-eval": ("gsm8k",),
+    "lighteval": ("math", "aime"),
+    "qerl": get_args(RecordFormat),
+}
 
 
 #: The harness and the record format of each stock task. lighteval has no amc23: it is built of its aime tasks' parts.
@@ -43,10 +48,14 @@ class TaskSampling(Settings):
 
 
 class TaskSettings(Settings):
-    """One evaluation task: the test split of a data set, scored by a harness."""
+    """One evaluation task: a split of a data set, scored by a harness."""
 
     dataset: str
     harness: Harness
+    """`lm-eval` scores gsm8k, `lighteval` math and aime, each by its own metric. `qerl` scores every format by the
+    grader of training, which is fast where a problem has many completions."""
+    split: Split = "test"
+    """Split whose problems are asked. Settings such as a learning rate are chosen on `validation`."""
     name: str = ""
     """Name of the task in results, by default that of the data set. Two tasks on one data set need different names."""
     task: StockTask | None = None
@@ -68,6 +77,8 @@ class TaskSettings(Settings):
             raise ValueError("chat and fewshot are settings of a stock task; name one with `task`, or leave them out")
         if self.task and self.harness != STOCK_TASKS[self.task][0]:
             raise ValueError(f"task={self.task} is none of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
+        if self.task and self.split != "test":
+            raise ValueError(f"task={self.task} asks the test split; leave split or task out")
         if self.task and self.harness == "lighteval" and self.fewshot:
             raise ValueError(f"task={self.task} has no few-shot examples; leave fewshot out")
         return self
@@ -115,7 +126,7 @@ class EvaluationSettings(EngineSettings):
 
 
 def harness_of(record_format: RecordFormat) -> Harness:
-    """The harness that has a task for a record format."""
+    """The harness that has a task for a record format; the project's own grader if no other has."""
     return next(harness for harness, formats in SCORED.items() if record_format in formats)
 
 

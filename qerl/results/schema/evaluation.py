@@ -31,7 +31,11 @@ class SampleRow(Stored):
 
 
 class TaskScore(Stored):
-    """The score of one data set. `task` is the stock task, or none for the prompt of training."""
+    """The score of one data set. `task` is the stock task, or none for the prompt of training.
+
+    `pass_at` has the unbiased pass@k by k. `distinct_solutions` is the mean number of distinct right formulas of a
+    problem (countdown).
+    """
 
     harness: Harness
     harness_version: str = ""
@@ -44,6 +48,8 @@ class TaskScore(Stored):
     agreement: Number | None = None
     completion_tokens: Number | None = None
     truncated: Number | None = None
+    pass_at: dict[int, float] = Field({})
+    distinct_solutions: Number | None = None
     task: StockTask | None = None
     sampling: Annotated[SamplingSettings, PlainSerializer(whole)] | None = None
 

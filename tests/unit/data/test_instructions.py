@@ -17,14 +17,18 @@ STATED = {
     ("native", "gsm8k"): ("9 + 9 = 18\n#### 18", "####"),
     ("native", "math"): ("So it is \\boxed{18}.", "\\boxed{}"),
     ("native", "aime"): ("So it is \\boxed{18}.", "\\boxed{}"),
+    ("native", "countdown"): ("9 + 9 = 18\n#### 9+9", "####"),
     **{("tags", name): ("<think>9 + 9</think><answer>18</answer>", "<answer>") for name in get_args(RecordFormat)},
 }
+
+#: A file may have records of any format.
+ORIGIN = {"source": "local", "path": "records.jsonl"}
 
 
 @pytest.mark.parametrize("form", get_args(AnswerForm))
 @pytest.mark.parametrize("record_format", get_args(RecordFormat))
 def test_by_default_a_data_set_asks_for_what_its_grader_reads(record_format, form):
-    settings = parse(DatasetSettings, {"format": record_format, "answer": form, "origin": {"source": "generated"}}, "")
+    settings = parse(DatasetSettings, {"format": record_format, "answer": form, "origin": ORIGIN}, "")
     stated, marker = STATED[form, record_format]
     assert well_formed(stated, record_format, form)
     assert marker in settings.instruction

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.evaluation import EvaluationSettings, TaskSettings
 from qerl.settings.rollout import SamplingSettings
 
@@ -143,6 +144,50 @@ def test_reference_solutions_score_one(run, problems):
         assert (task.accuracy, task.accuracies, task.extracted) == (1.0, [1.0, 1.0], 1.0)
         assert (task.problems, task.repeats, task.truncated) == (PROBLEMS, 2, 0.0)
     assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
+
+
+# --- the grader of training as a harness
+
+
+@pytest.fixture(scope="module")
+def countdown(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("countdown")
+    origin = CountdownData(source="countdown", train=4, validation=3, test=PROBLEMS)
+    prepare(DatasetSettings(format="countdown", origin=origin, instruction="Go."), folder)
+    return folder
+
+
+def graded(tokenizer, folder, out, answers, split="test"):
+    """The score of 64 completions of each problem; `answers(problem, repeat)` is the text."""
+    asked = read_split(folder, split)
+    numbers = {
+        tuple(prompt_ids(tokenizer, p.question, read_meta(folder)["instruction"])): (p, i) for i, p in enumerate(asked)
+    }
+    sampler = Scripted(tokenizer, numbers, lambda problem, _, repeat: answers(problem, repeat))
+    settings = EvaluationSettings(
+        tasks=[TaskSettings(dataset="countdown", harness="qerl", split=split)], repeats=64, sampling=SamplingSettings()
+    )
+    return evaluate(sampler, tokenizer, settings, {"countdown": folder}, out, lambda message: None)["countdown"]
+
+
+def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, countdown, tmp_path):
+    """Nine of 64 completions are right: one formula with and without parentheses, which is one solution."""
+    right = 9
+
+    def answers(problem, repeat):
+        formula = problem.solution.rpartition("#### ")[2]
+        return f"#### {formula if repeat % 2 else f'({formula})'}" if repeat < right else "#### 0"
+
+    score = graded(tokenizer, countdown, tmp_path, answers)
+    assert score.accuracy == score.pass_at[1] == right / 64
+    assert score.pass_at[64] == 1
+    assert score.pass_at[8] == pytest.approx(1 - comb(64 - right, 8) / comb(64, 8))
+    assert (score.problems, score.agreement, score.distinct_solutions) == (PROBLEMS, 1, 1)
+
+
+def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):
+    score = graded(tokenizer, countdown, tmp_path, lambda problem, repeat: problem.solution, "validation")
+    assert (score.problems, score.accuracy) == (3, 1)
 
 
 def test_no_harness_draws_a_bar_of_its_own(run, problems, capsys):

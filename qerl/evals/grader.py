@@ -1,0 +1,20 @@
+"""Data sets of every format scored by the grader of training, at the prompt of training, without another harness."""
+
+from __future__ import annotations
+
+from qerl.data.answers import extract, is_correct
+from qerl.data.prompts import prompt_ids
+from qerl.evals.policy import EvaluatedPolicy, EvaluationSet, GradedCompletion
+
+
+def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
+    """Draw and score the problems; verdicts by problem, then by repeat."""
+    prompts = [prompt_ids(policy.tokenizer, problem.question, dataset.instruction) for problem in dataset.problems]
+    form = (dataset.format, dataset.answer, dataset.units)
+    return [
+        [
+            GradedCompletion(drawn, extract(drawn.text, *form), is_correct(drawn.text, problem.answer, *form))
+            for drawn in completions
+        ]
+        for problem, completions in zip(dataset.problems, policy.draw(prompts), strict=True)
+    ]
