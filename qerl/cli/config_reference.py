@@ -115,6 +115,7 @@ SECTIONS = (
     benches.GateSettings,
     benches.ShapesSettings,
     benches.DecodeGrid,
+    benches.MixGrid,
     benches.StepGrid,
 )
 

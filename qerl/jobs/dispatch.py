@@ -17,7 +17,7 @@ from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob
 from qerl.jobs.report import FigureJob, ShapesJob, TableJob
-from qerl.jobs.shapes import DecodeJob, GrpoStepJob, TrlStepJob
+from qerl.jobs.shapes import DecodeJob, GrpoStepJob, RolloutMixJob, TrlStepJob
 from qerl.jobs.train import TrainJob
 from qerl.provenance.files import check_writable
 
@@ -32,6 +32,7 @@ AnyJob = (
     | RolloutJob
     | StepJob
     | DecodeJob
+    | RolloutMixJob
     | GrpoStepJob
     | TrlStepJob
     | TableJob
@@ -63,11 +64,13 @@ FUNCTIONS: dict[type[Job], str] = {
     SpeedJob: "qerl.gates.speed:measure_speed",
     VerdictJob: "qerl.gates.job:judge_results",
 }
-#: The module that does a decode job, by engine.
-DECODE = {
-    "native": "qerl.bench.decode.engine",
-    "vllm": "qerl.bench.decode.vllm",
-    "transformers": "qerl.bench.decode.hf",
+#: The function of jobs that each engine does in its way.
+ENGINE_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("decode", "native"): "qerl.bench.decode.engine:measure_points",
+    ("decode", "vllm"): "qerl.bench.decode.vllm:measure_points",
+    ("decode", "transformers"): "qerl.bench.decode.hf:measure_points",
+    ("rollout_mix", "native"): "qerl.bench.rollout_mix.engine:measure_mix",
+    ("rollout_mix", "vllm"): "qerl.bench.rollout_mix.vllm:measure_mix",
 }
 
 
@@ -78,7 +81,10 @@ def parse_job(text: str) -> AnyJob:
 
 def function_of(job: Job) -> tuple[str, str]:
     """Module and name of the function that does a job."""
-    path = f"{DECODE[job.work.engine]}:measure_points" if isinstance(job, DecodeJob) else FUNCTIONS[type(job)]
+    if isinstance(job, DecodeJob | RolloutMixJob):
+        path = ENGINE_FUNCTIONS[job.kind, job.work.engine]
+    else:
+        path = FUNCTIONS[type(job)]
     module, _, name = path.partition(":")
     return module, name
 

@@ -42,6 +42,36 @@ class DecodeJob(PointJob):
     sequences: list[int]
 
 
+class Mix(Part):
+    """A rollout of completions of mixed lengths, which `qerl.bench.rollout_mix.workload` draws."""
+
+    engine: Literal["native", "vllm"]
+    size: str
+    weights: str
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: tuple[int, int]
+    """The least and the most tokens of a prompt."""
+    median: int
+    """The median length of a completion in tokens."""
+    sigma: float
+    """The standard deviation of the logarithm of a length."""
+    longest: int
+    """The most tokens of a completion."""
+    sequences: int
+    """The most completions decoded together."""
+    seed: int
+    repeats: int
+
+
+class RolloutMixJob(PointJob):
+    """Measure an engine's rollout of completions of mixed lengths, end to end."""
+
+    kind: Literal["rollout_mix"] = "rollout_mix"
+    work: Mix
+
+
 class Work(Part):
     """The work of each system in a GRPO step."""
 

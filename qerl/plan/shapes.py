@@ -9,9 +9,20 @@ from pathlib import Path
 from typing import Literal
 
 from qerl.checkpoints.architectures import ARCHITECTURES
-from qerl.jobs.shapes import DecodeJob, Decoding, GrpoStep, GrpoStepJob, PointJob, TrlStep, TrlStepJob, Work
+from qerl.jobs.shapes import (
+    DecodeJob,
+    Decoding,
+    GrpoStep,
+    GrpoStepJob,
+    Mix,
+    PointJob,
+    RolloutMixJob,
+    TrlStep,
+    TrlStepJob,
+    Work,
+)
 from qerl.settings.base import ConfigError
-from qerl.settings.benches import DecodeGrid, ShapesSettings, StepGrid
+from qerl.settings.benches import DecodeGrid, MixGrid, ShapesSettings, StepGrid
 from qerl.settings.run import RunSettings
 
 #: In what `state` says of a job that isn't finished.
@@ -27,6 +38,7 @@ def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
     """
     by_id: dict[str, PointJob] = {}
     for id, job in (
+        *(j for grid in settings.mixes for j in _mixes(grid, work)),
         *(j for grid in settings.decode for j in _decodes(grid, work)),
         *(j for grid in settings.steps for j in _steps(grid, work)),
     ):
@@ -72,6 +84,31 @@ def _decodes(grid: DecodeGrid, work: Path) -> Iterator[tuple[str, DecodeJob]]:
         id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{prompt}x{grid.tokens}"
         asked = Decoding(engine=grid.engine, size=size, weights=weights, rank=rank, prompt=prompt, tokens=grid.tokens)
         yield id, DecodeJob(work=asked, sequences=grid.sequences, out=_out(work, id))
+
+
+def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
+    if grid.prompt[0] > grid.prompt[1]:
+        raise ConfigError(f"shapes: no prompt has {grid.prompt[0]} to {grid.prompt[1]} tokens; turn the two around")
+    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
+        _check(grid.engine, size, weights)
+        asked = Mix(
+            engine=grid.engine,
+            size=size,
+            weights=weights,
+            rank=rank,
+            prompts=grid.prompts,
+            group=grid.group_size,
+            prompt_tokens=grid.prompt,
+            median=grid.median,
+            sigma=grid.sigma,
+            longest=grid.tokens,
+            sequences=grid.sequences,
+            seed=grid.seed,
+            repeats=grid.repeats,
+        )
+        lengths = f"{grid.prompts}x{grid.group_size}-{grid.median}to{grid.tokens}"
+        id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{lengths}-seed{grid.seed}"
+        yield id, RolloutMixJob(work=asked, out=_out(work, id))
 
 
 def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.formatting import times
+from qerl.report.mixes import mix_speedup
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
@@ -27,6 +28,8 @@ _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (64, 128, 256), ("bf16", "nvfp4"), 1.0),
     ("32B", (1, 8), ("nvfp4",), 2.0),
 )
+#: Of our NVFP4's mixed rollout over the faster of vLLM's, 7B with LoRA r32: at least so many times as fast.
+_MIX = 2.2
 #: By rank, at most so many percent of the speed without an adapter, 7B.
 _COST = {16: 8.0, 64: 15.0}
 _COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
@@ -42,19 +45,19 @@ _TITLE = (
 )
 
 
-def goals(points: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame) -> pd.DataFrame:
     """One row per goal: the limit, the number `reached` with its interval (or why none), and whether it is `met`.
 
-    points, steps: those of `speed_readers.load_points` and `load_steps`; either may be empty. A goal is met by the
-    median, in `unit`. `commit` and `machine` are of the files it is from.
+    points, steps, mixes: those of `qerl.results.speed_readers`; each may be empty. A goal is met by the median, in
+    `unit`. `commit` and `machine` are of the files it is from.
     """
-    rows = [*_decode_rows(points), *_step_rows(steps), *_memory_rows(steps)]
+    rows = [*_decode_rows(points), *_mix_rows(mixes), *_step_rows(steps), *_memory_rows(steps)]
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def write_goals(points: pd.DataFrame, steps: pd.DataFrame, stem: Path) -> None:
+def write_goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame, stem: Path) -> None:
     """Write the table of goals, unless none of them is measured."""
-    table = goals(points, steps)
+    table = goals(points, steps, mixes)
     if set(table["reached"]) == {NOT_MEASURED}:
         return
     texts = [{"asked": _asked(row), "reached": _reached(row)} for row in table.to_dict("records")]
@@ -76,6 +79,14 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
         for count in _COST_SEQUENCES:
             ours, base = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
             yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", ours, base)
+
+
+def _mix_rows(mixes: pd.DataFrame) -> Iterator[Row]:
+    rows = [row for row in mixes.to_dict("records") if (row["size"], row["rank"]) == ("7B", 32)]
+    ours = next((row for row in rows if (row["engine"], row["weights"]) == ("native", "nvfp4")), None)
+    goal = "7B rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"
+    reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
+    yield _told(goal, _MIX, True, "×", reached, [ours, *(row for row in rows if row["engine"] == "vllm")])
 
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:

@@ -23,11 +23,12 @@ from qerl.report.grid_tables import (
     ratio_table,
     step_table,
 )
+from qerl.report.mixes import write_mixes
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
 from qerl.results.files import read
 from qerl.results.schema.speed import Kind
-from qerl.results.speed_readers import LENGTHS, load_points, load_steps
+from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_steps
 
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
@@ -48,18 +49,22 @@ def write_shapes(job: ShapesJob) -> None:
 
 
 def write_all(files: Sequence[Path], out: Path) -> None:
-    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of files of points and of GRPO steps.
+    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts.
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
     decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
-    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; goals (`qerl.report.goals`). Tables
-    without a row are left out. ResultError without any file. Of points and steps at the paper's lengths, its tables too
-    (`qerl.report.grid_paper`).
+    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases; goals
+    (`qerl.report.goals`). Tables without a row are left out. ResultError without any file. Of points and steps at the
+    paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
-    decode, steps = ([path for path, kind in kinds.items() if kind == wanted] for wanted in ("decode", "grpo_step"))
-    points = measured = pd.DataFrame()
-    if decode or not steps:
+    wanted = ("decode", "grpo_step", "rollout_mix")
+    decode, steps, mixes = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
+    points = measured = rollouts = pd.DataFrame()
+    if mixes:
+        rollouts = load_mixes(mixes)
+        write_mixes(rollouts, out)
+    if decode or not (steps or mixes):
         points = load_points(decode)
         for lengths, group in points.groupby(LENGTHS, sort=False):
             _write_decode(group, out, "{}x{}".format(*lengths))
@@ -70,7 +75,7 @@ def write_all(files: Sequence[Path], out: Path) -> None:
         measured = load_steps(steps)
         _write_steps(measured, out)
         write_step_tables(measured, out)
-    write_goals(points, measured, out / "goals")
+    write_goals(points, measured, rollouts, out / "goals")
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:

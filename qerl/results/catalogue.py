@@ -13,7 +13,7 @@ from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
-from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult
+from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult, RolloutMixResult
 from qerl.results.schema.stored import Stored
 from qerl.results.schema.training import RunResult, StepMetrics
 
@@ -31,7 +31,12 @@ _BY_NAME: dict[str, Schema] = {
     "speed.json": SpeedResult,
 }
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow}
-_BENCHES: dict[str, Schema] = {"decode": DecodeResult, "grpo_step": GrpoStepResult, "prompts": PromptsResult}
+_BENCHES: dict[str, Schema] = {
+    "decode": DecodeResult,
+    "grpo_step": GrpoStepResult,
+    "prompts": PromptsResult,
+    "rollout_mix": RolloutMixResult,
+}
 _KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}
 #: Files whose name says nothing, by what is in them.
 _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [

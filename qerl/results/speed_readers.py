@@ -1,4 +1,4 @@
-"""Files of the speed grid as tidy data frames: one row a point of decode speed, one row a file of GRPO steps."""
+"""Files of the speed grid as tidy data frames: one row a point of decode speed, a file of steps or of rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
-from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult
+from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult, MixRun, RolloutMixResult
 from qerl.settings.models import WeightFormat
 
 _GB = 1e9
@@ -51,6 +51,46 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
         raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
     jobs = sorted((read(GrpoStepResult, path) for path in paths), key=lambda job: [*ARCHITECTURES].index(job.work.size))
     return pd.DataFrame([_step_row(job) for job in jobs])
+
+
+def load_mixes(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a file of rollouts of mixed lengths, by size, engine, weights and rank; `samples` in tokens a second.
+
+    `workload` has the lengths, and `phases` those of the median rollout, which took `phase_seconds`. Without runs
+    numbers are NaN.
+    """
+    jobs = [read(RolloutMixResult, path) for path in paths]
+    orders = {"size": [*ARCHITECTURES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    jobs.sort(key=lambda job: [order.index(getattr(job.work, key)) for key, order in orders.items()])
+    return pd.DataFrame([_mix_row(job) for job in jobs])
+
+
+def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
+    work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
+    seconds = [run.seconds for run in job.runs]
+    samples = [job.drawn / taken for taken in seconds]
+    middle, low, high = (float(value) for value in np.quantile(samples or [np.nan], [0.5, 0.25, 0.75]))
+    typical = _median_run(job.runs)
+    return {
+        **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
+        "work": f"{work.prompts} × {work.group}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all",
+        "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
+        "status": job.status,
+        "samples": samples,
+        "tokens_per_second": middle,
+        "tokens_per_second_p25": low,
+        "tokens_per_second_p75": high,
+        "seconds": median(seconds or [np.nan]),
+        "ready_seconds": job.ready_seconds,
+        "first_seconds": job.first_seconds,
+        "phases": typical.phases if typical else None,
+        "phase_seconds": typical.seconds if typical else np.nan,
+        **job.provenance.columns,
+    }
+
+
+def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:

@@ -70,9 +70,15 @@ class _Batch:
 
 @dataclass
 class _Record:
+    limit: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop token or the limit ended it."""
+        return self.finished or len(self.token_ids) >= self.limit
 
 
 def _record(
@@ -82,11 +88,11 @@ def _record(
     alive = []
     for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
         record = records[row]
-        if not record.finished:
+        if not record.ended:
             record.token_ids.append(token)
             record.logprobs.append(logprob)
             record.finished = token in stops
-        alive.append(not record.finished)
+        alive.append(not record.ended)
     return torch.tensor(alive, device=rows.device)
 
 
@@ -122,23 +128,23 @@ class NativeSampler:
         stride = max(self.max_sequences // params.count, 1)
         with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
             for start in range(0, len(prompts), stride):
-                first = (params.first + start) * params.count
-                completions += self._generate_batch(prompts[start : start + stride], params, first)
+                completions += self._generate_batch(prompts[start : start + stride], params, start)
         return completions
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, first: int
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, start: int
     ) -> list[list[Completion]]:
-        total = len(prompts) * params.count
+        """Completions of a part of the prompts, which begins at prompt `start`."""
+        total, first = len(prompts) * params.count, (params.first + start) * params.count
         draws = np.stack([uniforms(params.seed, first + row, params.max_tokens) for row in range(total)])
         uniform = torch.from_numpy(draws).to(self.policy.device)
-        records = [_Record() for _ in range(total)]
+        records = [_Record(params.limit(start + p, c)) for p in range(len(prompts)) for c in range(params.count)]
         stops = stop_tokens(self.policy, params)
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
             alive = _record(records, batch.rows, tokens, logprobs, stops)
-            if step + 1 == params.max_tokens or not alive.any():
+            if not alive.any():
                 break
             logits = self._decode(batch, tokens, alive)
         done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]

@@ -27,6 +27,13 @@ class SamplingParams:
     first: int = 0
     #: Stop tokens end nothing: every completion has `max_tokens` tokens, as benches need it.
     ignore_eos: bool = False
+    #: Tokens of each completion of each prompt, at most `max_tokens`. A sampler learns of such an end as of a stop
+    #: token: when it comes.
+    lengths: tuple[tuple[int, ...], ...] | None = None
+
+    def limit(self, prompt: int, completion: int) -> int:
+        """Tokens after which a completion ends if no stop token comes before."""
+        return min(self.lengths[prompt][completion], self.max_tokens) if self.lengths else self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,12 @@ class Sampler(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""
         ...
+
+
+def refuse_lengths(params: SamplingParams) -> None:
+    """Raise ValueError if completions have lengths of their own; for samplers that can't give them."""
+    if params.lengths is not None:
+        raise ValueError("this sampler has one limit for all completions; use the native engine")
 
 
 def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:

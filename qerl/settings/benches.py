@@ -86,6 +86,33 @@ class DecodeGrid(Settings):
     """Number of tokens decoded after the prompt."""
 
 
+class MixGrid(Settings):
+    """Rollouts of completions of mixed lengths on random weights, end to end, of this project's engine or of vLLM.
+
+    Lengths of completions are lognormal, those of prompts uniform. Both are functions of the seed."""
+
+    engine: Literal["native", "vllm"]
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
+    prompts: PositiveInt = 64
+    """Number of prompts."""
+    group_size: PositiveInt = 8
+    """Number of completions per prompt."""
+    prompt: tuple[PositiveInt, PositiveInt] = (128, 384)
+    """The least and the most tokens of a prompt."""
+    median: PositiveInt = 300
+    """The median length of a completion in tokens."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """The standard deviation of the logarithm of a length."""
+    tokens: PositiveInt = 2048
+    """The most tokens of a completion."""
+    sequences: PositiveInt = 512
+    """The most completions decoded together."""
+    seed: Seed = 0
+    repeats: PositiveInt = 3
+
+
 class StepGrid(Settings):
     """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
 
@@ -119,5 +146,6 @@ class ShapesSettings(Settings):
 
     samples: Path
     """Folder of the committed points."""
-    decode: list[DecodeGrid]
+    decode: list[DecodeGrid] = []
+    mixes: list[MixGrid] = []
     steps: list[StepGrid] = []

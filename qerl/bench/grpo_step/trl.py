@@ -27,7 +27,6 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.bench.decode.vllm import no_room_is_out_of_memory
 from qerl.bench.grpo_step.work import (
     PARTS,
     WARMUP,
@@ -40,6 +39,7 @@ from qerl.bench.grpo_step.work import (
     write_result,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
+from qerl.bench.stock_vllm import no_room_is_out_of_memory
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.host.profiling import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.progress import log

@@ -28,7 +28,7 @@ class Kind(Stored):
 
     model_config = ConfigDict(extra="ignore")
 
-    bench: Literal["decode", "grpo_step"]
+    bench: Literal["decode", "grpo_step", "rollout_mix"]
 
 
 # --- decode speed ----------------------------------------------------------------------------------------------------
@@ -106,6 +106,78 @@ class PromptsResult(Stored):
     gpu: GpuState | None
     points: list[PromptPoint]
     provenance: Provenance
+
+
+# --- rollouts of mixed lengths ---------------------------------------------------------------------------------------
+
+
+class MixWork(Stored):
+    """The work of an engine in a rollout, as the job asks for it."""
+
+    engine: Engine
+    size: Size
+    weights: WeightFormat
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: tuple[int, int]
+    median: int
+    sigma: float
+    longest: int
+    sequences: int
+    seed: int
+    repeats: int
+
+
+class DecodeSeconds(Stored):
+    """Decode steps of one batch size. `sequences` is the mean number of sequences of a step, without padding."""
+
+    batch: int
+    steps: int
+    sequences: float
+    seconds: float
+
+
+class PhaseSeconds(Stored):
+    """Seconds of a rollout by phase, as `qerl.rollout.engine.phases` measures them on the device."""
+
+    prefill: float
+    prefills: int
+    decode: list[DecodeSeconds]
+    between: float
+    host_wait: float
+
+
+class MixRun(Stored):
+    """One timed rollout. Only this project's engine tells its phases."""
+
+    seconds: float
+    phases: PhaseSeconds | None = None
+
+
+class RolloutMixResult(Stored):
+    """points/mix-*.json: an engine's rollouts of one workload; without runs where `status` says why.
+
+    `prompt_tokens` and `completion_tokens` are the lengths that were drawn, the latter by prompt. `ready_seconds` are
+    those until the engine takes requests, `first_seconds` those of the first rollout, which compiles and captures.
+    """
+
+    bench: Literal["rollout_mix"]
+    work: MixWork
+    prompt_tokens: list[int]
+    completion_tokens: list[list[int]]
+    status: str
+    sampler: str = ""
+    ready_seconds: float | None = None
+    first_seconds: float | None = None
+    runs: tuple[MixRun, ...] = ()
+    gpu: GpuStates | None = None
+    provenance: Provenance
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all completions."""
+        return sum(map(sum, self.completion_tokens))
 
 
 # --- GRPO steps ------------------------------------------------------------------------------------------------------

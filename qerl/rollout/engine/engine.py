@@ -14,6 +14,7 @@ from qerl.policy.policy import Policy
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.paging import Pages
+from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
@@ -42,6 +43,8 @@ class EngineSampler:
         self._bounded = False
         #: Bytes of the newest KV cache, released or not.
         self.cache_bytes = 0
+        #: Time of the newest rollout by phase.
+        self.phases = RolloutPhases()
 
     @property
     def served(self) -> str:
@@ -103,7 +106,9 @@ class EngineSampler:
             stops=stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        completions = Scheduler(pool, prompts, params, prefill_tokens).run(stops)
+        scheduler = Scheduler(pool, prompts, params, prefill_tokens)
+        completions = scheduler.run(stops)
+        self.phases = scheduler.clock.phases()
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
         return completions

@@ -15,6 +15,7 @@ from qerl.kernels.geometry import PAGE, splits_of
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.paging import Pages
+from qerl.rollout.engine.phases import PhaseClock
 from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.transfer import Download, upload
 from qerl.rollout.sampler import Completion, SamplingParams
@@ -46,6 +47,7 @@ class _Sequence:
     index: int
     key: int
     prompt: list[int]
+    limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     slot: int = IDLE
@@ -75,6 +77,7 @@ class Scheduler:
         self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
     ) -> None:
         self._prefill_tokens = prefill_tokens
+        self.clock = PhaseClock(pool.decoder.device)
         self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
@@ -90,11 +93,9 @@ class Scheduler:
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
     def _group(self, number: int, prompt: list[int]) -> _Group:
-        count, first = self._params.count, self._params.first
-        return _Group(
-            prompt,
-            deque(_Sequence(number * count + c, (first + number) * count + c, prompt) for c in range(count)),
-        )
+        count, first = self._params.count, self._params.first * self._params.count
+        places = [(number * count + c, self._params.limit(number, c)) for c in range(count)]
+        return _Group(prompt, deque(_Sequence(place, first + place, prompt, limit) for place, limit in places))
 
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[Completion]]:
@@ -104,6 +105,7 @@ class Scheduler:
             self._decode()
             self._collect()
         self._catch_up()
+        self.clock.end("between")
         count = self._params.count
         done = [self._done[index] for index in range(len(self._done))]
         completions = [Completion(s.tokens, s.logprobs, s.tokens[-1] in stops) for s in done]
@@ -127,13 +129,16 @@ class Scheduler:
             starting.append((sequence, group))
             if not group.waiting:
                 self._queue.popleft()
+        if not starting:
+            return
+        self.clock.end("between")
         for batch in _batches(fresh, self._prefill_tokens):
             logits = self._pool.prefill.logits([g.prompt for g in batch], [g.pages for g in batch])
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
-        if starting:
-            self._copy_pages(copies)
-            self._start(starting)
+        self._copy_pages(copies)
+        self._start(starting)
+        self.clock.end("prefill")
 
     def _has_room(self, group: _Group, starting: int) -> bool:
         """Whether the next sequence of `group` finds pages, and each sequence before it one more to grow."""
@@ -175,10 +180,10 @@ class Scheduler:
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
-        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key) for s in sequences]
-        rows, position, drawn, key = upload(columns, torch.int64, state.token.device).T
+        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit) for s in sequences]
+        rows, position, drawn, key, limit = upload(columns, torch.int64, state.token.device).T
         state.position[rows], state.drawn[rows] = position.int(), drawn.int()
-        state.limit[rows], state.sequence[rows] = self._params.max_tokens, key
+        state.limit[rows], state.sequence[rows] = limit.int(), key
         self._upload_pages()
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
         self._pool.decoder.operations.draw(logits, rows.int(), state, self._pool.sampling, self._truncated)
@@ -199,7 +204,9 @@ class Scheduler:
         most = self._params.max_tokens
         count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
         self._grow(count)
+        self.clock.end("between")
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated)
+        self.clock.end("decode", len(self._active), count)
         for sequence in self._active.values():
             sequence.drawn = min(sequence.drawn + count, most)
         self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
@@ -252,7 +259,8 @@ class Scheduler:
 
     def _see(self, active: dict[int, _Sequence], positions: Download) -> None:
         """End what has ended of the sequences that were in the slots; some may have left since."""
-        position = positions.wait().tolist()
+        with self.clock.waiting():
+            position = positions.wait().tolist()
         self._end([s for slot, s in active.items() if self._active.get(slot) is s and position[slot] == IDLE])
 
     def _end(self, sequences: Sequence[_Sequence]) -> None:
@@ -272,7 +280,8 @@ class Scheduler:
         self._fetched.append((sequences, Download.of(drawn)))
 
     def _store(self, sequences: Sequence[_Sequence], drawn: Download) -> None:
-        host = drawn.wait()
+        with self.clock.waiting():
+            host = drawn.wait()
         numbers, tokens, logprobs = host.tensor_split([1, 1 + host.shape[1] // 2], 1)
         rows = zip(numbers[:, 0].tolist(), tokens.tolist(), logprobs.view(torch.float32).tolist(), strict=True)
         for sequence, (count, own_tokens, own_logprobs) in zip(sequences, rows, strict=True):

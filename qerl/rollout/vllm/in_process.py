@@ -18,7 +18,7 @@ from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.policy.export import lora_room, write_dense
 from qerl.policy.policy import Policy
-from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, stop_tokens
 from qerl.rollout.vllm.seeds import prompt_seed
 from qerl.rollout.vllm.weight_sync import adapter_config, lora_tensors, norm_weights
 from qerl.settings.base import ConfigError
@@ -137,6 +137,7 @@ class VllmSampler:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`."""
+        refuse_lengths(params)
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt without tokens can't be continued")
         self._wake()

@@ -21,7 +21,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.policy.policy import Policy
-from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, stop_tokens
 from qerl.rollout.vllm.seeds import prompt_seed
 from qerl.rollout.vllm.weight_sync import noisy_norms
 from qerl.settings.base import ConfigError
@@ -53,6 +53,7 @@ class VllmServerSampler:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`; the log-probabilities of a server are those at temperature 1."""
+        refuse_lengths(params)
         if params.temperature not in (0.0, 1.0):
             raise ConfigError(
                 f"a vLLM server tells log-probabilities at temperature 1, not {params.temperature:g}; "

@@ -40,6 +40,24 @@ def test_a_job_for_each_size_format_and_rank():
     assert function_of(one) == ("qerl.bench.decode.engine", "measure_points")
 
 
+def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
+    mixes = [{"engine": engine, "sizes": ["tiny"], "weights": ["bf16", "nvfp4"]} for engine in ("native", "vllm")]
+    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": mixes}, "grid"))
+    ids = [f"mix-{e}-tiny-{w}-r32-64x8-300to2048-seed0" for e in ("native", "vllm") for w in ("bf16", "nvfp4")]
+    assert list(found) == ids
+    ours, theirs = found[ids[1]], found[ids[3]]
+    assert {**ours.work.model_dump(), "engine": "vllm"} == theirs.work.model_dump()
+    assert function_of(ours) == ("qerl.bench.rollout_mix.engine", "measure_mix")
+    assert function_of(theirs) == ("qerl.bench.rollout_mix.vllm", "measure_mix")
+    assert parse_job(ours.model_dump_json()) == ours
+
+
+def test_prompts_of_no_length_are_an_error():
+    mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "prompt": [8, 4]}]
+    with pytest.raises(ConfigError, match="turn the two around"):
+        jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": mixes}, "grid"))
+
+
 def test_steps_are_jobs_by_recomputation_and_cap():
     settings = parse(
         ShapesSettings,
@@ -134,6 +152,12 @@ def test_the_committed_grid_is_whole():
                     job = found[f"decode-{engine}-{size}-{weights}-r{rank}-128x256"]
                     assert {1, 8, 32, 64, 256} <= set(job.sequences)
     assert "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb" in found
+
+
+def test_the_committed_grid_begins_with_rollouts_of_mixed_lengths():
+    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
+    assert [id.partition("-r32")[0] for id in [*found][:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
+    assert {"mix-vllm-7B-bf16", "mix-vllm-7B-nvfp4"} <= {id.partition("-r32")[0] for id in found}
 
 
 def test_the_committed_grid_has_the_contexts_early_and_the_papers_steps():

@@ -11,7 +11,8 @@ from qerl.provenance import code_version
 from qerl.provenance.code_version import PACKAGE, code_of, decides
 
 #: The module of each rule's job.
-ENTRIES = sorted({path.partition(":")[0] for path in dispatch.FUNCTIONS.values()} | set(dispatch.DECODE.values()))
+FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
+ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept", "qerl.bench.prompts"),
@@ -34,7 +35,9 @@ def copy(tmp_path_factory):
 
 
 def test_every_job_has_a_function():
-    assert set(dispatch.FUNCTIONS) | {dispatch.DecodeJob} == set(dispatch.AnyJob.__args__)
+    by_engine = {dispatch.DecodeJob, dispatch.RolloutMixJob}
+    assert set(dispatch.FUNCTIONS) | by_engine == set(dispatch.AnyJob.__args__)
+    assert {kind for kind, _ in dispatch.ENGINE_FUNCTIONS} == {job.model_fields["kind"].default for job in by_engine}
     for module in ENTRIES:
         assert find_spec(module), module
 

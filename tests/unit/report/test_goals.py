@@ -30,7 +30,7 @@ def points(tmp_path) -> pd.DataFrame:
 
 
 def test_decode_is_over_what_each_goal_names(points):
-    found = reached(goals(points, NOTHING))
+    found = reached(goals(points, NOTHING, NOTHING))
     assert found["7B decode, 1 sequence, over vLLM's NVFP4"] == (2.5, "yes")  # BF16, here faster, isn't asked for
     assert found["7B decode, 8 sequences, over vLLM's NVFP4"] == ("native NVFP4: out of memory", "–")
     assert found["7B decode, 64 sequences, over the faster of vLLM's BF16 and NVFP4"] == (0.9, "no")
@@ -38,7 +38,7 @@ def test_decode_is_over_what_each_goal_names(points):
 
 
 def test_an_adapter_costs_percent_of_the_speed_without(points):
-    table = goals(points, NOTHING)
+    table = goals(points, NOTHING, NOTHING)
     found = reached(table)
     assert found["cost of LoRA r16, 7B decode, 1 sequence"] == (pytest.approx(100 * 40 / 540), "yes")
     assert found["cost of LoRA r16, 7B decode, 64 sequences"] == (pytest.approx(10.0), "no")
@@ -50,7 +50,7 @@ def test_ends_of_a_cost_are_in_order(tmp_path):
         decode_file(tmp_path, "native", "nvfp4", {1: [90.0, 95.0, 99.0]}),
         decode_file(tmp_path, "native", "nvfp4", {1: [100.0, 101.0, 102.0]}, rank=0),
     ]
-    table = goals(speed_readers.load_points(files), NOTHING).set_index("goal")
+    table = goals(speed_readers.load_points(files), NOTHING, NOTHING).set_index("goal")
     row = table.loc["cost of LoRA r16, 7B decode, 1 sequence"]
     assert row["reached_low"] < row["reached"] < row["reached_high"]
     assert row["reached_high"] == pytest.approx(100 * (1 - 90 / 102), abs=2)
@@ -71,7 +71,7 @@ def test_steps_are_compared_at_the_same_work(tmp_path):
     own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
     trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
     others = [changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
-    found = reached(goals(NOTHING, speed_readers.load_steps([under_a_cap, own, *others])))
+    found = reached(goals(NOTHING, speed_readers.load_steps([under_a_cap, own, *others]), NOTHING))
     assert found["7B GRPO step, over TRL's BF16 LoRA"] == (1.9, "no")
     assert found["7B GRPO step, over TRL's NF4 LoRA"] == ("–", "–")
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
@@ -82,7 +82,7 @@ def test_memory_is_that_of_a_step_that_recomputes(tmp_path):
         step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0], "true"),
         step_file(tmp_path, "qerl NVFP4 LoRA", "32B", [10.0], "true"),
     ]
-    found = reached(goals(NOTHING, speed_readers.load_steps(files)))
+    found = reached(goals(NOTHING, speed_readers.load_steps(files), NOTHING))
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
     assert found["32B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
     assert found["14B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
@@ -98,12 +98,12 @@ def test_memory_is_that_of_the_widest_cap(tmp_path, caps):
         step["memory"]["without_kv_cache_bytes"] = (cap or 100) * 1e9
         file.write_text(json.dumps(step))
         files.append(file)
-    found = reached(goals(NOTHING, speed_readers.load_steps(files)))
+    found = reached(goals(NOTHING, speed_readers.load_steps(files), NOTHING))
     assert found["32B GRPO step, memory without the KV cache, all recomputed"][0] == (100.0 if None in caps else 80.0)
 
 
 def test_the_table_tells_limit_and_interval(tmp_path, points):
-    write_goals(points, NOTHING, tmp_path / "goals")
+    write_goals(points, NOTHING, NOTHING, tmp_path / "goals")
     text = (tmp_path / "goals.md").read_text()
     for shown in ("≥ 2.50×", "2.50× [2.50×, 2.50×]", "≤ 8.0 %", "7.4 % [7.4 %, 7.4 %]"):
         assert shown in text
@@ -111,13 +111,16 @@ def test_the_table_tells_limit_and_interval(tmp_path, points):
 
 def test_nothing_measured_is_no_table(tmp_path):
     other = decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, prompt=1024)
-    write_goals(speed_readers.load_points([other]), NOTHING, tmp_path / "goals")
+    write_goals(speed_readers.load_points([other]), NOTHING, NOTHING, tmp_path / "goals")
     assert not list(tmp_path.glob("goals*"))
 
 
 def test_committed_points_have_all_of_it():
     files = sorted(SAMPLES.glob("*.json"))
-    decode, steps = ([file for file in files if file.name.startswith(kind)] for kind in ("decode", "step"))
-    table = goals(speed_readers.load_points(decode), speed_readers.load_steps(steps))
-    assert len(table) == 25
-    assert not [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]
+    kinds = ("decode", "step", "mix")
+    decode, steps, mixes = ([file for file in files if file.name.startswith(kind)] for kind in kinds)
+    read = speed_readers.load_points(decode), speed_readers.load_steps(steps), speed_readers.load_mixes(mixes)
+    table = goals(*read)
+    assert len(table) == 26
+    missing = [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]
+    assert [goal for goal in missing if "rollout of mixed lengths" not in goal] == []

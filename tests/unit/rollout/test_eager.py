@@ -10,7 +10,7 @@ from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler, draw
-from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.sampler import SamplingParams, refuse_lengths
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_qwen2
 
@@ -165,3 +165,20 @@ def test_a_saved_adapter_is_loaded_with_its_trained_norms(policy, checkpoint, tm
     loaded = load_policy(checkpoint, tmp_path / "policy", "float32", CPU)
     params = SamplingParams(max_tokens=6, seed=1)
     assert NativeSampler(loaded).generate(PROMPTS, params) == NativeSampler(policy).generate(PROMPTS, params)
+
+
+def test_completions_end_at_their_lengths(policy):
+    """Each is the beginning of the completion without a length, in one batch or in several."""
+    params = SamplingParams(max_tokens=12, count=2, seed=4, ignore_eos=True)
+    lengths = ((1, 12), (5, 7), (12, 2), (3, 3))
+    whole = NativeSampler(policy).generate(PROMPTS, params)
+    for slots in (8, 4):
+        cut = NativeSampler(policy, max_sequences=slots).generate(PROMPTS, replace(params, lengths=lengths))
+        for group, cut_group, of_group in zip(whole, cut, lengths, strict=True):
+            assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, of_group, strict=True)]
+
+
+def test_a_sampler_with_one_limit_refuses_lengths():
+    refuse_lengths(SamplingParams(max_tokens=12))
+    with pytest.raises(ValueError, match="one limit for all completions"):
+        refuse_lengths(SamplingParams(max_tokens=12, lengths=((3,),)))

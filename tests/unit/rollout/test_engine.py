@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from qerl.host.profiling import seconds
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.failures import failure, noted
@@ -298,3 +299,33 @@ def test_an_empty_prompt_is_an_error(policy):
     with pytest.raises(ValueError, match="without tokens"):
         sampler_of(policy).generate([[1], []], SamplingParams(max_tokens=2))
     assert sampler_of(policy).generate([], SamplingParams(max_tokens=2)) == []
+
+
+# --- lengths and phases ----------------------------------------------------------------------------------------------
+
+LENGTHS = ((3, 20), (70, 1), (9, 70), (33, 12))
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(8, None), (3, None), (8, 12)], ids=["all", "refill", "few pages"])
+def test_completions_end_at_their_lengths(policy, slots, pages):
+    """Each is the beginning of the completion without a length, wherever it was decoded or interrupted."""
+    params = SamplingParams(max_tokens=70, count=2, seed=4)
+    whole = sampler_of(policy, max_sequences=slots).generate(PROMPTS, params)
+    cut = sampler_of(policy, max_sequences=slots, pages=pages).generate(PROMPTS, replace(params, lengths=LENGTHS))
+    for group, cut_group, lengths in zip(whole, cut, LENGTHS, strict=True):
+        assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, lengths, strict=True)]
+
+
+def test_phases_count_the_steps_of_a_rollout(policy):
+    sampler = sampler_of(policy, max_sequences=3)
+    with seconds() as elapsed:
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=70, count=2, seed=4, lengths=LENGTHS))
+    phases = sampler.phases
+    assert max(phases.decode) == 4  # three sequences in a batch of four
+    assert phases.prefills > 1
+    # A sequence's first token is drawn behind its prompt, and it may stay for up to two looks after its end.
+    drawn = sum(map(sum, LENGTHS)) - 8
+    steps = sum(decode.sequences for decode in phases.decode.values())
+    assert drawn <= steps <= drawn + 8 * 2 * scheduler.CHECK_EVERY
+    timed = phases.prefill + phases.between + sum(decode.seconds for decode in phases.decode.values())
+    assert 0 < phases.prefill < timed <= elapsed.value

@@ -1,13 +1,16 @@
 """The measurements of decode speed on a tiny shape, and their file."""
 
 import json
+import sys
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl.bench import stock_vllm
 from qerl.bench.ceilings import ceilings, gpu_state, parse_state
 from qerl.bench.decode import engine as decode
 from qerl.bench.decode import hf as decode_hf
@@ -298,7 +301,7 @@ def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
 def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
     loading = {}
     for weights in ("bf16", "nvfp4", "nf4"):
-        loading[weights] = decode_vllm._checkpoint(tmp_path / weights, job(size="tiny", weights=weights))
+        loading[weights] = stock_vllm.write_model(tmp_path / weights, "tiny", weights)
     assert loading["bf16"] == loading["nvfp4"] == {"load_format": "dummy"}
     assert loading["nf4"] == {"load_format": "bitsandbytes", "quantization": "bitsandbytes"}
     config = AutoConfig.from_pretrained(tmp_path / "nf4")
@@ -309,10 +312,11 @@ def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
-    def engine(*_):
+    def engine(*_, **__):
         raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
 
-    monkeypatch.setattr(decode_vllm, "_engine", engine)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
     measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
     [point] = read(tmp_path / "out.json")["points"]
     assert point["status"] == "out of memory"

@@ -1,0 +1,53 @@
+"""Rollouts of mixed lengths by the project's own samplers: the engine on a GPU, the eager sampler on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qerl.bench.rollout_mix.workload import MixEngine, Workload, measure
+from qerl.jobs.shapes import Mix, RolloutMixJob
+from qerl.policy.policy import choose_device
+from qerl.random_models.policy import random_policy
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine.phases import RolloutPhases
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import EngineSettings
+
+
+def _start(work: Mix, workload: Workload) -> MixEngine:
+    policy = random_policy(work.size, work.weights, work.rank, choose_device())
+    sampler = make_sampler(policy, EngineSettings(), work.sequences)
+    lengths = tuple(map(tuple, workload.completion_tokens))
+
+    def rollout(prompts: list[list[int]], round_: int) -> list[list[int]]:
+        params = SamplingParams(
+            max_tokens=work.longest, count=work.group, seed=round_, ignore_eos=True, lengths=lengths
+        )
+        groups = sampler.generate(prompts, params)
+        return [[len(completion.token_ids) for completion in group] for group in groups]
+
+    def phases() -> dict[str, Any] | None:
+        return _stored(sampler.phases) if isinstance(sampler, EngineSampler) else None
+
+    return MixEngine(sampler.served, rollout, phases)
+
+
+def _stored(phases: RolloutPhases) -> dict[str, Any]:
+    decode = [
+        {"batch": batch, "steps": one.steps, "sequences": one.sequences / one.steps, "seconds": one.seconds}
+        for batch, one in sorted(phases.decode.items())
+        if one.steps
+    ]
+    return {
+        "prefill": phases.prefill,
+        "prefills": phases.prefills,
+        "decode": decode,
+        "between": phases.between,
+        "host_wait": phases.host_wait,
+    }
+
+
+def measure_mix(job: RolloutMixJob) -> None:
+    """Time the rollouts and write the result."""
+    measure(job, lambda workload: _start(job.work, workload))

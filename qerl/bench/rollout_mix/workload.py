@@ -1,0 +1,93 @@
+"""The workload of a rollout of mixed lengths, a function of its seed, and the timing of an engine that does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from qerl.bench.ceilings import gpu_state
+from qerl.bench.decode.points import IDS
+from qerl.host.profiling import seconds
+from qerl.host.progress import log
+from qerl.jobs.shapes import Mix, RolloutMixJob
+from qerl.results.files import write
+from qerl.results.schema.speed import MixRun, RolloutMixResult
+from qerl.results.schema.stored import OK, Provenance
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens of each prompt, and of each completion of each prompt."""
+
+    prompt_tokens: list[int]
+    completion_tokens: list[list[int]]
+
+    @staticmethod
+    def of(work: Mix) -> Workload:
+        """Draw the lengths of `work`: uniform for prompts, lognormal and cut at the longest for completions."""
+        numbers = np.random.default_rng(work.seed)
+        least, most = work.prompt_tokens
+        prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
+        drawn = numbers.lognormal(math.log(work.median), work.sigma, size=(work.prompts, work.group))
+        return Workload(prompts.tolist(), drawn.round().clip(1, work.longest).astype(int).tolist())
+
+    def prompts(self, seed: int, round_: int) -> list[list[int]]:
+        """Random prompts of these lengths. Each round has others, so that no cache knows them from the last."""
+        numbers = np.random.default_rng([seed, round_])
+        return [numbers.integers(*IDS, size=tokens).tolist() for tokens in self.prompt_tokens]
+
+    def check(self, drawn: list[list[int]]) -> None:
+        """Raise RuntimeError unless the completions of each prompt have the lengths that were asked for."""
+        if drawn != self.completion_tokens:
+            tokens, wanted = sum(map(sum, drawn)), sum(map(sum, self.completion_tokens))
+            raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
+
+
+@dataclass(frozen=True)
+class MixEngine:
+    """An engine that is ready. `rollout` continues prompts in a round and returns the lengths of completions."""
+
+    description: str
+    rollout: Callable[[list[list[int]], int], list[list[int]]]
+    phases: Callable[[], dict[str, Any] | None] = lambda: None
+    close: Callable[[], None] = lambda: None
+
+
+def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
+    """Time an engine and write the result. The first rollout stands apart; out of memory is a result, too."""
+    workload = Workload.of(job.work)
+    about = {"bench": "rollout_mix", "work": job.work.model_dump(), **asdict(workload)}
+    before = gpu_state() if torch.cuda.is_available() else None
+    try:
+        figures = {"status": OK, **_timed(job.work, workload, start)}
+    except torch.cuda.OutOfMemoryError as error:
+        log.warning("out of memory: %s", str(error))
+        figures = {"status": "out of memory"}
+    gpu = {"before": before, "after": gpu_state()} if torch.cuda.is_available() else None
+    result = {**about, **figures, "gpu": gpu, "provenance": Provenance.of_now(job.work.seed)}
+    write(job.out, RolloutMixResult.model_validate(result))
+
+
+def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine]) -> dict[str, Any]:
+    with seconds() as ready:
+        engine = start(workload)
+    with closing(engine):
+        first, *runs = [_run(work, workload, engine, round_) for round_ in range(1 + work.repeats)]
+    taken = {"ready_seconds": ready.value, "first_seconds": first.seconds}
+    return {"sampler": engine.description, **taken, "runs": runs}
+
+
+def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRun:
+    prompts = workload.prompts(work.seed, round_)
+    with seconds() as elapsed:
+        drawn = engine.rollout(prompts, round_)
+    workload.check(drawn)
+    tokens = sum(map(sum, drawn))
+    log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
+    return MixRun.model_validate({"seconds": elapsed.value, "phases": engine.phases()})

@@ -1,0 +1,95 @@
+"""Tables of rollouts of mixed lengths: tokens a second end to end beside vLLM's, and where our engine's time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from qerl.report.formatting import three_digits
+from qerl.report.ratios import Row, faster, ratio
+from qerl.report.tables import caption_text, write_table
+
+_SPEED = (
+    "Rollouts of completions of mixed lengths, the same for all engines: tokens a second end to end, median "
+    "[quartiles] of the repeats. Admission, prefill and the tail of the last sequences count. The speed-up is over "
+    "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). s until ready: "
+    "until the engine takes requests; s, first rollout: with what it compiles and captures"
+)
+_PHASES = (
+    "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size of "
+    "batch, and the mean number of sequences in them. Between: the device copies results, or waits for the host. "
+    "Around: before the first launch and after the last"
+)
+_SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "status", "tokens_per_second"]
+_TIMES = ["seconds", "ready_seconds", "first_seconds"]
+
+
+def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
+    """Write the tables mixes and mix-phases."""
+    records = mixes[["machine", "commit"]]
+    write_table(mix_table(mixes), out / "mixes", caption_text(_SPEED, records))
+    phases = phase_table(mixes)
+    if not phases.empty:
+        write_table(phases, out / "mix-phases", caption_text(_PHASES, records), phases.map(_text))
+
+
+def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """One row an engine and format; ours with the speed-up over the faster of vLLM's, or a note why there is none."""
+    rows = mixes.to_dict("records")
+    return pd.DataFrame([_mix_row(row, rows) for row in rows])
+
+
+def mix_speedup(row: Row, rows: list[Row]) -> tuple[float | str, float, float]:
+    """Tokens a second over the faster of vLLM's formats on the same workload."""
+    alike = [other for other in rows if other["engine"] == "vllm" and _same(row, other)]
+    bases = [next((other for other in alike if other["weights"] == weights), None) for weights in ("bf16", "nvfp4")]
+    return ratio(row, faster(bases))
+
+
+def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of the median rollout by phase: a row a phase of each format, with its share in %."""
+    measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
+    return pd.DataFrame([phase for row in measured for phase in _phases(row)])
+
+
+def _mix_row(row: Row, rows: list[Row]) -> Row:
+    ends = [f"tokens_per_second_{end}" for end in ("p25", "p75")]
+    shown = {key: row[key] for key in (*_SHOWN, *ends, *_TIMES)}
+    value, low, high = mix_speedup(row, rows) if row["engine"] != "vllm" else ("", np.nan, np.nan)
+    reason = isinstance(value, str)
+    return {
+        **shown,
+        "speedup": np.nan if reason else value,
+        "speedup_low": low,
+        "speedup_high": high,
+        "note": value if reason else "",
+        "repeats": len(row["samples"]),
+    }
+
+
+def _same(row: Row, other: Row) -> bool:
+    return all(row[key] == other[key] for key in ("size", "rank", "sequences", "workload"))
+
+
+def _phases(row: Row) -> Iterator[Row]:
+    phases, whole = row["phases"], row["phase_seconds"]
+    key = {name: row[name] for name in ("size", "weights", "rank")}
+    parts: list[Row] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
+    for decode in reversed(phases.decode):
+        figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
+        parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
+    parts.append({"phase": "between", "seconds": phases.between})
+    parts.append({"phase": "around", "seconds": whole - sum(part["seconds"] for part in parts)})
+    for part in parts:
+        per_step = 1e3 * part["seconds"] / part["steps"] if "steps" in part else np.nan
+        yield {**key, **part, "share": 100 * part["seconds"] / whole, "ms a step": per_step}
+    yield {**key, "phase": "the host waits meanwhile", "seconds": phases.host_wait}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return "" if np.isnan(value) else three_digits(value)
+    return str(value)

@@ -1,0 +1,99 @@
+"""Time of a rollout by phase: prompts, decode steps by the number of sequences, and what lies between them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from qerl.rollout.engine.cuda_graphs import bucket_of
+
+
+@dataclass
+class DecodeTime:
+    """Decode steps of batches of one size; `sequences` adds up the sequences of all steps, padding left out."""
+
+    steps: int = 0
+    sequences: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class RolloutPhases:
+    """Seconds of a rollout on the device by phase, and those that the host waited meanwhile.
+
+    `prefill`: prompts and first tokens, in `prefills` parts. `decode`: by batch size. `between`: the device copies
+    results, or has nothing to do until the host launches more. `host_wait`: the host waits for results.
+    """
+
+    prefill: float = 0.0
+    prefills: int = 0
+    decode: dict[int, DecodeTime] = field(default_factory=lambda: defaultdict(DecodeTime))
+    between: float = 0.0
+    host_wait: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The end of a phase. `sequences` and `steps` are those of a decode phase."""
+
+    phase: str
+    time: torch.cuda.Event | float
+    sequences: int = 0
+    steps: int = 0
+
+
+class PhaseClock:
+    """Marks the ends of a rollout's phases in the device's stream. A mark costs no wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._waited = 0.0
+        self._marks = [_Mark("start", self._now())]
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, phase: str, sequences: int = 0, steps: int = 0) -> None:
+        """End a phase: prefill, decode or between."""
+        self._marks.append(_Mark(phase, self._now(), sequences, steps))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as the host's wait for the device."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def phases(self) -> RolloutPhases:
+        """The time of each phase, after the device came to the last mark."""
+        phases = RolloutPhases(host_wait=self._waited)
+        for before, after in pairwise(self._marks):
+            seconds = _seconds(before.time, after.time)
+            if after.phase == "decode":
+                batch = phases.decode[bucket_of(after.sequences)]
+                batch.steps += after.steps
+                batch.sequences += after.sequences * after.steps
+                batch.seconds += seconds
+            elif after.phase == "prefill":
+                phases.prefills += 1
+                phases.prefill += seconds
+            else:
+                phases.between += seconds
+        return phases
+
+
+def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+    if isinstance(before, float) or isinstance(after, float):
+        return float(after) - float(before)  # type: ignore[arg-type]
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3

