@@ -4,9 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import snakemake.cli
+
+from tests.forks import call
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,10 +26,16 @@ class Tree:
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
         # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
-        run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        run = call(partial(self._main, ["--cores", "2", *arguments]), self.folder, environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
+
+    def _main(self, arguments: list[str]) -> None:
+        """Snakemake as `python -m snakemake` has it, with this tree's package in place of the tests'."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
+            del sys.modules[name]
+        sys.path[:0] = [str(self.folder)]
+        snakemake.cli.main(arguments)
 
     def planned(self, *arguments: str) -> dict[str, int]:
         """Jobs of a dry run by rule."""

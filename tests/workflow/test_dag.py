@@ -1,31 +1,89 @@
-"""The whole DAG on the micro configuration: it runs, does nothing twice, and reruns only what a change touches."""
+"""The whole DAG in miniature: it runs, does nothing twice, and reruns only what a change touches.
+
+One of its experiments has a reward and a data set of the user, by import path, and answers in tags.
+"""
 
 import json
+import shutil
 
 import pytest
+import yaml
 
-from .conftest import copy_tree
+from .conftest import Tree, copy_tree
 
-CONFIG = ("--configfile", "tests/config/micro.yaml")
+CONFIG = ("--configfile", "dag.yaml")
+RESULTS = "results/micro"
+MAIN, OWN = "main-nvfp4-lora-aqn-seed0", "own-nvfp4-lora-seed0"
+#: What the user's functions decide.
+FUNCTIONS = (f"{RESULTS}/evaluate/{OWN}/result.json", f"{RESULTS}/profile/step.json")
+TABLE = f"{RESULTS}/tables/accuracy.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DATA = """
+def rows():
+    return [{"question": f"What is {n} plus 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+"""
+REWARD = """
+from own_lengths import of
+
+def length(answer, problem):
+    return float(of(answer.text))
+"""
+LENGTHS = "def of(text):\n    return len(text)\n"
+SUMS = {
+    "format": "gsm8k",
+    "answer": "tags",
+    "instruction": "Write <think>steps</think><answer>number</answer>.",
+    "origin": {"source": "python", "function": "own_data:rows"},
+}
+
+
+def configuration(tree: Tree) -> dict:
+    """The miniature with a second experiment, on the user's problems and reward."""
+    values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
+    main = values["experiments"]["main"]
+    own = {"dataset": "sums", "reward": {"function": "own_reward:length"}}
+    values["experiments"] = {
+        "main": main
+        | {"arms": {"nvfp4-lora-aqn": main["arms"]["nvfp4-lora-aqn"]}, "tasks": ["arithmetic", "definitions"]},
+        "own": main | {"arms": {"nvfp4-lora": {"weights": "nvfp4"}}, "base": main["base"] | own, "tasks": ["sums"]},
+    }
+    values["datasets"]["sums"] = SUMS
+    values["evaluation"]["tasks"].append({"dataset": "sums", "harness": "lm-eval"})
+    values["benches"]["step"]["experiment"] = "own"
+    return values
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tree = copy_tree(tmp_path_factory.mktemp("dag") / "qerl")
+    for name, text in {"own_data": DATA, "own_reward": REWARD, "own_lengths": LENGTHS}.items():
+        (tree.folder / f"{name}.py").write_text(text)
+    (tree.folder / "dag.yaml").write_text(yaml.safe_dump(configuration(tree)))
     tree.snakemake(*CONFIG)
     return tree
 
 
-def edit(tree, file: str, old: str, new: str) -> None:
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished DAG, with its times, for what changes results."""
+    shutil.copytree(finished.folder, tmp_path / "qerl", symlinks=True)
+    return Tree(tmp_path / "qerl")
+
+
+def replanned(tree: Tree, file: str, old: str, new: str, *targets: str) -> dict[str, int]:
+    """What Snakemake plans while `new` is in the place of `old`."""
     path = tree.folder / file
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
+    planned = tree.planned(*CONFIG, "--", *targets)
+    path.write_text(text)
+    return planned
 
 
 def test_every_result_is_there_and_stamped(finished):
-    results = finished.folder / "results/micro"
+    results = finished.folder / RESULTS
     stamped = [*results.glob("train/*/run.json"), *results.glob("evaluate/*/result.json"), *results.glob("profile/*")]
     stamped += [*results.glob("quantize/*/report.json"), *results.glob("models/*/pretrain.json")]
     assert len(stamped) == 2 + 4 + 2 + 2 + 1
@@ -36,6 +94,14 @@ def test_every_result_is_there_and_stamped(finished):
     for kind, suffixes in (("tables", (".csv", ".md", ".tex", ".html")), ("figures", (".svg", ".png"))):
         for suffix in suffixes:
             assert list((results / kind).glob(f"*{suffix}"))
+
+
+def test_the_users_functions_are_called(finished):
+    results = finished.folder / RESULTS
+    metrics = (results / f"train/{OWN}/metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[0])["reward/custom"] > 0
+    meta = json.loads((results / "data/sums/dataset.json").read_text())
+    assert (meta["answer"], sum(meta["rows"].values())) == ("tags", 40)
 
 
 def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
@@ -70,36 +136,90 @@ def test_a_second_run_does_nothing(finished):
     assert "Nothing to be done" in run.stdout + run.stderr
 
 
-def test_a_comment_reruns_nothing(finished):
-    edit(finished, "qerl/rl/losses.py", "import torch\n", "import torch  # a remark\n")
-    assert finished.planned(*CONFIG) == {}
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("qerl/rl/losses.py", "import torch\n", "import torch  # a remark\n"),
+        ("own_reward.py", "def length", "# a remark\ndef length"),
+    ],
+)
+def test_a_comment_reruns_nothing(finished, file, old, new):
+    assert replanned(finished, file, old, new) == {}
 
 
 def test_a_changed_setting_reruns_that_run_and_what_depends_on_it(finished):
-    edit(finished, "tests/config/micro.yaml", "noise.schedule: constant", "noise.schedule: linear")
-    planned = finished.planned(*CONFIG)
-    edit(finished, "tests/config/micro.yaml", "noise.schedule: linear", "noise.schedule: constant")
+    planned = replanned(finished, "dag.yaml", "noise.schedule: constant", "noise.schedule: linear")
     assert planned["train"] == 1
     assert planned["evaluate"] == 1
     assert not {"prepare_data", "pretrain", "quantize"} & planned.keys()
 
 
 def test_a_changed_formula_retrains_but_does_not_quantize_anew(finished):
-    edit(finished, "qerl/rl/losses.py", "torch.exp(log_ratio)\n", "torch.exp(1.0 * log_ratio)\n")
-    planned = finished.planned(*CONFIG)
-    edit(finished, "qerl/rl/losses.py", "torch.exp(1.0 * log_ratio)\n", "torch.exp(log_ratio)\n")
+    planned = replanned(finished, "qerl/rl/losses.py", "torch.exp(log_ratio)\n", "torch.exp(1.0 * log_ratio)\n")
     assert planned["train"] == 2
     assert not {"prepare_data", "pretrain", "quantize"} & planned.keys()
 
 
-def test_a_failed_job_leaves_finished_results_alone_and_names_the_reason(finished):
+@pytest.mark.parametrize(
+    ("file", "old", "new", "also"),
+    [
+        ("own_reward.py", "float(of(", "-float(of(", {}),
+        ("own_lengths.py", "len(text)", "-len(text)", {}),
+        ("own_data.py", "n + 1", "n + 2", {"prepare_data": 1}),
+    ],
+)
+def test_changes_of_the_users_functions_rerun_what_they_decide(finished, file, old, new, also):
+    assert replanned(finished, file, old, new, *FUNCTIONS) == {"train": 1, "evaluate": 1, "profile": 1, **also}
+
+
+def test_a_missing_function_stops_the_workflow_before_any_job(finished):
+    (finished.folder / "gone.yaml").write_text((finished.folder / "dag.yaml").read_text().replace(":length", ":gone"))
+    run = finished.snakemake("--configfile", "gone.yaml", check=False)
+    assert run.returncode != 0
+    assert "has no function gone" in run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_a_failed_job_leaves_finished_results_alone_and_names_the_reason(copied):
     """A truncated checkpoint: the training that needs it fails, what was finished stays."""
-    weights = next((finished.folder / "results/micro/quantize/miniature-nvfp4/checkpoint").glob("*.safetensors"))
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    run = finished.snakemake(*CONFIG, "--forcerun", "results/micro/train/main-nvfp4-lora-seed0/run.json", check=False)
-    weights.write_bytes(whole)
+    weights = next((copied.folder / RESULTS / "quantize/miniature-nvfp4/checkpoint").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    run = copied.snakemake(*CONFIG, "--forcerun", f"{RESULTS}/train/{OWN}/run.json", check=False)
     assert run.returncode != 0
     assert weights.name in run.stdout + run.stderr
-    assert (run.stdout + run.stderr).count("Error in rule train") == 1  # further tries are for kills (test_kill.py)
-    assert (finished.folder / "results/micro/train/main-nvfp4-lora-aqn-seed0/run.json").exists()
+    assert (run.stdout + run.stderr).count(
+        "Error in rule train"
+    ) == 1  # further tries are for kills (faults/test_dag.py)
+    assert (copied.folder / RESULTS / f"train/{MAIN}/run.json").exists()
+
+
+def limited(tree: Tree, name: str, **changes) -> tuple[str, ...]:
+    """Arguments for the main experiment with a limit of its time, under a name."""
+    values = configuration(tree)
+    main = values["experiments"].pop("main")
+    values["experiments"][name] = main | changes
+    (tree.folder / "limited.yaml").write_text(yaml.safe_dump(values))
+    return "--configfile", "limited.yaml", "--"
+
+
+def test_a_run_out_of_its_time_fails_or_is_a_row_where_that_is_asked_for(copied):
+    target = f"{RESULTS}/train/{MAIN.replace('main', 'stopped')}/run.json"
+    failed = copied.snakemake(*limited(copied, "stopped", time_limit=1e-9), target, check=False)
+    assert failed.returncode != 0
+    assert "over its time limit of 1e-09 h after 1 of 2 steps" in failed.stdout + failed.stderr
+
+    late = limited(copied, "main", time_limit=1e-9, on_failure="row")
+    copied.snakemake(*late, TABLE)
+    assert "seed 0: timeout of 1e-09 h after 1 of 2 steps" in row(copied)
+    assert copied.planned(*late, TABLE) == {}
+
+    copied.snakemake(*limited(copied, "main", time_limit=1.0, on_failure="row"), TABLE)
+    assert "timeout" not in row(copied)
+    result = json.loads((copied.folder / RESULTS / f"evaluate/{MAIN}/result.json").read_text())
+    assert result["tasks"]["arithmetic"]["problems"] == 12
+
+
+def row(tree: Tree) -> str:
+    """The table's row of the run."""
+    lines = (tree.folder / TABLE).read_text().splitlines()
+    return next(line for line in lines if "LoRA + AQN" in line)

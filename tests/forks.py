@@ -1,0 +1,52 @@
+"""Programs of Python in forks of the test process, which has imported already what each of them would import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NoReturn
+
+
+def call(
+    program: Callable[[], object], folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Call `program` in a fork that works in `folder`: its exit status, and what it wrote."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            _run(program, folder, environment)
+        try:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except BaseException:  # the test's limit
+            os.kill(child, signal.SIGKILL)
+            raise
+        texts = (file.seek(0) or file.read() for file in (out, err))
+        return subprocess.CompletedProcess([str(program)], status, *texts)
+
+
+def _run(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:
+    """What the fork does; it never returns to the test."""
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    status = 1
+    try:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        program()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
