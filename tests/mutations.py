@@ -92,9 +92,9 @@ MUTATIONS = {
     ),
     "an adapter that isn't synced": Mutation(
         "qerl/rl/trainer.py",
-        "                rollout = self.collector.collect(step, position)\n",
+        "                rollout = self.collector.collect(step, position, self._behaviour(step))\n",
         "                with self.policy.reference():\n"
-        "                    rollout = self.collector.collect(step, position)\n",
+        "                    rollout = self.collector.collect(step, position, self._behaviour(step))\n",
         ("sampler against trainer", "golden loss, nvfp4-lora"),
     ),
     "a grader that compares one character": Mutation(

@@ -216,6 +216,7 @@ def _train(run: Run) -> None:
         checkpoint=run.checkpoint,
         data=run.data,
         work=run.folder / WORK,
+        followed=run.settings.thermostat.metrics if run.settings.thermostat else None,
         out=run.folder,
     )
     train_run(job)

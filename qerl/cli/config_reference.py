@@ -98,6 +98,7 @@ SECTIONS = (
     models.CalibrationSettings,
     training.AdapterSettings,
     training.NoiseSettings,
+    training.ThermostatSettings,
     rollout.EngineSettings,
     rollout.NativeSettings,
     rollout.VllmSettings,

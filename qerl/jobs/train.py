@@ -38,6 +38,8 @@ class TrainJob(Job):
     checkpoint: Path
     data: Path
     work: Path
+    followed: Path | None
+    """The metrics.jsonl of the run whose entropy the temperature follows."""
 
     @property
     def gpus(self) -> int:

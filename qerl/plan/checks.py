@@ -32,6 +32,25 @@ def check_run(run: PlannedRun, config: Config) -> None:
         _check_groups(config.models[settings.model], settings.weights, written("weights"))
 
 
+def check_followed(plan_: Plan) -> None:
+    """Check that each thermostat follows a run that is there, takes as many steps, and follows none itself."""
+    for run in plan_.runs.values():
+        arm = run.settings.thermostat.arm if run.settings.thermostat else None
+        if arm is None:
+            continue
+        experiment = plan_.config.experiments[run.experiment]
+        key = f"{written_as(run.experiment, experiment, run.arm, 'thermostat.arm')}={arm}"
+        other = plan_.followed(run)
+        if other is None:
+            raise ConfigError(f"{key} is no arm of this experiment ({', '.join(experiment.arms)})")
+        if other.settings.thermostat is not None:
+            raise ConfigError(f"{key} follows another arm itself; name that one")
+        if other.settings.steps < run.settings.steps:
+            raise ConfigError(
+                f"{key} takes {other.settings.steps} steps, fewer than the {run.settings.steps} of {run.arm}"
+            )
+
+
 def _check_groups(model: Any, weights: str, where: str) -> None:
     group = GROUP_SIZE[weights]
     for key, width in _widths(model).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qerl.plan.sheets import Checkpoint, Plan
 from qerl.results import printed
-from qerl.results.paths import CHECKPOINT, LISTED, POLICY, PROFILE, REPORT, RESULT, RUN
+from qerl.results.paths import CHECKPOINT, LISTED, METRICS, POLICY, PROFILE, REPORT, RESULT, RUN
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
 
@@ -55,6 +55,13 @@ class Files:
     def policy(self, run: str) -> Path:
         """What a run trains."""
         return self.results / "train" / run / POLICY
+
+    def followed(self, run: str) -> Path | None:
+        """The metrics of the run that a run's thermostat follows."""
+        planned = self._plan.runs[run]
+        if other := self._plan.followed(planned):
+            return self.results / "train" / other.id / METRICS
+        return planned.settings.thermostat.metrics if planned.settings.thermostat else None
 
     def bench_inputs(self, bench: str) -> list[str]:
         """What a measurement reads."""

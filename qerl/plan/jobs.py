@@ -118,6 +118,7 @@ class Jobs:
             checkpoint=self.files.checkpoint(run.checkpoint),
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
+            followed=self.files.followed(id),
             out=self.files.policy(id).parent,
         )
 

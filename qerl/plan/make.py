@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.hub_lock import with_locked_revisions
-from qerl.plan.checks import check_inputs, check_run
+from qerl.plan.checks import check_followed, check_inputs, check_run
 from qerl.plan.experiments import expand
 from qerl.plan.own_model import described, fitted, traits
 from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
@@ -50,7 +50,9 @@ def plan(config: Config) -> Plan:
         if evaluation.id in evaluations:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
         evaluations[evaluation.id] = evaluation
-    return Plan(config, trained, timed, checkpoints, evaluations)
+    made = Plan(config, trained, timed, checkpoints, evaluations)
+    check_followed(made)
+    return made
 
 
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:

@@ -113,6 +113,12 @@ class Plan:
         """The folder of all results of this configuration."""
         return f"results/{self.config.name}"
 
+    def followed(self, run: PlannedRun) -> PlannedRun | None:
+        """The run that a run's thermostat follows: of another arm, at the same point of the grid."""
+        arm = run.settings.thermostat.arm if run.settings.thermostat else None
+        same = (other for other in self.runs.values() if other.experiment == run.experiment and other.arm == arm)
+        return next((other for other in same if other.varied == run.varied), None)
+
     def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
         """The evaluations of what an experiment trains."""
         return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]

@@ -20,16 +20,20 @@ from qerl.rl.noise_schedule import sigma
 from qerl.settings.training import NoiseSettings
 
 
-def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> torch.Tensor:
+def standard_normal(seed: int, step: int, layer: int, role: int, size: int, completion: int = 0) -> torch.Tensor:
     """`size` float32 draws from N(0, 1) that depend on the key alone: the same on every rank, sampler and restart."""
-    counter = np.array([0, 0, layer, role], dtype=np.uint64)
+    counter = np.array([0, completion, layer, role], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
 
 
+#: The norms of a block by what reads them.
+_ROLE_OF = dict(zip(("attention", "mlp"), ROLES, strict=True))
+
+
 @dataclass(frozen=True)
 class NoiseReport:
-    """The noise of a step: sigma, and the norm of all z together."""
+    """The noise of a step: the sigma of the schedule, and the norm of all z together."""
 
     sigma: float
     norm: float
@@ -51,20 +55,23 @@ class Noise:
             for role, name in enumerate(ROLES):
                 yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
 
-    def set(self, step: int, total_steps: int) -> NoiseReport:
-        """Set the noise of `step`."""
-        scale = sigma(self.settings, step, total_steps)
+    def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
+        """Set the noise of `step`, or of a completion's number within the groups of that step."""
+        scheduled = sigma(self.settings, step, total_steps)
+        scale = 0.0 if self.settings.placebo else scheduled
+        chosen = {_ROLE_OF[name] for name in self.settings.norms}
         squares = 0.0
         for layer, role, norms in self._norms():
             if not norms:
                 raise RuntimeError(
                     f"{ROLES[role]} of layer {layer} is no NoisyRMSNorm: call make_noisy before training"
                 )
-            z = scale * standard_normal(self.seed, step, layer, role, norms[0].noise.numel())
+            drawn = standard_normal(self.seed, step, layer, role, norms[0].noise.numel(), completion)
+            z = (scale if ROLES[role] in chosen else 0.0) * drawn
             squares += float(z.double().square().sum())
             for norm in norms:
                 norm.noise.copy_(z)
-        return NoiseReport(scale, math.sqrt(squares))
+        return NoiseReport(scheduled, math.sqrt(squares))
 
     def clear(self) -> None:
         """Remove the noise. The norms are then as before, bit for bit."""

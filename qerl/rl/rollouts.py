@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,15 @@ def problem_index(count: int, seed: int, position: int) -> int:
     return int(np.random.Generator(np.random.Philox(key=key)).permutation(count)[offset])
 
 
+@dataclass(frozen=True)
+class Behaviour:
+    """What a step decides of how its completions are drawn."""
+
+    temperature: float
+    #: Sets the noise of a completion's number within its group, where each number has its own.
+    perturb: Callable[[int], None] | None = None
+
+
 class Collector:
     """Draws the batch of a step from a sampler. It keeps no state, so a continued run needs none."""
 
@@ -102,38 +112,57 @@ class Collector:
         self.task = task
         self.processes = Processes()
 
-    def collect(self, step: int, position: int) -> Rollout:
+    def collect(self, step: int, position: int, behaviour: Behaviour | None = None) -> Rollout:
         """The batch of `step`, the same in every process; `position` problems were taken before it.
 
         With `rollout.resample`, the next problems' groups replace groups of equal rewards while rounds are left. Groups
-        of equal rewards then fill the rest of the batch.
+        of equal rewards then fill the rest of the batch. Without a `behaviour` the temperature is that of the settings.
         """
         rollout = self.settings.rollout
+        behaviour = behaviour or Behaviour(rollout.sampling.temperature)
         drawn: list[Group] = []
         for round_ in range(1 + rollout.resample):
             missing = rollout.prompts - sum(group.informative for group in drawn)
             if round_ == 0 or missing > 0:
                 start = position + len(drawn)
-                drawn += self._draw(range(start, start + missing), step, round_)
+                drawn += self._draw(range(start, start + missing), step, round_, behaviour)
         chosen = drawn
         if rollout.resample:
             chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
         return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)}, drawn)
 
-    def _draw(self, positions: range, step: int, round_: int) -> list[Group]:
+    def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> list[Group]:
         seed, problems = self.settings.seed, self.task.problems
         first, drawn_places = self.processes.share(positions)
         chosen = [problems[problem_index(len(problems), seed, place)] for place in drawn_places]
         prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
-        sampling = self.settings.rollout.sampling
+        sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
-            **sampling.model_dump(),
+            **sampling,
             count=self.settings.rollout.group_size,
             seed=step_seed(seed, step, round_),
             first=first,
         )
-        groups = self.sampler.generate(prompts, params) if prompts else []
+        groups = self._generate(prompts, params, len(positions), behaviour.perturb)
         return self.processes.gather([self._score(*group) for group in zip(prompts, groups, chosen, strict=True)])
+
+    def _generate(
+        self, prompts: list[list[int]], params: SamplingParams, batch: int, perturb: Callable[[int], None] | None
+    ) -> list[list[Completion]]:
+        """The completions of each prompt; with `perturb` one number of all groups at a time, each with its noise.
+
+        `batch` is the number of prompts in all processes, so that no two draws share a key.
+        """
+        if not prompts:
+            return []
+        if perturb is None:
+            return self.sampler.generate(prompts, params)
+        numbers = []
+        for number in range(params.count):
+            perturb(number)
+            single = replace(params, count=1, first=params.first + number * batch)
+            numbers.append([completion for [completion] in self.sampler.generate(prompts, single)])
+        return [list(group) for group in zip(*numbers, strict=True)]
 
     def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
@@ -172,4 +201,6 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
         "completion_tokens": sum(len(c.token_ids) for c in completions),
         "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
         "truncated": statistics.fmean(not c.finished for c in completions),
+        "entropy/sampler": -sum(sum(c.logprobs) for c in completions)
+        / max(sum(len(c.token_ids) for c in completions), 1),
     }

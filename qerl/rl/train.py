@@ -31,6 +31,7 @@ from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.no_signal import report
 from qerl.rl.rollouts import Collector, Task
+from qerl.rl.thermostat import Thermostat, followed_entropies
 from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
@@ -55,15 +56,24 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
     return policy
 
 
-def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
-    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
+def make_trainer(
+    settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "", followed: Path | None = None
+) -> Trainer:
+    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint.
+
+    `followed` is the metrics.jsonl of the run that a thermostat follows.
+    """
     Processes()  # each has a GPU of its own, chosen before anything is put there
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    trainer = Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    if settings.thermostat and followed:
+        entropies = followed_entropies(followed, settings.steps)
+        trainer.thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
+    return trainer
 
 
 def _fingerprint(settings: RunSettings) -> str:
@@ -80,6 +90,7 @@ def _state_folder(job: TrainJob) -> Path:
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / META, split_file(job.data, "train")]
+    files += [job.followed] if job.followed else []
     text = _fingerprint(job.settings) + "".join(map(hash_of, files))
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -122,7 +133,7 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
 def _train(job: TrainJob, state: Path) -> None:
     """What each process of a run does."""
     with noted(state.parent, job.time_limit), seconds() as elapsed:
-        trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
+        trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
         rows = trainer.run(job.time_limit)
     peak = trainer.processes.max(peak_memory_bytes())
     if not trainer.processes.writes:

@@ -17,8 +17,9 @@ from qerl.rl.data_parallel import Processes
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.no_signal import Watch
 from qerl.rl.noise import Noise
-from qerl.rl.rollouts import Collector
+from qerl.rl.rollouts import Behaviour, Collector
 from qerl.rl.sequence_packing import Sample
+from qerl.rl.thermostat import Thermostat
 from qerl.rl.update import Updater
 from qerl.settings.run import RunSettings
 
@@ -39,6 +40,9 @@ class Trainer:
         self.metrics = metrics
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
+        self.temperature = settings.rollout.sampling.temperature
+        #: Chooses the temperature of each step of a run that follows another one.
+        self.thermostat: Thermostat | None = None
         #: Looks at the rollouts of a run; steps that are only timed have none.
         self.watch: Watch | None = None
 
@@ -53,6 +57,8 @@ class Trainer:
         for step in track(steps, self.settings.steps, "steps", start=len(rows)):
             if time_limit is not None:
                 self._keep_to(time_limit, rows)
+            if self.thermostat:
+                self.temperature = self.thermostat.temperature(rows)
             rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
             if self.processes.writes:
                 self._write(rows)
@@ -77,7 +83,7 @@ class Trainer:
             with seconds() as sync_time:
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
-                rollout = self.collector.collect(step, position)
+                rollout = self.collector.collect(step, position, self._behaviour(step))
             if self.watch:
                 self.watch.look(step, rollout, self.processes.writes)
             if self.settings.noise.mode == "sampler":
@@ -90,6 +96,7 @@ class Trainer:
             "step": step,
             **rollout.metrics,
             **update,
+            "temperature": self.temperature,
             "noise/sigma": report.sigma,
             "noise/norm": report.norm,
             "tokens_per_second/rollout": completed / rollout_time.value,
@@ -101,9 +108,17 @@ class Trainer:
             "memory_bytes": peak_memory_bytes(),
         }
 
+    def _behaviour(self, step: int) -> Behaviour:
+        def perturb(completion: int) -> None:
+            self.noise.set(step, self.settings.steps, completion)
+            self.collector.sampler.sync()
+
+        noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
+        return Behaviour(self.temperature, perturb if noisy else None)
+
     def _update(self, step: int, samples: list[Sample]) -> dict[str, float]:
         try:
-            return self.updater.update(step, samples)
+            return self.updater.update(step, samples, self.temperature)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"the GPU's memory is used up by the update; {_TO_LOWER}") from error
 

@@ -16,7 +16,7 @@ from qerl.layers.dropout import set_keys
 from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
-from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss
+from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.update_stats import UpdateStats
@@ -91,14 +91,19 @@ class Updater:
         self.processes = processes
         self.optimizer = make_optimizer(policy, settings)
         chosen = settings.gradient_checkpointing == "auto" and policy.device.type == "cuda"
+        #: That of the completions of the present rollout.
+        self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
 
-    def update(self, step: int, samples: list[Sample]) -> dict[str, float]:
+    def update(self, step: int, samples: list[Sample], temperature: float | None = None) -> dict[str, float]:
         """All updates of one rollout; `samples` is the whole batch, the same in every process.
+
+        `temperature` is that at which they were drawn, by default that of the settings.
 
         Clipping and the value's loss are means over all updates; the other figures are those of the first, by the
         policy that sampled.
         """
+        self.temperature = temperature or self.settings.rollout.sampling.temperature
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * schedule
@@ -147,7 +152,7 @@ class Updater:
         # The same in every update of a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
         set_keys(self.policy.lm, keys, batch.packing.lengths)
-        return logprobs_and_entropy(self.policy, batch, self.settings.rollout.sampling.temperature, keep)
+        return logprobs_and_entropy(self.policy, batch, self.temperature, keep)
 
     def _choose_recomputed(self, part: _Part) -> bool:
         """Choose the blocks that the backward pass computes again; returns whether the logits are kept."""
@@ -274,8 +279,14 @@ def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateSt
     """Entropy of the policy that sampled, and its differences from the sampler and from the reference."""
     mask_NT = part.batch.mask_NT
     kl, ratio = mismatch(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
+    sums = ratio_sums(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
     stats = UpdateStats(
         tokens=mask_NT.sum().item(),
+        sequences=len(mask_NT),
+        token_ratios=sums.tokens,
+        token_squares=sums.token_squares,
+        sequence_ratios=sums.sequences,
+        sequence_squares=sums.sequence_squares,
         entropy=entropy_NT.sum().item(),
         mismatch_kl=kl.item(),
         max_ratio=ratio.item(),

@@ -11,12 +11,18 @@ from qerl.rl.data_parallel import Processes
 class UpdateStats:
     """Sums that `+=` adds up; the largest ratio is a maximum. Those of a micro-batch have what that one knows."""
 
-    #: Figures of the first update, up to `reference_kl`.
+    #: Figures of the first update, up to `sequence_squares`.
     loss: float = 0.0
     tokens: float = 0.0
     entropy: float = 0.0
     mismatch_kl: float = 0.0
     reference_kl: float = 0.0
+    #: Ratios of trainer and sampler and their squares, over tokens and over sequences, in the first update.
+    sequences: float = 0.0
+    token_ratios: float = 0.0
+    token_squares: float = 0.0
+    sequence_ratios: float = 0.0
+    sequence_squares: float = 0.0
     #: Ratios of all updates, and how many of them were clipped below and above.
     ratios: float = 0.0
     clipped_low: float = 0.0
@@ -46,6 +52,8 @@ class UpdateStats:
             "entropy": self.entropy / self.tokens,
             "mismatch/kl": self.mismatch_kl / self.tokens,
             "reference/kl": self.reference_kl / self.tokens,
+            "ess/tokens": _effective_share(self.token_ratios, self.token_squares, self.tokens),
+            "ess/sequences": _effective_share(self.sequence_ratios, self.sequence_squares, self.sequences),
             "clip_ratio/low": self.clipped_low / ratios,
             "clip_ratio/high": self.clipped_high / ratios,
         }
@@ -53,6 +61,11 @@ class UpdateStats:
     def value_metrics(self, updates: int) -> dict[str, float]:
         """Means over `updates` of the value function's figures."""
         return {"value/loss": self.value_loss / updates, "value/clipped": self.value_clipped / updates}
+
+
+def _effective_share(total: float, squares: float, count: float) -> float:
+    """The effective sample size (sum w)^2 / sum w^2, as a share of the number of samples."""
+    return total * total / (squares * count) if squares and count else 0.0
 
 
 _SUMS = tuple(field.name for field in fields(UpdateStats) if field.name != "max_ratio")

@@ -15,7 +15,7 @@ from qerl.settings.data import DatasetSettings, HubData, LocalData
 from qerl.settings.models import CalibrationSettings, Recipe, WeightFormat
 from qerl.settings.reward import RewardSettings
 from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
-from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings
+from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings, ThermostatSettings
 
 #: Keys of `RunSettings` that decide neither the outcome of a run nor what its steps take.
 UNDECIDING_OF_STEPS: Any = {"reward": {"timeout"}, "on_no_signal": True, "checkpoint_every": True}
@@ -39,6 +39,8 @@ class RunSettings(Settings):
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
+    thermostat: ThermostatSettings | None = None
+    """None keeps `rollout.sampling.temperature` at every step."""
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     loss: LossSettings = LossSettings()
@@ -145,6 +147,15 @@ class RunFile(RunSettings):
         if isinstance(origin, HubData) and origin.folder is not None:
             return dataset.model_copy(update={"origin": origin.model_copy(update={"folder": origin.folder.resolve()})})
         return dataset
+
+    @field_validator("thermostat", mode="after")
+    @classmethod
+    def _follows_a_file(cls, thermostat: ThermostatSettings | None) -> ThermostatSettings | None:
+        if thermostat is None:
+            return None
+        if thermostat.metrics is None:
+            raise ValueError("arm can't be given here: a run by hand has no other arms; give metrics")
+        return thermostat.model_copy(update={"metrics": thermostat.metrics.resolve()})
 
     @field_validator("out", mode="after")
     @classmethod

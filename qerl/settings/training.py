@@ -10,7 +10,7 @@ from pydantic import (
     model_validator,
 )
 
-from qerl.settings.base import Fraction, NonEmpty, PositiveInt, Settings
+from qerl.settings.base import FilePath, Fraction, NonEmpty, PositiveInt, Settings
 
 #: The linear layers of a block, in every architecture that is supported.
 Layer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -43,6 +43,23 @@ class NoiseSettings(Settings):
     mode: Literal["sampler", "consistent"] = "sampler"
     """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
     forward pass too."""
+    norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
+    """Norms of a block that carry noise: the input norm (`attention`) and the post-attention norm (`mlp`). The paper
+    has both."""
+    per: Literal["step", "completion"] = "step"
+    """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
+    its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many
+    parts as a group has completions."""
+    placebo: bool = False
+    """Follow the schedule with z = 0. The log has the sigma of the schedule and a norm of 0."""
+
+    @model_validator(mode="after")
+    def _mode_is_possible(self) -> NoiseSettings:
+        if self.per == "completion" and self.mode == "consistent":
+            raise ValueError(
+                "noise.per=completion has no noise of its own for each row of an update; use mode: sampler"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> NoiseSettings:
@@ -52,6 +69,32 @@ class NoiseSettings(Settings):
             raise ValueError(f"noise.stages={self.stages} leaves no schedule between start and end; use at least 3")
         if not 0 < self.sigma_end <= self.sigma_start:
             raise ValueError("noise.sigma_end must be above 0 and not above noise.sigma_start for a decaying schedule")
+        return self
+
+
+class ThermostatSettings(Settings):
+    """A sampling temperature that follows the token entropy of another run (`qerl.rl.thermostat`).
+
+    The first step has `rollout.sampling.temperature`. Evaluations have their own."""
+
+    arm: str | None = None
+    """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
+    metrics: FilePath | None = None
+    """File metrics.jsonl of the run that is followed, in place of an arm."""
+    gain: Annotated[float, Field(gt=0, le=2)] = 0.5
+    """Exponent by which the temperature of a step corrects the ratio of the wanted entropy to that of the step
+    before."""
+    lowest: Annotated[float, Field(gt=0)] = 0.25
+    """Lowest temperature."""
+    highest: Annotated[float, Field(gt=0)] = 4.0
+    """Highest temperature."""
+
+    @model_validator(mode="after")
+    def _one_run_is_followed(self) -> ThermostatSettings:
+        if (self.arm is None) == (self.metrics is None):
+            raise ValueError("thermostat follows one run: give either its arm, or the file of its metrics")
+        if self.lowest > self.highest:
+            raise ValueError("thermostat.lowest must not be above thermostat.highest")
         return self
 
 

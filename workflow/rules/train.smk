@@ -10,6 +10,7 @@ rule train:
         ),
         checkpoint=lambda wildcards: str(JOBS.train(wildcards.run).checkpoint),
         checked=lambda wildcards: JOBS.checked_run(wildcards.run),
+        followed=lambda wildcards: str(FILES.followed(wildcards.run) or "") or [],
     output:
         policy=directory("<results>/train/{run}/policy"),
         metrics="<results>/train/{run}/metrics.jsonl",

@@ -19,7 +19,10 @@ def _maybe(name: str) -> Any:
 
 
 class StepMetrics(Stored):
-    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function."""
+    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
+
+    `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
+    """
 
     step: int
     problems: int
@@ -35,7 +38,11 @@ class StepMetrics(Stored):
     truncated: Number
     loss: Number
     entropy: Number
+    entropy_sampler: Number | None = _maybe("entropy/sampler")
+    temperature: Number | None = None
     mismatch_kl: Number = _named("mismatch/kl")
+    ess_tokens: Number | None = _maybe("ess/tokens")
+    ess_sequences: Number | None = _maybe("ess/sequences")
     reference_kl: Number = _named("reference/kl")
     clip_ratio_low: Number = _named("clip_ratio/low")
     clip_ratio_high: Number = _named("clip_ratio/high")

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from qerl.plan import plan
+from qerl.plan.jobs import Jobs
 from qerl.plan.run_table import UNMEASURED, sheet
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
@@ -27,6 +28,40 @@ def planned(given):
 def with_experiment(**experiment):
     base = {"model": "miniature", "dataset": "arithmetic", **experiment.pop("base", {})}
     return values(experiments={"e": {"base": base, **experiment}}, benches={})
+
+
+# --- a run that follows another one
+
+
+def thermostat(**arms):
+    given = with_experiment(
+        base={"steps": 9}, arms={"warm": {}, **arms}, grid={"seed": [0, 1], "optimizer.learning_rate": [1e-4, 1e-3]}
+    )
+    return planned(given)
+
+
+def test_a_thermostat_follows_the_run_at_the_same_point_of_the_grid():
+    made = thermostat(cool={"thermostat.arm": "warm"})
+    jobs = Jobs(made)
+    for run in made.runs.values():
+        followed = jobs.train(run.id).followed
+        if run.arm == "warm":
+            assert followed is None
+        else:
+            assert followed == Path(f"results/mini/train/{run.id.replace('cool', 'warm')}/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arm", "sentence"),
+    [
+        ({"thermostat.arm": "hot"}, "experiments.e.arms.cool.thermostat.arm=hot is no arm of this experiment"),
+        ({"thermostat.arm": "cool"}, "follows another arm itself"),
+        ({"thermostat.arm": "warm", "steps": 10}, "takes 9 steps, fewer than the 10 of cool"),
+    ],
+)
+def test_a_thermostat_that_cant_follow_is_one_sentence(arm, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        thermostat(cool=arm)
 
 
 # --- grids

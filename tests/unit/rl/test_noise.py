@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from qerl.layers.noisy_norm import NoisyRMSNorm
-from qerl.rl.noise import standard_normal
+from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.noise_schedule import sigma
 from qerl.settings.training import NoiseSettings
 
@@ -74,6 +74,53 @@ def test_draws_depend_on_the_key_alone_and_differ_between_keys():
         assert abs(np.corrcoef(draw.numpy(), standard_normal(*other, 4096).numpy())[0, 1]) < 0.08
     assert abs(draw.mean().item()) < 0.06
     assert draw.std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_completions_of_a_step_have_draws_of_their_own():
+    first = standard_normal(3, 7, 1, 0, 4096)
+    assert torch.equal(first, standard_normal(3, 7, 1, 0, 4096, completion=0))
+    other = standard_normal(3, 7, 1, 0, 4096, completion=1)
+    assert abs(np.corrcoef(first.numpy(), other.numpy())[0, 1]) < 0.08
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6)
+        self.post_attention_layernorm = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6)
+
+
+def noises(**changes):
+    """Norm of z of each norm of two blocks at a step with noise, and the report."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Block(), Block()])
+    noise = Noise(model, settings("constant", sigma_start=0.25, **changes), seed=5)
+    report = noise.set(4, 10)
+    norms = [module.noise.norm().item() for module in model.modules() if isinstance(module, NoisyRMSNorm)]
+    return norms, report
+
+
+@pytest.mark.parametrize(
+    ("changes", "noisy"),
+    [({}, [1, 1, 1, 1]), ({"norms": ["mlp"]}, [0, 1, 0, 1]), ({"norms": ["attention"]}, [1, 0, 1, 0])],
+)
+def test_only_the_chosen_norms_carry_noise(changes, noisy):
+    """The z of a norm is the same whether the other one has any."""
+    (norms, report), (both, _) = noises(**changes), noises()
+    assert norms == [value if carries else 0 for value, carries in zip(both, noisy, strict=True)]
+    assert report.norm == pytest.approx(math.hypot(*norms))
+    assert min(both) > 1
+
+
+def test_a_placebo_follows_the_schedule_without_noise():
+    norms, report = noises(placebo=True)
+    assert norms == [0, 0, 0, 0]
+    assert (report.sigma, report.norm) == (0.25, 0)
+
+
+def test_noise_of_each_completion_is_the_samplers_alone():
+    with pytest.raises(ValueError, match="mode: sampler"):
+        settings("constant", per="completion", mode="consistent")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rollouts import Collector, Task, problem_index
+from qerl.rl.thermostat import Thermostat, followed_entropies
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import warmup_cosine
@@ -109,6 +110,64 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     ]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+#: The logits of a random policy are small: at a low temperature its entropy depends on it.
+COLD = {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6, "temperature": 0.1}}
+
+
+def following(checkpoints, work, followed):
+    made = trainer(
+        checkpoints, work, rollout=COLD, adapter={"rank": 4}, thermostat={"metrics": str(followed)}, checkpoint_every=1
+    )
+    made.thermostat = Thermostat(made.settings.thermostat, 0.1, followed_entropies(followed, 5))
+    return made
+
+
+def test_a_thermostat_sets_the_temperature_of_rollout_and_update(checkpoints, tmp_path, monkeypatch):
+    """Sampler and trainer agree on log-probabilities at every temperature, and a killed run goes on."""
+    trainer(checkpoints, tmp_path, rollout={**COLD, "sampling": {"max_tokens": 6, "temperature": 0.2}}).run()
+    followed = tmp_path / "m.jsonl"
+    rows = following(checkpoints, tmp_path / "whole", followed).run()
+    temperatures = [row["temperature"] for row in rows]
+    assert temperatures[0] == 0.1 < min(temperatures[1:])
+    assert all(row["mismatch/kl"] < 1e-8 for row in rows)
+    killed = following(checkpoints, tmp_path / "killed", followed)
+    step = killed.step
+    monkeypatch.setattr(
+        killed, "step", lambda n, position: step(n, position) if n < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    assert untimed(following(checkpoints, tmp_path / "killed", followed).run()) == untimed(rows)
+
+
+def test_the_samplers_entropy_is_that_of_its_completions(checkpoints, tmp_path):
+    made = trainer(checkpoints, tmp_path)
+    drawn = made.collector.collect(1, 0)
+    logprobs = [value for group in drawn.groups for c in group.completions for value in c.logprobs]
+    assert drawn.metrics["entropy/sampler"] == pytest.approx(-fmean(logprobs))
+
+
+def test_each_number_of_a_completion_has_its_noise(checkpoints, tmp_path):
+    """The completions are those of a sampler that draws one number of each group at a time, with its z."""
+    made = trainer(checkpoints, tmp_path, noise={"schedule": "constant", "sigma_start": 0.3, "per": "completion"})
+    asked = []
+    generate = made.collector.sampler.generate
+    made.collector.sampler.generate = lambda prompts, params: (
+        asked.append((prompts, params)) or generate(prompts, params)
+    )
+    row = made.step(1, 0)
+    assert row["mismatch/kl"] > 1e-5
+    assert [(params.count, params.first) for _, params in asked] == [(1, 0), (1, 2), (1, 4), (1, 6)]
+    assert len({params.seed for _, params in asked}) == 1
+    fresh = trainer(checkpoints, tmp_path / "fresh", noise=made.settings.noise.model_dump())
+    with fresh.noise.at(1, 5):
+        rollout = fresh.collector.collect(1, 0, fresh._behaviour(1))
+        for number, (prompts, params) in enumerate(asked):
+            fresh.noise.set(1, 5, number)
+            alone = fresh.collector.sampler.generate(prompts, params)
+            assert [group.completions[number] for group in rollout.groups] == [one for [one] in alone]
 
 
 def test_only_adapters_and_norms_change_and_the_packed_base_does_not(checkpoints, tmp_path):

@@ -2,8 +2,11 @@
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
+import torch
 
+from qerl.rl.losses import ratio_sums
 from qerl.rl.update_stats import UpdateStats
 
 NAMES = [field.name for field in fields(UpdateStats)]
@@ -47,6 +50,11 @@ def test_metrics_are_means_over_tokens_ratios_and_updates():
         ratios=40,
         clipped_low=4,
         clipped_high=8,
+        sequences=2,
+        token_ratios=12,
+        token_squares=18,
+        sequence_ratios=3,
+        sequence_squares=5,
         value_loss=6,
         value_clipped=1,
     )
@@ -55,8 +63,44 @@ def test_metrics_are_means_over_tokens_ratios_and_updates():
         "entropy": 2.0,
         "mismatch/kl": 0.1,
         "reference/kl": pytest.approx(0.3),
+        "ess/tokens": 0.8,
+        "ess/sequences": 0.9,
         "clip_ratio/low": 0.1,
         "clip_ratio/high": 0.2,
     }
     assert stats.value_metrics(2) == {"value/loss": 3.0, "value/clipped": 0.5}
     assert UpdateStats(tokens=1).metrics()["clip_ratio/low"] == 0.0  # all completions masked: no ratio counts
+
+
+def test_effective_sample_sizes_are_those_of_the_definition():
+    """Two micro-batches, in numpy: the share (sum w)^2 / (n sum w^2) of tokens and of sequences."""
+    generator = np.random.default_rng(1)
+    trainer, sampler = generator.normal(-1, 0.5, size=(2, 6, 5))
+    mask = (np.arange(5) < generator.integers(1, 6, size=(6, 1))).astype(float)
+    stats = UpdateStats()
+    for rows in (slice(0, 2), slice(2, 6)):
+        sums = ratio_sums(*(torch.tensor(values[rows], dtype=torch.float64) for values in (trainer, sampler, mask)))
+        stats += UpdateStats(
+            tokens=mask[rows].sum(),
+            sequences=len(mask[rows]),
+            token_ratios=sums.tokens,
+            token_squares=sums.token_squares,
+            sequence_ratios=sums.sequences,
+            sequence_squares=sums.sequence_squares,
+        )
+    tokens = np.exp(trainer - sampler)[mask > 0]
+    sequences = np.exp(((trainer - sampler) * mask).sum(1))
+    metrics = stats.metrics()
+    assert metrics["ess/tokens"] == pytest.approx(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
+    assert metrics["ess/sequences"] == pytest.approx(sequences.sum() ** 2 / (6 * (sequences**2).sum()))
+
+
+def test_equal_policies_have_the_whole_sample():
+    logprobs, mask = torch.full((3, 4), -1.0), torch.ones(3, 4)
+    sums = ratio_sums(logprobs, logprobs, mask)
+    assert (sums.tokens, sums.token_squares, sums.sequences, sums.sequence_squares) == (12, 12, 3, 3)
+
+
+def test_a_ratio_beyond_floats_is_cut():
+    sums = ratio_sums(torch.zeros(1, 2), torch.full((1, 2), -500.0), torch.ones(1, 2))
+    assert np.isfinite(sums.sequence_squares)

@@ -1,0 +1,47 @@
+"""A sampling temperature that follows the token entropy of another run, step by step.
+
+It tells entropy from what raises it: a run without noise that samples at the entropy of a run with noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl.results.files import read_rows
+from qerl.results.schema.training import StepMetrics
+from qerl.settings.base import ConfigError
+from qerl.settings.training import ThermostatSettings
+
+#: An entropy below counts as this one, in nats: its logarithm says nothing.
+_LEAST_ENTROPY = 1e-3
+
+
+def followed_entropies(metrics: Path, steps: int) -> list[float]:
+    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl."""
+    rows = list(read_rows(StepMetrics, metrics))
+    entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
+    if len(rows) < steps or len(entropies) < len(rows):
+        raise ConfigError(
+            f"{metrics} has the sampler's entropy of {len(entropies)} steps, and a thermostat needs that of all {steps}"
+        )
+    return entropies
+
+
+class Thermostat:
+    """Chooses the temperature of each step by the entropy at the step before, so it needs no state of its own."""
+
+    def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
+        self.settings = settings
+        self.start = start
+        self.entropies = entropies
+
+    def temperature(self, rows: Sequence[dict[str, float]]) -> float:
+        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor."""
+        if not rows:
+            return self.start
+        wanted, reached = self.entropies[len(rows)], rows[-1]["entropy/sampler"]
+        factor = max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY)
+        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * math.log(factor))
+        return min(max(moved, self.settings.lowest), self.settings.highest)
