@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from qerl.jobs.base import Job, Lock, Part
@@ -61,6 +62,8 @@ class Mix(Part):
     """The most tokens of a completion."""
     sequences: int
     """The most completions decoded together."""
+    trace: Path | None
+    """A file of prompts and completions, whose tokens are replayed; None draws lengths and tokens."""
     seed: int
     repeats: int
 

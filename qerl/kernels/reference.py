@@ -90,11 +90,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool) -> None:
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    state: DecodeState,
+    sampling: SamplingState,
+    truncated: bool,
+    replayed: bool = False,
+) -> None:
     """Draw a token for each slot of `rows` [B] that isn't idle from logits [B, V], and advance the slots.
 
     A draw depends on (seed, sequence, number of the token) and the logits alone. Its log-probability is that of the
-    distribution at the sampling temperature, before `sampling` cuts it (`truncated`).
+    distribution at the sampling temperature, before `sampling` cuts it (`truncated`). `replayed`: the token is the one
+    that stands in `state.tokens` at its place.
     """
     live = state.position[rows] != IDLE
     rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
@@ -102,7 +110,7 @@ def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingSta
     if truncated:
         kept = logits[live].float() >= threshold(logits[live], sampling)[:, None]
         noisy = noisy.masked_fill(~kept, -torch.inf)
-    token = noisy.argmax(-1)
+    token = state.tokens[rows, state.drawn[rows].long()].long() if replayed else noisy.argmax(-1)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
     _advance(token, logprob, rows, state, sampling)
 

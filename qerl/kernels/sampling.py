@@ -79,8 +79,9 @@ def _chunks(
 
 @triton.jit
 def _choose(
-    rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens, logprobs, stops,
-    stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr, PDL: tl.constexpr,
+    logits, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens, logprobs,
+    stops, width, stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr, REPLAYED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     begin(PDL)
@@ -96,12 +97,17 @@ def _choose(
     logit = tl.load(best_logit + part, inside, other=_LOWEST)
     highest = tl.load(top + part, inside, other=_LOWEST)
     total = tl.load(mass + part, inside, other=0.0)
-    chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
-    chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
+    count = tl.load(drawn + slot)
+    if REPLAYED:
+        chosen = tl.load(tokens + slot * stride + count)
+        raw = tl.load(logits + row.to(tl.int64) * width + chosen).to(tl.float32)
+        chosen_logit = tl.maximum(raw * tl.load(scale), _LOWEST)
+    else:
+        chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
+        chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
     peak = tl.max(highest, axis=0)
     logprob = chosen_logit - peak - tl.log(tl.sum(total * tl.exp(highest - peak), axis=0))
 
-    count = tl.load(drawn + slot)
     tl.store(tokens + slot * stride + count, chosen)
     tl.store(logprobs + slot * stride + count, logprob)
     tl.store(last + slot, chosen.to(tl.int64))
@@ -112,7 +118,14 @@ def _choose(
     tl.store(positions + slot, tl.where(done, -1, position + 1))
 
 
-def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool) -> None:
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    state: DecodeState,
+    sampling: SamplingState,
+    truncated: bool,
+    replayed: bool = False,
+) -> None:
     """See `reference.draw`."""
     batch, width = logits.shape
     chunks = triton.cdiv(width, CHUNK)
@@ -126,7 +139,7 @@ def draw(logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingSta
         best, tokens, logit, top, mass, width, CHUNK=CHUNK, CHUNKS=chunks, TRUNCATED=truncated, num_warps=4, **pdl,
     )  # fmt: skip
     _choose[(batch,)](
-        rows, best, tokens, logit, top, mass, state.position, state.drawn, state.limit, state.token, state.tokens,
-        state.logprobs, sampling.stops, state.tokens.stride(0),
-        CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), num_warps=1, **pdl,
+        logits, sampling.scale, rows, best, tokens, logit, top, mass, state.position, state.drawn, state.limit,
+        state.token, state.tokens, state.logprobs, sampling.stops, width, state.tokens.stride(0), CHUNKS=chunks,
+        BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), REPLAYED=replayed, num_warps=1, **pdl,
     )  # fmt: skip

@@ -103,11 +103,12 @@ def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
             sigma=grid.sigma,
             longest=grid.tokens,
             sequences=grid.sequences,
+            trace=grid.trace,
             seed=grid.seed,
             repeats=grid.repeats,
         )
-        lengths = f"{grid.prompts}x{grid.group_size}-{grid.median}to{grid.tokens}"
-        id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{lengths}-seed{grid.seed}"
+        lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
+        id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
         yield id, RolloutMixJob(work=asked, out=_out(work, id))
 
 

@@ -13,7 +13,7 @@ from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
-from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult, RolloutMixResult
+from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult, RolloutMixResult, TraceRow
 from qerl.results.schema.stored import Stored
 from qerl.results.schema.training import RunResult, StepMetrics
 
@@ -52,7 +52,7 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
 def schema_of(file: Path) -> Schema | None:
     """The schema of a file. None for other files than results, such as tables, figures and logs."""
     if file.suffix == ".jsonl":
-        return _ROWS.get(file.name)
+        return TraceRow if file.parent.name == paths.TRACES else _ROWS.get(file.name)
     if file.suffix != ".json":
         return None
     if file.name in _BY_NAME:

@@ -16,5 +16,7 @@ CHECKPOINT = "checkpoint"
 #: Of a measurement and of a file of the speed grid: the folder tells them from other JSON files.
 PROFILE = "profile"
 POINTS = "points"
+#: Folder of the token ids of logged completions.
+TRACES = "traces"
 #: A file that each task of the workflow leaves: the paths of the results that tables are made of.
 LISTED = "results.txt"

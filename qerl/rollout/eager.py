@@ -26,9 +26,13 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) ->
     logits [B, V], uniform [B] float64 in [0, 1) -> tokens [B] int64, log-probabilities [B] float32 under the
     distribution at the sampling temperature, before top-k and top-p cut it.
     """
-    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    logprobs = _logprobs(logits, params)
     tokens = _invert(logprobs.double().exp(), uniform, params) if params.temperature else logits.argmax(-1)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
 
 
 def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -140,15 +144,26 @@ class NativeSampler:
         uniform = torch.from_numpy(draws).to(self.policy.device)
         records = [_Record(params.limit(start + p, c)) for p in range(len(prompts)) for c in range(params.count)]
         stops = stop_tokens(self.policy, params)
+        replay = self._replay(params, start, len(prompts))
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
+            if replay is not None:
+                tokens = replay[batch.rows, step]
+                logprobs = _logprobs(logits, params).gather(-1, tokens[:, None])[:, 0]
             alive = _record(records, batch.rows, tokens, logprobs, stops)
             if not alive.any():
                 break
             logits = self._decode(batch, tokens, alive)
         done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]
         return [done[i : i + params.count] for i in range(0, total, params.count)]
+
+    def _replay(self, params: SamplingParams, start: int, prompts: int) -> torch.Tensor | None:
+        """Tokens [sequences, longest] that come in place of drawn ones, for prompts from `start` on."""
+        if params.replay is None:
+            return None
+        traces = [torch.tensor(trace) for group in params.replay[start : start + prompts] for trace in group]
+        return torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:
         """Left-padded prompts through the model once; the cache is then repeated for the group."""

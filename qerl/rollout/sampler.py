@@ -30,9 +30,14 @@ class SamplingParams:
     #: Tokens of each completion of each prompt, at most `max_tokens`. A sampler learns of such an end as of a stop
     #: token: when it comes.
     lengths: tuple[tuple[int, ...], ...] | None = None
+    #: Tokens of each completion of each prompt, which come in place of drawn ones, with the policy's log-probabilities.
+    #: They end the completion as `lengths` do.
+    replay: tuple[tuple[tuple[int, ...], ...], ...] | None = None
 
     def limit(self, prompt: int, completion: int) -> int:
         """Tokens after which a completion ends if no stop token comes before."""
+        if self.replay:
+            return min(len(self.replay[prompt][completion]), self.max_tokens)
         return min(self.lengths[prompt][completion], self.max_tokens) if self.lengths else self.max_tokens
 
 
@@ -66,9 +71,9 @@ class Sampler(Protocol):
 
 
 def refuse_lengths(params: SamplingParams) -> None:
-    """Raise ValueError if completions have lengths of their own; for samplers that can't give them."""
-    if params.lengths is not None:
-        raise ValueError("this sampler has one limit for all completions; use the native engine")
+    """Raise ValueError if completions have lengths or tokens of their own; for samplers that can't give them."""
+    if params.lengths is not None or params.replay is not None:
+        raise ValueError("this sampler draws freely, with one limit for all completions; use the native engine")
 
 
 def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:

@@ -109,6 +109,9 @@ class MixGrid(Settings):
     """The most tokens of a completion."""
     sequences: PositiveInt = 512
     """The most completions decoded together."""
+    trace: FilePath | None = None
+    """A file of prompts and completions that `qerl.bench.rollout_mix.trace` wrote. This project's engine replays their
+    tokens, and vLLM draws others of the same lengths. None draws prompts and lengths by the keys above."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 

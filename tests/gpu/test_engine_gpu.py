@@ -182,6 +182,32 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
             assert found.logprobs[slot, number].item() == pytest.approx(logprob.item(), abs=2e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
+    from qerl.kernels.sampling import draw
+
+    count, width = 33, 50_000
+    logits = (torch.randn(count, width, device=CUDA) * 3).bfloat16()
+    sampling = SamplingState.empty(CUDA)
+    sampling.set(temperature=temperature, seed=3, top_p=1.0, top_k=0, stops=range(2))
+    trace = torch.randint(width, (count + 1, 4), device=CUDA, dtype=torch.int32)
+    trace[:5] = 1  # a stop token
+    state = DecodeState.empty(count, 4, 1, CUDA)
+    state.position[:-1], state.limit[:] = 7, 4
+    state.drawn[:-1] = torch.arange(count, device=CUDA).int() % 4
+    state.tokens.copy_(trace)
+    number = state.drawn[:-1].long()
+    draw(logits, torch.arange(count, device=CUDA).int(), state, sampling, False, True)
+    assert torch.equal(state.tokens, trace)
+    chosen = trace[:-1].gather(1, number[:, None])[:, 0].long()
+    assert torch.equal(state.token[:-1], chosen)
+    done = (number == 3) | (chosen < 2)
+    assert torch.equal(state.position[:-1] == -1, done)
+    expected = torch.log_softmax(logits.double() / (temperature or 1), -1).gather(1, chosen[:, None])[:, 0]
+    found = state.logprobs[:-1].gather(1, number[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-6)
+
+
 def test_a_draw_does_not_depend_on_the_batch():
     from qerl.kernels.sampling import draw
 

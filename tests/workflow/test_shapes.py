@@ -9,12 +9,17 @@ from .conftest import copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 POINTS = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompt": [8], "tokens": 4}
+MIX = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompts": 2, "group_size": 2}
+MIX |= {"prompt": [4, 8], "median": 4, "tokens": 8, "repeats": 1}
 ARGUMENTS = ("--configfile", "speed.yaml")
 
 
 def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
     tree = copy_tree(tmp_path / "qerl")
-    values = {"name": "speed", "shapes": {"samples": "committed", "decode": [POINTS | {"sequences": [1, 2]}]}}
+    values = {
+        "name": "speed",
+        "shapes": {"samples": "committed", "decode": [POINTS | {"sequences": [1, 2]}], "mixes": [MIX]},
+    }
     (tree.folder / "speed.yaml").write_text(yaml.safe_dump(values))
     tree.snakemake(*ARGUMENTS, "--", "shapes_measure")
     assert tree.planned(*ARGUMENTS, "--", "shapes_measure") == {}
@@ -26,3 +31,4 @@ def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
     assert tree.planned(*ARGUMENTS) == {"default": 1, "shapes": 1}
     tree.snakemake(*ARGUMENTS)
     assert "native" in (results / "tables/decode-tiny-8x4.md").read_text()
+    assert "native" in (results / "tables/mixes.md").read_text()

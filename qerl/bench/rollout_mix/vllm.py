@@ -47,6 +47,7 @@ def _start(folder: Path, work: Mix, workload: Workload) -> MixEngine:
     ]
 
     def rollout(prompts: list[list[int]], _: int) -> list[list[int]]:
+        engine.reset_prefix_cache()  # a trace's prompts are those of the round before
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(work.group)]
         outputs = engine.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         drawn = [_length(output.outputs[0]) for output in outputs]

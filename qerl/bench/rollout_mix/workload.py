@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,25 @@ from qerl.bench.decode.points import IDS
 from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import Mix, RolloutMixJob
-from qerl.results.files import write
-from qerl.results.schema.speed import MixRun, RolloutMixResult
+from qerl.results.files import read_rows, write
+from qerl.results.schema.speed import MixRun, RolloutMixResult, TraceRow
 from qerl.results.schema.stored import OK, Provenance
+from qerl.settings.base import ConfigError
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of each prompt, and of each completion of each prompt."""
+    """Tokens of each prompt, and of each completion of each prompt; with a trace, which tokens."""
 
     prompt_tokens: list[int]
     completion_tokens: list[list[int]]
+    trace: list[TraceRow] | None = None
 
     @staticmethod
     def of(work: Mix) -> Workload:
-        """Draw the lengths of `work`: uniform for prompts, lognormal and cut at the longest for completions."""
+        """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and cut for completions."""
+        if work.trace is not None:
+            return _traced(work, work.trace)
         numbers = np.random.default_rng(work.seed)
         least, most = work.prompt_tokens
         prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
@@ -38,7 +43,9 @@ class Workload:
         return Workload(prompts.tolist(), drawn.round().clip(1, work.longest).astype(int).tolist())
 
     def prompts(self, seed: int, round_: int) -> list[list[int]]:
-        """Random prompts of these lengths. Each round has others, so that no cache knows them from the last."""
+        """Those of the trace, or random ones. Each round has others, so that no cache knows them from the last."""
+        if self.trace is not None:
+            return [row.prompt for row in self.trace]
         numbers = np.random.default_rng([seed, round_])
         return [numbers.integers(*IDS, size=tokens).tolist() for tokens in self.prompt_tokens]
 
@@ -47,6 +54,17 @@ class Workload:
         if drawn != self.completion_tokens:
             tokens, wanted = sum(map(sum, drawn)), sum(map(sum, self.completion_tokens))
             raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
+
+
+def _traced(work: Mix, trace: Path) -> Workload:
+    rows = [row for row in read_rows(TraceRow, trace) if len(row.completions) >= work.group][: work.prompts]
+    if len(rows) < work.prompts:
+        raise ConfigError(
+            f"{trace} has {len(rows)} prompts of {work.group} completions, not {work.prompts}; lower both"
+        )
+    cut = [[ids[: work.longest] for ids in row.completions[: work.group]] for row in rows]
+    kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
+    return Workload([len(row.prompt) for row in rows], [[len(ids) for ids in group] for group in cut], kept)
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,8 @@ class MixEngine:
 def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout stands apart; out of memory is a result, too."""
     workload = Workload.of(job.work)
-    about = {"bench": "rollout_mix", "work": job.work.model_dump(), **asdict(workload)}
+    lengths = {"prompt_tokens": workload.prompt_tokens, "completion_tokens": workload.completion_tokens}
+    about = {"bench": "rollout_mix", "work": job.work.model_dump(mode="json"), **lengths}
     before = gpu_state() if torch.cuda.is_available() else None
     try:
         figures = {"status": OK, **_timed(job.work, workload, start)}

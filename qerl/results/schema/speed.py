@@ -125,8 +125,16 @@ class MixWork(Stored):
     sigma: float
     longest: int
     sequences: int
+    trace: str | None
     seed: int
     repeats: int
+
+
+class TraceRow(Stored):
+    """A line of traces/*.jsonl: token ids of a prompt and of its completions, logged by a run of this project."""
+
+    prompt: list[int] = Field(min_length=1)
+    completions: list[Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)
 
 
 class DecodeSeconds(Stored):

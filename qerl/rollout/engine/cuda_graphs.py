@@ -23,7 +23,7 @@ def bucket_of(rows: int) -> int:
 
 
 class DecodeGraphs:
-    """Runs the decoder on slots; each (bucket, splits, truncated) is captured when it is first needed.
+    """Runs the decoder on slots; each (bucket, splits, truncated, replayed) is captured when it is first needed.
 
     `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
     `memory`: the pool of the graphs' memory, None where there are no graphs.
@@ -36,27 +36,27 @@ class DecodeGraphs:
         self._whole = whole
         self._state, self._cache, self._sampling = state, cache, sampling
         self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
-        self._captured: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._captured: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self._memory = memory
 
     @torch.no_grad()
-    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool) -> None:
+    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
         """`count` steps of the slots `chosen`; no wait for the device."""
         if not count:
             return
         bucket = bucket_of(self._state.count if self._whole else len(chosen))
-        step = self._step(bucket, splits, truncated)
+        step = self._step(bucket, splits, truncated, replayed)
         padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
         self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
         for _ in range(count):
             step()
 
-    def _step(self, bucket: int, splits: int, truncated: bool) -> Callable[[], None]:
-        key = bucket, splits, truncated
+    def _step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
+        key = bucket, splits, truncated, replayed
         if key not in self._captured:
             rows = self._rows[:bucket]
             eager: Callable[[], None] = partial(
-                self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated
+                self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated, replayed
             )
             if self._memory is not None:
                 rows.fill_(self._state.count)  # capturing runs the step on the idle slot alone

@@ -129,7 +129,14 @@ class Decoder:
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
     def step(
-        self, rows: Tensor, state: DecodeState, cache: Tensor, sampling: SamplingState, splits: int, truncated: bool
+        self,
+        rows: Tensor,
+        state: DecodeState,
+        cache: Tensor,
+        sampling: SamplingState,
+        splits: int,
+        truncated: bool,
+        replayed: bool,
     ) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
         ops = self.operations
@@ -139,7 +146,7 @@ class Decoder:
             cache,
             lambda qkv, cached, heads: ops.attend(qkv, cached, state, rows, self._rope, heads, splits),
         )
-        ops.draw(self.logits(x), rows, state, sampling, truncated)
+        ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
         """Hidden states [prompts, H] behind the last block, of each prompt's last token.

@@ -80,6 +80,7 @@ class Scheduler:
         self.clock = PhaseClock(pool.decoder.device)
         self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+        self._replayed = params.replay is not None
         self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
         self._active: dict[int, _Sequence] = {}
         self._free = list(range(pool.state.count - 1, -1, -1))
@@ -186,9 +187,23 @@ class Scheduler:
         state.limit[rows], state.sequence[rows] = limit.int(), key
         self._upload_pages()
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
-        self._pool.decoder.operations.draw(logits, rows.int(), state, self._pool.sampling, self._truncated)
+        if self._params.replay:
+            self._upload_replay(sequences, rows)
+        draw = self._pool.decoder.operations.draw
+        draw(logits, rows.int(), state, self._pool.sampling, self._truncated, self._replayed)
         for sequence in sequences:
             sequence.drawn += 1
+
+    def _upload_replay(self, sequences: Sequence[_Sequence], rows: Tensor) -> None:
+        """Put the tokens that are to come into the slots `rows`, where a replayed draw reads them."""
+        assert self._params.replay is not None
+        traces = [self._params.replay[s.index // self._params.count][s.index % self._params.count] for s in sequences]
+        most = max(s.limit for s in sequences)
+        padded = np.zeros((len(traces), most), dtype=np.int32)
+        for row, trace in zip(padded, traces, strict=True):
+            row[: len(trace)] = trace[:most]
+        tokens = self._pool.state.tokens
+        tokens[rows, :most] = upload(padded, torch.int32, tokens.device)
 
     def _show_pages(self, sequence: _Sequence) -> None:
         self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
@@ -205,7 +220,7 @@ class Scheduler:
         count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
         self._grow(count)
         self.clock.end("between")
-        self._pool.steps.run(list(self._active), count, self._splits, self._truncated)
+        self._pool.steps.run(list(self._active), count, self._splits, self._truncated, self._replayed)
         self.clock.end("decode", len(self._active), count)
         for sequence in self._active.values():
             sequence.drawn = min(sequence.drawn + count, most)

@@ -24,7 +24,15 @@ PHASES = {
 def mix_file(root, engine, weights, seconds, lengths=LENGTHS, **changes):
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group": 2}
-    work |= {"prompt_tokens": [8, 16], "median": 300, "sigma": 0.8, "longest": 400, "sequences": 4, "seed": 0}
+    work |= {
+        "prompt_tokens": [8, 16],
+        "median": 300,
+        "sigma": 0.8,
+        "longest": 400,
+        "sequences": 4,
+        "seed": 0,
+        "trace": None,
+    }
     phases = PHASES if engine == "native" else None
     value = {
         "bench": "rollout_mix",

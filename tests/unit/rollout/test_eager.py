@@ -182,3 +182,16 @@ def test_a_sampler_with_one_limit_refuses_lengths():
     refuse_lengths(SamplingParams(max_tokens=12))
     with pytest.raises(ValueError, match="one limit for all completions"):
         refuse_lengths(SamplingParams(max_tokens=12, lengths=((3,),)))
+
+
+def test_replayed_completions_are_the_trace(policy):
+    """Tokens are those of the trace, and log-probabilities the policy's own of these."""
+    trace = (((5, 6), (7, 8, 9, 5)), ((6,), (9, 9, 9)), ((5, 7, 6), (8, 5)), ((6, 6, 6, 6, 6), (7,)))
+    for slots in (8, 4):
+        sampler = NativeSampler(policy, max_sequences=slots)
+        groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True, replay=trace))
+        for prompt, group, expected in zip(PROMPTS, groups, trace, strict=True):
+            assert [tuple(completion.token_ids) for completion in group] == list(expected)
+            for completion in group:
+                exact = full_logprobs(policy, prompt, completion.token_ids)
+                np.testing.assert_allclose(completion.logprobs, exact, atol=1e-5)

@@ -329,3 +329,24 @@ def test_phases_count_the_steps_of_a_rollout(policy):
     assert drawn <= steps <= drawn + 8 * 2 * scheduler.CHECK_EVERY
     timed = phases.prefill + phases.between + sum(decode.seconds for decode in phases.decode.values())
     assert 0 < phases.prefill < timed <= elapsed.value
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(8, None), (3, None), (8, 12)], ids=["all", "refill", "few pages"])
+def test_replayed_completions_are_the_trace(policy, slots, pages):
+    """Tokens are those of the trace, and log-probabilities the policy's own of these."""
+    numbers = np.random.default_rng(3)
+    vocabulary = policy.lm.config.vocab_size
+    trace = tuple(tuple(tuple(numbers.integers(vocabulary, size=n).tolist()) for n in group) for group in LENGTHS)
+    params = SamplingParams(max_tokens=70, count=2, seed=4, temperature=0.7, replay=trace)
+    groups = sampler_of(policy, max_sequences=slots, pages=pages).generate(PROMPTS, params)
+    assert tokens(groups) == [[list(completion) for completion in group] for group in trace]
+    assert_exact(policy, PROMPTS, groups, temperature=0.7)
+    free = sampler_of(policy).generate(PROMPTS, replace(params, replay=None, lengths=LENGTHS))
+    assert tokens(free) != tokens(groups)
+    again = sampler_of(policy).generate(PROMPTS, replace(params, replay=as_trace(free)))
+    assert tokens(again) == tokens(free)
+    np.testing.assert_allclose(again[2][1].logprobs, free[2][1].logprobs, atol=1e-5)
+
+
+def as_trace(groups):
+    return tuple(tuple(tuple(completion.token_ids) for completion in group) for group in groups)

@@ -1,17 +1,22 @@
 """The workload of mixed lengths, and its rollouts by both engines on a tiny shape."""
 
 import json
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from qerl.bench.rollout_mix import engine, vllm
+from qerl.bench.rollout_mix import engine, trace, vllm
 from qerl.bench.rollout_mix.workload import MixEngine, Workload, measure
 from qerl.jobs.shapes import Mix, RolloutMixJob
 from qerl.results.files import read
+from qerl.results.schema.evaluation import SampleRow
 from qerl.results.schema.speed import RolloutMixResult
+from qerl.rollout.eager import NativeSampler
+from qerl.settings.base import ConfigError
 
 WORK = {
     "engine": "native",
@@ -25,6 +30,7 @@ WORK = {
     "sigma": 0.8,
     "longest": 16,
     "sequences": 4,
+    "trace": None,
     "seed": 0,
     "repeats": 2,
 }
@@ -109,3 +115,58 @@ def test_vllm_draws_the_same_lengths(tmp_path):
     assert theirs.completion_tokens == ours.completion_tokens
     assert theirs.prompt_tokens == ours.prompt_tokens
     assert len(theirs.runs) == len(ours.runs)
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+TRACE = Path("results/reference/cpu/traces/miniature.jsonl")
+
+
+def test_a_trace_is_the_workload():
+    work = mix(trace=TRACE, prompts=5, group=3, longest=20)
+    workload = Workload.of(work)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:5]]
+    assert workload.prompts(0, 0) == workload.prompts(0, 1) == [row["prompt"] for row in rows]
+    wanted = [[min(len(ids), 20) for ids in row["completions"][:3]] for row in rows]
+    assert workload.completion_tokens == wanted
+
+
+def test_a_trace_of_too_few_completions_is_an_error():
+    with pytest.raises(ConfigError, match=r"miniature.jsonl has 64 prompts of 8 completions, not 65"):
+        Workload.of(mix(trace=TRACE, prompts=65, group=8))
+
+
+def test_a_trace_is_replayed(tmp_path, monkeypatch):
+    """What the sampler returns are the tokens of the file."""
+    drawn = []
+    generate = NativeSampler.generate
+
+    def kept(self, *arguments):
+        drawn.append(generate(self, *arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(NativeSampler, "generate", kept)
+    result = measured(tmp_path, engine, trace=TRACE, prompts=4, group=2, longest=64)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
+    assert len(drawn) == 3
+    for groups in drawn:
+        assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
+    assert result.work.trace == str(TRACE)
+
+
+def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained("tests/fixtures/gates/policy")
+    texts = [("1 2", True), ("3", False), ("4 5 6", True)]
+    rows = [sample(problem, text, ended) for problem, (text, ended) in zip("aab", texts, strict=True)]
+    first, second = trace.traces(rows, tokenizer)
+    assert (len(first.completions), len(second.completions)) == (2, 1)
+    assert tokenizer.decode(first.prompt) == "apples"
+    assert first.completions[0][-1] == second.completions[0][-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(first.completions[0][:-1]) == "1 2"
+    assert tokenizer.decode(first.completions[1]) == "3"
+
+
+def sample(problem: str, completion: str, finished: bool) -> SampleRow:
+    values = {"dataset": "d", "harness": "lm-eval", "problem": problem, "repeat": 0, "prompt": "apples"}
+    values |= {"completion": completion, "extracted": None, "gold": "1", "correct": 0, "agrees": True, "tokens": 1}
+    return SampleRow.model_validate(values | {"finished": finished})

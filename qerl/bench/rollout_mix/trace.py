@@ -1,0 +1,45 @@
+"""Traces: the token ids of completions that a run of this project logged, for rollouts that replay them.
+
+    python -m qerl.bench.rollout_mix.trace SAMPLES.jsonl CHECKPOINT TRACE.jsonl
+
+SAMPLES is the samples.jsonl of an evaluation with several completions a problem; CHECKPOINT has the tokenizer that the
+run had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import typer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl.provenance.files import check_writable
+from qerl.results.files import read_rows, write_rows
+from qerl.results.schema.evaluation import SampleRow
+from qerl.results.schema.speed import TraceRow
+
+
+def traces(samples: Iterable[SampleRow], tokenizer: PreTrainedTokenizerBase) -> Iterator[TraceRow]:
+    """One row a problem, in the order of the samples; a completion that ended has the end of its turn."""
+    for _, group in groupby(samples, key=lambda sample: (sample.dataset, sample.problem)):
+        rows = list(group)
+        completions = [_ids(tokenizer, row.completion, row.finished) for row in rows]
+        yield TraceRow(prompt=_ids(tokenizer, rows[0].prompt, False), completions=completions)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool) -> list[int]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [*ids, tokenizer.eos_token_id] if ended else ids
+
+
+def main(samples: Path, checkpoint: Path, out: Path) -> None:
+    """Write the trace of SAMPLES, tokenized by CHECKPOINT's tokenizer, to OUT."""
+    check_writable(out)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    write_rows(out, traces(read_rows(SampleRow, samples), tokenizer))
+
+
+if __name__ == "__main__":
+    typer.run(main)
