@@ -96,6 +96,7 @@ SECTIONS = (
     run.RunSettings,
     run.RunFile,
     models.CalibrationSettings,
+    models.RandomErrorSettings,
     training.AdapterSettings,
     training.NoiseSettings,
     training.ThermostatSettings,

@@ -10,7 +10,7 @@ from qerl.host.imports import OPTIONAL
 from qerl.jobs.base import Job, Part
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
-from qerl.settings.models import CalibrationSettings, PretrainSettings
+from qerl.settings.models import CalibrationSettings, PretrainSettings, RandomErrorSettings
 from qerl.settings.rollout import RolloutSettings
 
 
@@ -81,6 +81,8 @@ class QuantizeJob(Job):
     source: Path
     calibration: CalibratedOn | None
     """None: rounded to nearest."""
+    error: RandomErrorSettings | None
+    """None: the weights have no random error."""
 
     @property
     def gpus(self) -> int:

@@ -28,8 +28,9 @@ def check_run(run: PlannedRun, config: Config) -> None:
     require(settings.dataset, config.datasets, written("dataset"), "datasets")
     if (made := settings.calibrated) and made.dataset:
         require(made.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    if settings.weights in GROUP_SIZE:
-        _check_groups(config.models[settings.model], settings.weights, written("weights"))
+    rounded = settings.perturbed.of if settings.perturbed else settings.weights
+    if rounded in GROUP_SIZE:
+        _check_groups(config.models[settings.model], rounded, written("weights"))
 
 
 def check_followed(plan_: Plan) -> None:

@@ -97,6 +97,7 @@ class Jobs:
             weights=base.weights,
             source=self.files.dense(base.model),
             calibration=CalibratedOn(settings=made, data=self.files.data(str(made.dataset))) if made else None,
+            error=base.error,
             out=self.files.checkpoint(base).parent,
         )
 

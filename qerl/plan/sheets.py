@@ -10,28 +10,35 @@ from typing import Any
 from qerl.results.printed import figures_fed, tables_fed
 from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.config import Config
-from qerl.settings.models import CalibrationSettings, Recipe
+from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe
 from qerl.settings.run import RunSettings
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A base model in one weight format, rounded to nearest, or by AWQ where there is a calibration."""
+    """A base model in one weight format, rounded to nearest, or by AWQ where there is a calibration.
+
+    With an `error` it is dense and has that random error.
+    """
 
     model: str
     weights: str
     calibration: CalibrationSettings | None = None
+    error: RandomErrorSettings | None = None
 
     @property
     def id(self) -> str:
         """The name of its folder."""
         made = self.calibration
         awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
-        return f"{self.model}-{self.weights}{awq}"
+        random = f"-random-{self.error.of}-seed{self.error.seed}" if self.error else ""
+        return f"{self.model}-{self.weights}{awq}{random}"
 
     @property
     def recipe(self) -> Recipe:
         """How its weights are quantized."""
+        if self.error:
+            return "random"
         return "awq" if self.calibration else "rtn"
 
 
@@ -48,7 +55,8 @@ class PlannedRun:
     @property
     def checkpoint(self) -> Checkpoint:
         """The base that the run starts from."""
-        return Checkpoint(self.settings.model, self.settings.weights, self.settings.calibrated)
+        settings = self.settings
+        return Checkpoint(settings.model, settings.weights, settings.calibrated, settings.perturbed)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from qerl.results.paths import CHECKPOINT, REPORT
 from qerl.results.schema.preparation import QuantizationReport
 from qerl.results.schema.stored import Provenance
 from qerl.settings.base import ConfigError
-from qerl.settings.models import LockedRepo
+from qerl.settings.models import LockedRepo, RandomErrorSettings
 
 if TYPE_CHECKING:
     from qerl.quantization.awq import Calibration
@@ -36,9 +36,9 @@ def quantize_base(job: QuantizeJob) -> None:
         with imports(OPTIONAL):  # nothing optional rounds to nearest
             from qerl.quantization.writer import SCHEMES
 
-            if job.weights in SCHEMES:
+            if job.weights in SCHEMES or (job.error and job.error.of in SCHEMES):
                 import llmcompressor  # noqa: F401
-    make_checkpoint(job.model, job.weights, job.source, job.out / CHECKPOINT, job.out / REPORT, texts)
+    make_checkpoint(job.model, job.weights, job.source, job.out / CHECKPOINT, job.out / REPORT, texts, job.error)
 
 
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
@@ -69,15 +69,16 @@ def make_checkpoint(
     checkpoint: Path,
     report: Path,
     calibration: Calibration | None = None,
+    error: RandomErrorSettings | None = None,
 ) -> None:
     """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked.
 
-    With a `calibration` it is made by AWQ.
+    With a `calibration` it is made by AWQ. With an `error`, bf16 is the source with that random error.
     """
     from qerl.quantization.checkpoint import quantize_checkpoint
 
-    about = quantize_checkpoint(source, checkpoint, weights, calibration)
-    if weights == "bf16":
+    about = quantize_checkpoint(source, checkpoint, weights, calibration, error)
+    if weights == "bf16" and error is None:
         link_checkpoint(source, checkpoint)
     content = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
     write(report, QuantizationReport.model_validate(content))

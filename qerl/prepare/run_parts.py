@@ -112,9 +112,10 @@ def _base(settings: RunFile, source: Path, target: Path) -> None:
     from qerl.prepare.base_checkpoint import link_checkpoint, make_checkpoint
     from qerl.quantization.awq import Calibration
 
-    if weights_format_of(source) == settings.weights:
+    error = settings.settings.perturbed
+    if weights_format_of(source) == settings.weights and error is None:
         link_checkpoint(source, target)
         return
     made = settings.settings.calibrated
     texts = Calibration(made, settings.out / DATA) if made else None
-    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts)
+    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,9 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize, tensor_specs
 from qerl.formats.errors import FormatError
 from qerl.provenance.files import put
+from qerl.quantization.random_error import write_random_error
 from qerl.quantization.writer import linear_layers, write_packed
+from qerl.settings.models import RandomErrorSettings
 
 if TYPE_CHECKING:
     from qerl.quantization.awq import Calibration
@@ -33,13 +36,18 @@ _LIBRARIES = {
 
 
 def quantize_checkpoint(
-    source: Path, target: Path, weights_format: str, calibration: Calibration | None = None
+    source: Path,
+    target: Path,
+    weights_format: str,
+    calibration: Calibration | None = None,
+    error: RandomErrorSettings | None = None,
 ) -> dict[str, Any]:
     """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
 
     Weights are rounded to nearest. With a `calibration` (NVFP4, MXFP4) AWQ first equalises the model. Embeddings, norms
     and the head stay bfloat16, and the tokenizer is copied. `target` appears complete or not at all. "bf16" writes
-    nothing. Returns `quantization_report`, for AWQ against the equalised model.
+    nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against the
+    equalised model.
 
     Raises `CheckpointError` if `source` isn't dense or holds NaN or infinity, or if `target` exists. Raises
     `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
@@ -48,14 +56,14 @@ def quantize_checkpoint(
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
         _refuse_what_is_not_finite(headers)
-    if weights_format == "bf16":
+    if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
     for layer in linear_layers(headers):
         rows, columns = headers[f"{layer}.weight"].shape
         try:
-            tensor_specs(weights_format, (rows, columns))
-        except FormatError as error:
-            raise FormatError(f"{source}: {layer}: {error}") from None
+            tensor_specs(error.of if error else weights_format, (rows, columns))
+        except FormatError as reason:
+            raise FormatError(f"{source}: {layer}: {reason}") from None
     from qerl.policy.loading import load_tokenizer
 
     if target.exists() and any(target.iterdir()):
@@ -68,9 +76,14 @@ def quantize_checkpoint(
 
             dense = Path(scratch) / "equalised"
             awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
-        write_packed(dense, partial, weights_format)
+        if error is None:
+            write_packed(dense, partial, weights_format)
+        else:
+            write_random_error(dense, partial, error)
         load_tokenizer(source).save_pretrained(partial)
         report = quantization_report(dense, partial, weights_format) | awq
+        if error is not None:
+            report |= {"method": "random", "random_error": error.model_dump(mode="json")}
         put(partial, target)
     return report
 
@@ -95,7 +108,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
         "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
         "bits_per_weight": 8 * stored / weights,
         "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,
-        "relative_error": {} if weights_format == "bf16" else _relative_errors(dense, headers, weights_format),
+        "relative_error": {} if source == target else _relative_errors(dense, headers, weights_format),
         "versions": {name: version(name) for name in ("torch", "transformers", *_LIBRARIES[weights_format])},
     }
 
@@ -115,17 +128,28 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
 ) -> dict[str, float]:
-    from qerl.policy.loading import read_packed
-
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
-    for layer, packed in read_packed(headers, weights_format):
+    for layer, stored in _stored_weights(headers, weights_format):
         kind = layer.rpartition(".")[2]
         name = f"{layer}.weight"
         [(_, weight)] = stream({name: dense[name]})
-        error[kind] += _squares(dequantize(packed, torch.float32).sub_(weight))
+        error[kind] += _squares(stored.sub_(weight))
         norm[kind] += _squares(weight)
     return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
+
+
+def _stored_weights(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, Tensor]]:
+    """The weight of each linear layer of the blocks as float32, unpacked where it is packed."""
+    from qerl.policy.loading import read_packed
+
+    if weights_format == "bf16":
+        for layer in sorted(linear_layers(headers)):
+            [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
+            yield layer, weight.float()
+        return
+    for layer, packed in read_packed(headers, weights_format):
+        yield layer, dequantize(packed, torch.float32)
 
 
 def _squares(values: Tensor) -> float:

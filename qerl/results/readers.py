@@ -21,11 +21,14 @@ from qerl.results.schema.preparation import QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, RolloutPoint, StepBenchResult, StepPoint
 from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
+from qerl.settings.models import Recipe
 
 #: What tables and figures show of the files.
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished", "flexible")
 _TASK = {"harness", "task", "problems", "repeats", "accuracy"}
+#: The recipe of a checkpoint that wasn't rounded to nearest, by the method of its report.
+_RECIPES: dict[str, Recipe] = {"awq": "awq", "random": "random"}
 _REPORT = {"model", "weights", "method", "size_bytes", "bits_per_weight", "bits_per_weight_model"}
 
 
@@ -108,7 +111,7 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
         report = read(QuantizationReport, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
         row = report.model_dump(include=_REPORT)
-        row["weights"] = weights_name(report.weights, "awq" if report.method == "awq" else "rtn")
+        row["weights"] = weights_name(report.weights, _RECIPES.get(report.method, "rtn"))
         rows.append(row | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 

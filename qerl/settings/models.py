@@ -14,7 +14,7 @@ from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
 
 
-Recipe = Literal["rtn", "awq"]
+Recipe = Literal["rtn", "awq", "random"]
 
 
 class PretrainSettings(Settings):
@@ -91,3 +91,15 @@ class CalibrationSettings(Settings):
     """Longest text, in tokens. Longer ones are cut."""
     seed: Seed = 0
     """Seed of the draw of texts."""
+
+
+class RandomErrorSettings(Settings):
+    """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16.
+
+    It is drawn once, from a normal distribution whose variance in each group is the mean square of rounding's error
+    there (`qerl.quantization.random_error`)."""
+
+    of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    """The format whose rounding is imitated."""
+    seed: Seed | None = None
+    """Seed of the draw. None takes the run's, so that paired runs have errors of their own."""

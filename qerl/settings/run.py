@@ -12,7 +12,7 @@ from pydantic import (
 
 from qerl.settings.base import FilePath, PositiveInt, Seed, Settings, can_name_a_file
 from qerl.settings.data import DatasetSettings, HubData, LocalData
-from qerl.settings.models import CalibrationSettings, Recipe, WeightFormat
+from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe, WeightFormat
 from qerl.settings.reward import RewardSettings
 from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
 from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings, ThermostatSettings
@@ -33,9 +33,11 @@ class RunSettings(Settings):
     weights: WeightFormat = "nvfp4"
     recipe: Recipe = "rtn"
     """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
-    by their activations on calibration texts."""
+    by their activations on calibration texts. `random` (bf16) adds a random error as large as that of rounding."""
     calibration: CalibrationSettings = CalibrationSettings()
     """Settings that only `recipe: awq` uses."""
+    random_error: RandomErrorSettings = RandomErrorSettings()
+    """Settings that only `recipe: random` uses."""
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
@@ -77,6 +79,8 @@ class RunSettings(Settings):
             )
         if self.recipe == "awq" and self.weights not in ("nvfp4", "mxfp4"):
             raise ValueError(f"recipe=awq scales for nvfp4 and mxfp4, not for weights={self.weights}; use recipe=rtn")
+        if self.recipe == "random" and self.weights != "bf16":
+            raise ValueError(f"recipe=random adds its error to weights=bf16, not to weights={self.weights}")
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
         if self.method == "full" and self.rollout.engine != "native":
@@ -107,9 +111,17 @@ class RunSettings(Settings):
     @property
     def calibrated(self) -> CalibrationSettings | None:
         """The calibration of the run's checkpoint, with its data set's name, or none."""
-        if self.recipe == "rtn":
+        if self.recipe != "awq":
             return None
         return self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
+
+    @property
+    def perturbed(self) -> RandomErrorSettings | None:
+        """The random error of the run's checkpoint, with its seed, or none."""
+        if self.recipe != "random":
+            return None
+        seed = self.seed if self.random_error.seed is None else self.random_error.seed
+        return self.random_error.model_copy(update={"seed": seed})
 
 
 class RunFile(RunSettings):

@@ -11,7 +11,7 @@ from qerl.settings.models import WeightFormat
 
 
 class QuantizationReport(Stored):
-    """quantize/<checkpoint>/report.json; `relative_error` by layer type, `calibration` of AWQ."""
+    """quantize/<checkpoint>/report.json; `relative_error` by layer type, `calibration` of AWQ, a random error."""
 
     model: str
     weights: WeightFormat
@@ -23,6 +23,7 @@ class QuantizationReport(Stored):
     relative_error: dict[str, float]
     versions: dict[str, str] = Field({})
     calibration: dict[str, Any] | None = None
+    random_error: dict[str, Any] | None = None
     provenance: Provenance
 
 

@@ -235,6 +235,19 @@ def test_a_calibrated_checkpoint_has_a_folder_of_its_own():
     assert set(sheet(plan_, "h200").weights) == {"nvfp4", "nvfp4-awq"}
 
 
+def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
+    arms = {"a": {"weights": "bf16", "recipe": "random"}, "b": {"weights": "bf16", "recipe": "random"}}
+    arms["b"]["random_error"] = {"of": "nf4", "seed": 7}
+    made = planned(with_experiment(arms=arms, grid={"seed": [0, 1]}))
+    assert {run.id: run.checkpoint.id for run in made.runs.values()} == {
+        **{f"e-a-seed{seed}": f"miniature-bf16-random-nvfp4-seed{seed}" for seed in (0, 1)},
+        **{f"e-b-seed{seed}": "miniature-bf16-random-nf4-seed7" for seed in (0, 1)},
+    }
+    job = Jobs(made).quantize("miniature-bf16-random-nf4-seed7")
+    assert (job.weights, job.error.of, job.error.seed) == ("bf16", "nf4", 7)
+    assert set(sheet(made, "h200").weights) == {"bf16-random"}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],
@@ -254,6 +267,7 @@ def _calibrated(dataset="arithmetic", samples=256, length=2048, seed=0):
         ({"calibration": {"dataset": "nowhere"}}, "calibration.dataset names 'nowhere', which is not in `datasets`"),
         ({"weights": "nf4"}, "not for weights=nf4; use recipe=rtn"),
         ({"weights": "bf16"}, "not for weights=bf16; use recipe=rtn"),
+        ({"recipe": "random"}, "recipe=random adds its error to weights=bf16, not to weights=nvfp4"),
     ],
 )
 def test_a_recipe_that_cant_be_followed_is_one_sentence(keys, sentence):
