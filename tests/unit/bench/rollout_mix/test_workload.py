@@ -16,6 +16,7 @@ from qerl.results.files import read
 from qerl.results.schema.evaluation import SampleRow
 from qerl.results.schema.speed import RolloutMixResult
 from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.settings.base import ConfigError
 
 WORK = {
@@ -104,6 +105,19 @@ def test_the_native_sampler_draws_the_lengths(tmp_path):
     assert result.drawn == sum(map(sum, workload.completion_tokens))
     assert len(result.runs) == WORK["repeats"]
     assert min(run.seconds for run in result.runs) > 0
+
+
+def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
+    """The GPU's engine, which runs on a CPU without graphs."""
+    monkeypatch.setattr(
+        engine, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
+    )
+    result = measured(tmp_path, engine)
+    for run in result.runs:
+        steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
+        assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
+        assert [decode.batch for decode in run.phases.decode][-1] == 4
+        assert 0 < run.phases.prefill < run.seconds
 
 
 def test_vllm_draws_the_same_lengths(tmp_path):
