@@ -8,7 +8,6 @@ to its own pair. The machine's baseline must be committed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -24,7 +23,9 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from qerl.provenance.files import write_json
+from qerl.results.files import read, write
+from qerl.results.paths import GATES, VERDICT
+from qerl.results.schema.gates import VerdictResult
 
 ROOT = Path(__file__).parents[1]
 
@@ -146,10 +147,10 @@ def judge(name: str, mutation: Mutation | None, verdict: Path, cores: Collection
         log = verdict.with_suffix(".log")
         with log.open("w") as out:
             subprocess.run(command, cwd=clone, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
-        made = clone / "results/ci/gates/verdict.json"
+        made = clone / "results/ci" / GATES / VERDICT
         if not made.is_file():
             sys.exit(f"the gates came to no verdict; see {log}")
-        write_json(verdict, {"defect": name, **json.loads(made.read_text())})
+        write(verdict, read(VerdictResult, made).model_copy(update={"defect": name}))
         log.unlink()
 
 
@@ -157,9 +158,9 @@ def table(folder: Path) -> pd.DataFrame:
     """A row a run: what was changed, the gates that had to fail and the other ones that did."""
     rows = []
     for file in sorted(folder.glob("*.json")):
-        told = json.loads(file.read_text())
-        name = told["defect"]
-        failed = [gate["gate"] for gate in told["gates"] if gate["outcome"] == "fail"]
+        result = read(VerdictResult, file)
+        name = str(result.defect)
+        failed = [gate.gate for gate in result.gates if gate.outcome == "fail"]
         mutation = MUTATIONS.get(name)
         due = mutation.seen if mutation else ()
         missed = [gate for gate in due if gate not in failed]
@@ -167,7 +168,7 @@ def table(folder: Path) -> pd.DataFrame:
             ("no: " + ", ".join(missed) if missed else "yes") if mutation else ("no alarm" if not failed else "ALARM")
         )
         others = ", ".join(gate for gate in failed if gate not in due)
-        commit = told["provenance"]["commit"][:12]
+        commit = str(result.provenance.commit)[:12]
         rows.append(
             {"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others, "commit": commit}
         )

@@ -23,6 +23,10 @@ NO_METRICS = {
     for name, field in StepMetrics.model_fields.items()
     if field.is_required()
 }
+#: Bytes of a 7B NVFP4 step without adapter, one sequence, 256 tokens in the cache, by hand: projections, head, a row of
+#: the embedding, norms and biases, cache. At this many a millisecond the floor is 1 ms.
+STEP_BYTES = 3_670_475_536 + 1_089_994_752 + 7_168 + 666_624 + 14_737_408
+CEILINGS = {"copy_bytes_per_second": 1e3 * STEP_BYTES, "matmul_flops_per_second": 1e15}
 SAMPLER = "native, PyTorch on bfloat16"
 ARMS = {
     "bf16-full": ("bf16", "full", "off"),
@@ -226,6 +230,63 @@ def write_bench(root: Path, name: str, kind: str, points: list[dict], model: str
     result = {"bench": name, "kind": kind, "points": points, "provenance": PROVENANCE}
     result |= {"model": model} if kind == "rollout" else {}
     return write_json(root / "profile" / f"{name}.json", result)
+
+
+def decode_file(
+    root: Path, engine: str, weights: str, points: dict[int, list[float] | str], rank=16, machine="Test GPU", **changed
+) -> Path:
+    """A decode file of 7B; points by sequences, samples or the status of a failure."""
+    measured = [
+        {"sequences": sequences, "status": told, "samples": [], "peak_memory_bytes": None}
+        if isinstance(told, str)
+        else {
+            "sequences": sequences,
+            "status": "ok",
+            "samples": told,
+            "prompt_seconds": 2.048,
+            "peak_memory_bytes": 12.5e9,
+            "sampler": "any",
+        }
+        for sequences, told in points.items()
+    ]
+    value = {
+        "bench": "decode",
+        "engine": engine,
+        "size": "7B",
+        "weights": weights,
+        "rank": rank,
+        "prompt": 128,
+        "tokens": 256,
+        "ceilings": CEILINGS,
+        "gpu": None,
+        "points": measured,
+        "provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}},
+    } | changed
+    return write_json(root / f"{engine}-{value['size']}-{weights}-{rank}-{machine}.json", value)
+
+
+def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
+    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group": 8, "prompt_tokens": 128}
+    work |= {"completion_tokens": 1024, "rank": 16, "repeats": len(seconds)}
+    memory = {
+        "peak_bytes": 20e9,
+        "kv_cache_bytes": 8e9,
+        "without_kv_cache_bytes": 12e9,
+        "parts": parts,
+        "device_bytes": 21e9,
+    }
+    value = {
+        "bench": "grpo_step",
+        "status": "ok",
+        "system": system,
+        "sampler": "any",
+        "work": work,
+        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None},
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in seconds],
+        "memory": memory,
+        "provenance": PROVENANCE,
+    }
+    return write_json(root / f"{system}-{size}.json", value)
 
 
 def answers(accuracy: float, seed: int | list[int], problems: int = 100, repeats: int = 2) -> np.ndarray:

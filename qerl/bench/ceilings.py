@@ -8,6 +8,8 @@ from statistics import median
 
 import torch
 
+from qerl.results.schema.speed import Ceilings, GpuState
+
 #: Bytes that are copied, larger than any cache.
 COPY_BYTES = 4 * 10**9
 #: Rows and columns of the matrices.
@@ -17,14 +19,14 @@ _WARMUP, _REPEATS = 2, 5
 _FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temperature.gpu", "watts": "power.draw"}
 
 
-def ceilings(device: torch.device) -> dict[str, float] | None:
+def ceilings(device: torch.device) -> Ceilings | None:
     """Bytes a second that a copy within the GPU reads and writes, and FLOP/s of a bfloat16 product; None on a CPU.
 
     It takes under a second and, meanwhile, two COPY_BYTES of the GPU's memory.
     """
     if device.type != "cuda":
         return None
-    measured = {"copy_bytes_per_second": _copy(device), "matmul_flops_per_second": _matmul(device)}
+    measured = Ceilings(copy_bytes_per_second=_copy(device), matmul_flops_per_second=_matmul(device))
     torch.cuda.empty_cache()
     return measured
 
@@ -57,7 +59,7 @@ def _seconds(work: Callable[[], torch.Tensor]) -> float:
     return median(taken)
 
 
-def gpu_state() -> dict[str, float | None] | None:
+def gpu_state() -> GpuState | None:
     """MHz of processors and memory, degrees Celsius and watts of this process's GPU now; None without a GPU.
 
     A figure that the driver doesn't tell is None.
@@ -71,10 +73,12 @@ def gpu_state() -> dict[str, float | None] | None:
     return parse_state(answer.stdout)
 
 
-def parse_state(line: str) -> dict[str, float | None]:
+def parse_state(line: str) -> GpuState:
     """`gpu_state` from the line that nvidia-smi prints."""
     values = [value.strip() for value in line.split(",")]
-    return {
-        name: None if value.startswith("[") or value == "N/A" else float(value)
-        for name, value in zip(_FIELDS, values, strict=True)
-    }
+    return GpuState(
+        **{
+            name: None if value.startswith("[") or value == "N/A" else float(value)
+            for name, value in zip(_FIELDS, values, strict=True)
+        }
+    )

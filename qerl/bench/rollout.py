@@ -14,7 +14,7 @@ from qerl.host.profiling import seconds
 from qerl.jobs.profile import RolloutJob
 from qerl.policy.policy import Policy, load_policy, weight_bytes, with_adapter
 from qerl.results.files import write
-from qerl.results.schema.profile import RolloutBenchResult
+from qerl.results.schema.profile import RolloutBenchResult, RolloutPoint
 from qerl.results.schema.stored import Provenance
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
@@ -60,19 +60,25 @@ def bench_rollout(job: RolloutJob) -> None:
         for w in settings.weights
     ]
     rows = [_row(point, settings) for point in run_points(points, settings.repeats, settings.interleave)]
-    about = {"bench": job.bench, "model": settings.model, "kind": "rollout"}
-    result = {**about, "points": rows, "provenance": Provenance.of_now(settings.seed)}
-    write(job.out, RolloutBenchResult.model_validate(result))
+    result = RolloutBenchResult(
+        bench=job.bench,
+        kind="rollout",
+        model=settings.model,
+        points=rows,
+        provenance=Provenance.of_now(settings.seed),
+    )
+    write(job.out, result)
 
 
-def _row(point: Point, settings: RolloutBench) -> dict[str, Any]:
-    return {
+def _row(point: Point, settings: RolloutBench) -> RolloutPoint:
+    return RolloutPoint(
         **point.label,
-        "sequences": settings.sequences,
-        "prompt_tokens": settings.prompt_tokens,
-        "completion_tokens": settings.completion_tokens,
-        "samples": [sample["rate"] for sample in point.samples],
-        **{key: point.samples[0][key] if point.samples else None for key in ("weight_bytes", "sampler")},
-        "peak_memory_bytes": point.peak_memory_bytes or None,
-        "status": point.status,
-    }
+        sequences=settings.sequences,
+        prompt_tokens=settings.prompt_tokens,
+        completion_tokens=settings.completion_tokens,
+        samples=[sample["rate"] for sample in point.samples],
+        weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
+        sampler=point.samples[0]["sampler"] if point.samples else None,
+        peak_memory_bytes=point.peak_memory_bytes or None,
+        status=point.status,
+    )

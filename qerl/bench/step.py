@@ -11,7 +11,7 @@ from qerl.bench.timing import Point, run_points
 from qerl.jobs.profile import StepJob, TimedRun
 from qerl.policy.policy import weight_bytes
 from qerl.results.files import write
-from qerl.results.schema.profile import StepBenchResult
+from qerl.results.schema.profile import StepBenchResult, StepPoint
 from qerl.results.schema.stored import Provenance
 from qerl.rl.train import make_trainer
 
@@ -38,8 +38,7 @@ def bench_step(job: StepJob) -> None:
             for run in job.runs
         ]
         measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
-    result = {"bench": job.bench, "kind": "step", "points": measured, "provenance": Provenance.of_now()}
-    write(job.out, StepBenchResult.model_validate(result))
+    write(job.out, StepBenchResult(bench=job.bench, kind="step", points=measured, provenance=Provenance.of_now()))
 
 
 def _label(run: TimedRun) -> dict[str, Any]:
@@ -58,14 +57,14 @@ def _label(run: TimedRun) -> dict[str, Any]:
     }
 
 
-def _row(point: Point) -> dict[str, Any]:
+def _row(point: Point) -> StepPoint:
     parts = {part: [sample[part] for sample in point.samples] for part in ("step", "rollout", "update")}
-    return {
+    return StepPoint(
         **point.label,
-        "samples": parts["step"],
-        "rollout_seconds": parts["rollout"],
-        "update_seconds": parts["update"],
-        "weight_bytes": point.samples[0]["weight_bytes"] if point.samples else None,
-        "peak_memory_bytes": point.peak_memory_bytes or None,
-        "status": point.status,
-    }
+        samples=parts["step"],
+        rollout_seconds=parts["rollout"],
+        update_seconds=parts["update"],
+        weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
+        peak_memory_bytes=point.peak_memory_bytes or None,
+        status=point.status,
+    )

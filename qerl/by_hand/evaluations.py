@@ -15,9 +15,9 @@ from qerl.data.given import GIVEN, GivenData, given
 from qerl.host.imports import check_installed
 from qerl.prepare.run_parts import DATA, whole
 from qerl.provenance.files import check_writable
-from qerl.results.files import read
-from qerl.results.paths import RESULT, SAMPLES
-from qerl.results.schema.evaluation import OwnEvaluationResult
+from qerl.results.files import read, read_rows
+from qerl.results.paths import DATASET, RESULT, SAMPLES
+from qerl.results.schema.evaluation import OwnEvaluationResult, SampleRow
 from qerl.settings.base import ConfigError, check_seed, parse
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
@@ -74,8 +74,7 @@ class Evaluation:
         """One row a completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
         import pandas as pd
 
-        text_columns = {"problem": str, "extracted": str, "gold": str}
-        return pd.read_json(self.folder / SAMPLES, lines=True, dtype=text_columns)
+        return pd.DataFrame([row.content() for row in read_rows(SampleRow, self.folder / SAMPLES)])
 
     @property
     def accuracy(self) -> Interval:
@@ -125,7 +124,7 @@ def evaluate(
     asked = {"answer": answer, "units": [*units], **({} if instruction is None else {"instruction": instruction})}
     data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
-    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data)["format"])}
+    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
     about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
     row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
@@ -145,7 +144,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
     data = folder / DATA
-    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / "dataset.json").is_file()):
+    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
     check_writable(folder)
     asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
@@ -186,7 +185,7 @@ def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> 
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
     asked_of: Any = records.values["origin"]["path"] if as_file else records.values
-    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / "dataset.json").is_file():
+    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / DATASET).is_file():
         return Path(asked_of)
     if isinstance(asked_of, DatasetSettings):
         settings = asked_of

@@ -27,7 +27,9 @@ from qerl.host.progress import log
 from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text
+from qerl.results.files import read_rows
 from qerl.results.paths import METRICS, POLICY, REPORT, RUN
+from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
 from qerl.settings.data import FunctionData
 from qerl.settings.reading import read_yaml
@@ -91,7 +93,8 @@ class Run:
                 if (self.folder / RUN_FILE).is_file()
                 else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
             )
-        return pd.read_json(max(metrics_files, key=lambda file: file.stat().st_mtime_ns), lines=True)
+        latest = max(metrics_files, key=lambda file: file.stat().st_mtime_ns)
+        return pd.DataFrame([row.content() for row in read_rows(StepMetrics, latest)])
 
     @cached_property
     def policy(self) -> Policy:

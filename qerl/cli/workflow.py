@@ -133,7 +133,8 @@ def grid(
     plan = _plan(config, None)
     if plan.config.shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    folder, jobs = Path(plan.folder) / "points", Jobs(plan).points
+    planned = Jobs(plan)
+    folder, jobs = planned.files.points, planned.points
     states = {id: state(id, job, plan.config.shapes, folder) for id, job in jobs.items()}
     if missing:
         left = [jobs[id].model_copy(update={"out": folder / file_of(id)}) for id in jobs if MISSING in states[id]]

@@ -22,7 +22,9 @@ from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
 from qerl.host.plugins import call
-from qerl.provenance.files import write_json
+from qerl.results.files import read, write
+from qerl.results.paths import DATASET
+from qerl.results.schema.preparation import PreparedDataset
 from qerl.settings.data import (
     ComparisonData,
     CountdownData,
@@ -38,7 +40,6 @@ from qerl.settings.data import (
 )
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-META = "dataset.json"
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _Splits = dict[Split, list[Located]]
 
@@ -55,19 +56,19 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
-    meta = {
-        "format": settings.format,
-        "instruction": settings.instruction,
-        "answer": settings.answer,
-        "units": settings.units,
-        "rows": {split: len(splits.get(split, [])) for split in SPLITS},
-        "sha256": files,
-        "columns": settings.columns,
-        "filter": settings.filter.model_dump(mode="json"),
-        "origin": origin.model_dump(mode="json"),
-        "repository_files": hub.hashes() if hub else {},
-    }
-    write_json(target / META, meta)
+    about = PreparedDataset(
+        format=settings.format,
+        instruction=settings.instruction,
+        answer=settings.answer,
+        units=settings.units,
+        rows={split: len(splits.get(split, [])) for split in SPLITS},
+        sha256=files,
+        columns=settings.columns,
+        filter=settings.filter.model_dump(mode="json"),
+        origin=origin.model_dump(mode="json"),
+        repository_files=hub.hashes() if hub else {},
+    )
+    write(target / DATASET, about)
 
 
 def split_file(folder: Path, split: Split) -> Path:
@@ -75,21 +76,18 @@ def split_file(folder: Path, split: Split) -> Path:
     return folder / f"{split}.jsonl"
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read dataset.json of a prepared folder: format, instruction, answer, units, rows, sha256, origin.
-
-    Folders that were prepared before data sets had units have none.
-    """
-    return {"units": [], **json.loads((folder / META).read_text())}
+def read_meta(folder: Path) -> PreparedDataset:
+    """Read dataset.json of a prepared folder."""
+    return read(PreparedDataset, folder / DATASET)
 
 
 def read_split(folder: Path, split: Split) -> list[Problem]:
     """Read the problems of one split of a prepared folder; an empty list if the set has no such split."""
     meta, file = read_meta(folder), split_file(folder, split)
-    problems = [parse_record(record, meta["format"], where) for where, record in _records(file)]
-    if len(problems) != meta["rows"][split]:
+    problems = [parse_record(record, meta.format, where) for where, record in _records(file)]
+    if len(problems) != meta.rows[split]:
         raise DataError(
-            f"{file} holds {len(problems)} records, not the {meta['rows'][split]} that were written; delete {folder}, "
+            f"{file} holds {len(problems)} records, not the {meta.rows[split]} that were written; delete {folder}, "
             "to have it prepared again"
         )
     return problems

@@ -110,16 +110,16 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]
     about = read_meta(folder)
-    check_scored(task, about["format"], "evaluation.tasks")
+    check_scored(task, about.format, "evaluation.tasks")
     problems = read_split(folder, task.split)
     if not problems:
         raise EvaluationError(
             f"{folder} has no {task.split} problems to evaluate on; prepare it from an origin with a {task.split} split"
         )
     if task.task is None:
-        form, units = about["answer"], tuple(about["units"])
-        return EvaluationSet(task.label, about["format"], about["instruction"], problems, form, units)
-    return EvaluationSet(task.label, about["format"], "", problems, stock=_stock(task, folder))
+        form, units = about.answer, tuple(about.units)
+        return EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
+    return EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
 
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:

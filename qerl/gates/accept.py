@@ -6,8 +6,10 @@ import subprocess
 from pathlib import Path
 
 from qerl.gates.baselines import write_baseline
-from qerl.gates.job import MEASURED
 from qerl.plan import Plan
+from qerl.plan.files import Files
+from qerl.results.files import read
+from qerl.results.paths import MEASURED
 from qerl.results.schema.gates import GateMeasurements
 from qerl.settings.base import ConfigError
 
@@ -17,17 +19,17 @@ def accept(plan: Plan) -> Path:
     settings = plan.config.gates
     if settings is None:
         raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")
-    folder = Path(plan.folder)
-    file = folder / "gates" / MEASURED
+    file = Files(plan).gates / MEASURED
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
-    measured = GateMeasurements.model_validate_json(file.read_bytes())
-    if measured.provenance["dirty"] or not measured.provenance["commit"]:
+    measured = read(GateMeasurements, file)
+    commit = measured.provenance.commit
+    if measured.provenance.dirty or not commit:
         raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
     _check_nothing_staged()
     written = write_baseline(settings.baselines, measured)
     _git("add", str(written))
-    _git("commit", "--quiet", "--message", f"Baseline {written.stem}: {measured.provenance['commit'][:12]}")
+    _git("commit", "--quiet", "--message", f"Baseline {written.stem}: {commit[:12]}")
     return written
 
 

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from qerl.provenance.files import write_json
-from qerl.results.schema.gates import GateMeasurements
+from qerl.results.files import ResultError, read, write
+from qerl.results.schema.gates import Baseline, GateMeasurements
+from qerl.results.schema.stored import Machine
 from qerl.settings.base import ConfigError
-from qerl.settings.errors import sentence
 
 
-class Baseline(BaseModel):
-    """The reference of later runs: to the bit on machines of its class, within bounds on others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    measured: GateMeasurements
-
-    @property
-    def commit(self) -> str:
-        """The code that was measured."""
-        return self.measured.provenance["commit"]
-
-
-def machine_class(machine: Mapping[str, Any]) -> str:
+def machine_class(machine: Machine) -> str:
     """A name for machines that should measure alike: the GPUs, or else the CPU and its cores."""
-    return re.sub(r"[^a-z0-9]+", "-", machine["label"].lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", machine.label.lower()).strip("-")
 
 
-def baseline_file(folder: Path, machine: Mapping[str, Any]) -> Path:
+def baseline_file(folder: Path, machine: Machine) -> Path:
     """The file of the baseline of a machine's class."""
     return folder / f"{machine_class(machine)}.json"
 
@@ -41,12 +24,12 @@ def baseline_file(folder: Path, machine: Mapping[str, Any]) -> Path:
 def read_baseline(file: Path) -> Baseline:
     """Read a baseline. A `ConfigError` of one sentence says what is wrong with another file."""
     try:
-        return Baseline.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{file} is no baseline ({sentence(error, Baseline)}); restore it from git") from None
+        return read(Baseline, file)
+    except ResultError as error:
+        raise ConfigError(f"{error}; restore it from git") from None
 
 
-def own_baseline(folder: Path, machine: Mapping[str, Any], key: str) -> Baseline | None:
+def own_baseline(folder: Path, machine: Machine, key: str) -> Baseline | None:
     """The baseline of this machine's class and this workload, if there is one."""
     file = baseline_file(folder, machine)
     baseline = read_baseline(file) if file.is_file() else None
@@ -63,6 +46,6 @@ def any_baseline(folder: Path, key: str) -> Baseline | None:
 
 def write_baseline(folder: Path, measured: GateMeasurements) -> Path:
     """Write the baseline of the measuring machine's class; its file."""
-    file = baseline_file(folder, measured.provenance["machine"])
-    write_json(file, Baseline(measured=measured).model_dump(mode="json"))
+    file = baseline_file(folder, measured.provenance.machine)
+    write(file, Baseline(measured=measured))
     return file

@@ -12,9 +12,8 @@ from qerl.gates.judge import Baselines, judge, overall
 from qerl.gates.measured import collect
 from qerl.gates.rows import read_gates
 from qerl.jobs.gates import VerdictJob
-from qerl.provenance.files import write_json
 from qerl.results.files import read, write
-from qerl.results.paths import MEASURED, VERDICT
+from qerl.results.paths import MEASURED, VERDICT, VERDICT_TABLE
 from qerl.results.schema.gates import GateMeasurements, Verdict, VerdictResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings
@@ -27,19 +26,19 @@ def judge_results(job: VerdictJob) -> None:
 
 def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path) -> None:
     """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.md."""
-    baseline = own_baseline(settings.baselines, measured.provenance["machine"], measured.key)
+    baseline = own_baseline(settings.baselines, measured.provenance.machine, measured.key)
     baselines = Baselines(baseline, baseline or any_baseline(settings.baselines, measured.key))
     verdicts = [judge(gate, measured, baselines) for gate in read_gates(settings.file)]
-    write_json(out / MEASURED, measured.model_dump(mode="json"))
-    result = {
-        "outcome": overall(verdicts),
-        "key": measured.key,
-        "baseline": baseline.commit if baseline else None,
-        "gates": [verdict.model_dump(mode="json") for verdict in verdicts],
-        "provenance": measured.provenance,
-    }
-    (out / "verdict.md").write_text(verdict_table(verdicts).to_markdown(index=False) + "\n")
-    write(out / VERDICT, VerdictResult.model_validate(result))
+    write(out / MEASURED, measured)
+    (out / VERDICT_TABLE).write_text(verdict_table(verdicts).to_markdown(index=False) + "\n")
+    result = VerdictResult(
+        outcome=overall(verdicts),
+        key=measured.key,
+        baseline=baseline.commit if baseline else None,
+        gates=verdicts,
+        provenance=measured.provenance,
+    )
+    write(out / VERDICT, result)
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

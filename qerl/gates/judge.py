@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from qerl.gates.baselines import Baseline
 from qerl.gates.rows import Gate
 from qerl.results.intervals import paired_ratio_interval
-from qerl.results.schema.gates import Check, GateMeasurements, Outcome, Verdict
+from qerl.results.schema.gates import Baseline, Check, GateMeasurements, Outcome, Verdict
 
 #: Steps that a series of another machine is compared over: later on, rounding has led to other completions.
 EARLY_STEPS = 2
@@ -48,7 +47,7 @@ class Baselines:
         """Whether there is a baseline of this class of machines, made with the same versions of all libraries."""
         return (
             self.same_machine is not None
-            and self.same_machine.measured.provenance["versions"] == measured.provenance["versions"]
+            and self.same_machine.measured.provenance.versions == measured.provenance.versions
         )
 
 

@@ -26,9 +26,9 @@ from qerl.gates.baselines import machine_class, own_baseline
 from qerl.host.progress import log
 from qerl.jobs.gates import SpeedJob
 from qerl.provenance.code_version import PACKAGE
-from qerl.provenance.stamp import stamp
 from qerl.results.files import write
-from qerl.results.schema.gates import SpeedResult
+from qerl.results.schema.gates import SpeedPairs, SpeedResult
+from qerl.results.schema.stored import Provenance
 from qerl.settings.base import ConfigError
 
 #: Imported, so that its content counts in the version of what is measured; it runs as a file.
@@ -39,20 +39,17 @@ _ERROR_LINES = 5
 
 def measure_speed(job: SpeedJob) -> None:
     """Time this code in turn with the baseline's; without a baseline the result says so and has no samples."""
-    stamped = stamp()
-    baseline = own_baseline(job.baselines, stamped["machine"], job.key)
+    provenance = Provenance.of_now()
+    baseline = own_baseline(job.baselines, provenance.machine, job.key)
     if baseline is None:
-        log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(stamped["machine"]))
+        log.warning("no baseline of %s for this workload: nothing to compare with", machine_class(provenance.machine))
     samples = compare(baseline.commit, job.checkpoint, job.rounds, Path("work/gates")) if baseline else {}
-    result = {"baseline": None, "samples": {}, **samples, "provenance": stamped}
-    write(job.out, SpeedResult.model_validate(result))
+    commit = baseline.commit if baseline else None
+    write(job.out, SpeedResult(baseline=commit, samples=samples, provenance=provenance))
 
 
-def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds a token of this code and of the code of `commit`: one pair a round.
-
-    {baseline: commit, samples: {workload: {now: [...], baseline: [...]}}}
-    """
+def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, SpeedPairs]:
+    """Seconds a token of this code and of the code of `commit`, by workload: one pair a round."""
     folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}
     commits = {"now": os.environ.get("QERL_COMMIT"), "baseline": commit}
     samples: dict[str, dict[str, list[float]]] = {name: {"now": [], "baseline": []} for name in WORKLOADS}
@@ -70,7 +67,7 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
                         # Repeats of a turn share what disturbs it, so they are one sample: the least disturbed.
                         samples[workload][name].append(min(seconds))
             log.info("round %d of %d", turn, rounds)
-    return {"baseline": commit, "samples": samples}
+    return {workload: SpeedPairs(**times) for workload, times in samples.items()}
 
 
 # --- the baseline's code ---------------------------------------------------------------------------------------------

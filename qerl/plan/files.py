@@ -5,9 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from qerl.data.sources import SPLITS, split_file
 from qerl.plan.sheets import Checkpoint, Plan
 from qerl.results import printed
-from qerl.results.paths import CHECKPOINT, LISTED, METRICS, POLICY, PROFILE, REPORT, RESULT, RUN
+from qerl.results.paths import (
+    CHECKED,
+    CHECKPOINT,
+    DATA,
+    DATASET,
+    EVALUATE,
+    FIGURES,
+    GATES,
+    LISTED,
+    METRICS,
+    MODELS,
+    NUMERICS,
+    POINTS,
+    POLICY,
+    PROFILE,
+    QUANTIZE,
+    REPORT,
+    RESULT,
+    RUN,
+    SPEED,
+    STORED,
+    TABLES,
+    TRAIN,
+)
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
 
@@ -23,7 +47,7 @@ class Files:
 
     def data(self, dataset: str) -> Path:
         """The folder of a prepared data set."""
-        return self.results / "data" / dataset
+        return self.results / DATA / dataset
 
     def data_folders(self, datasets: Iterable[str]) -> dict[str, Path]:
         """The folder of each of some data sets."""
@@ -31,8 +55,12 @@ class Files:
 
     def data_files(self, datasets: Iterable[str]) -> list[str]:
         """The files of prepared data sets."""
-        names = ("dataset.json", "train.jsonl", "validation.jsonl", "test.jsonl")
-        return [str(self.data(dataset) / name) for dataset in datasets for name in names]
+        folders = [self.data(dataset) for dataset in datasets]
+        return [
+            str(file)
+            for folder in folders
+            for file in (folder / DATASET, *(split_file(folder, split) for split in SPLITS))
+        ]
 
     def is_own(self, model: str) -> bool:
         """Whether a model is a folder of the user's."""
@@ -41,11 +69,23 @@ class Files:
     def dense(self, model: str) -> Path:
         """The unquantized model: the user's folder, or what is trained or downloaded."""
         settings = self._plan.config.models[model]
-        return settings.path if isinstance(settings, LocalModel) else self.results / "models" / model
+        return settings.path if isinstance(settings, LocalModel) else self.made_model(model)
+
+    def made_model(self, model: str) -> Path:
+        """A model that is trained or downloaded here."""
+        return self.results / MODELS / model
 
     def checkpoint(self, checkpoint: Checkpoint) -> Path:
         """A base in one format."""
-        return self.results / "quantize" / checkpoint.id / CHECKPOINT
+        return self.quantized(checkpoint.id) / CHECKPOINT
+
+    def quantized(self, checkpoint: str) -> Path:
+        """The folder of a base in one format, with its report."""
+        return self.results / QUANTIZE / checkpoint
+
+    def checked(self, check: str) -> Path:
+        """The file that says that a model fits its problems."""
+        return self.results / CHECKED / check
 
     def calibration(self, checkpoint: str) -> list[str]:
         """What AWQ measures activations on; nothing for a checkpoint that is rounded to nearest."""
@@ -54,13 +94,25 @@ class Files:
 
     def policy(self, run: str) -> Path:
         """What a run trains."""
-        return self.results / "train" / run / POLICY
+        return self.run(run) / POLICY
+
+    def run(self, run: str) -> Path:
+        """The folder of a run's results."""
+        return self.results / TRAIN / run
+
+    def evaluation(self, evaluation: str) -> Path:
+        """The folder of an evaluation's results."""
+        return self.results / EVALUATE / evaluation
+
+    def bench(self, bench: str) -> Path:
+        """The file of a measurement."""
+        return self.results / PROFILE / f"{bench}.json"
 
     def followed(self, run: str) -> Path | None:
         """The metrics of the run that a run's thermostat follows."""
         planned = self._plan.runs[run]
         if other := self._plan.followed(planned):
-            return self.results / "train" / other.id / METRICS
+            return self.run(other.id) / METRICS
         return planned.settings.thermostat.metrics if planned.settings.thermostat else None
 
     def bench_inputs(self, bench: str) -> list[str]:
@@ -76,13 +128,13 @@ class Files:
     def stored(self) -> list[str]:
         """Every result that tables and figures are made of."""
         plan = self._plan
-        named = [
-            *(f"quantize/{name}/{REPORT}" for name in plan.checkpoints),
-            *(f"train/{name}/{RUN}" for name in plan.runs),
-            *(f"evaluate/{name}/{RESULT}" for name in plan.evaluations),
-            *(f"{PROFILE}/{name}.json" for name in plan.config.benches),
+        files = [
+            *(self.quantized(name) / REPORT for name in plan.checkpoints),
+            *(self.run(name) / RUN for name in plan.runs),
+            *(self.evaluation(name) / RESULT for name in plan.evaluations),
+            *(self.bench(name) for name in plan.config.benches),
         ]
-        return [str(self.results / name) for name in named]
+        return list(map(str, files))
 
     @property
     def listed(self) -> Path:
@@ -94,13 +146,52 @@ class Files:
         """What a configuration is run for: tables and figures, of its shapes alone, or the verdict of its gates."""
         plan = self._plan
         if plan.config.shapes:
-            return [str(self.results / "tables")]
+            return [str(self.tables)]
         if plan.config.gates:
-            return [str(self.results / "gates/passed")]
-        tables = [f"tables/{name}.md" for name in plan.tables]
-        return [str(self.results / name) for name in (*tables, *(f"figures/{name}.png" for name in plan.figures))]
+            return [str(self.passed)]
+        tables = [self.tables / f"{name}.md" for name in plan.tables]
+        return list(map(str, [*tables, *(self.figures / f"{name}.png" for name in plan.figures)]))
+
+    @property
+    def tables(self) -> Path:
+        """The folder of tables, and of the speed grid's figures."""
+        return self.results / TABLES
+
+    @property
+    def figures(self) -> Path:
+        """The folder of figures."""
+        return self.results / FIGURES
+
+    @property
+    def points(self) -> Path:
+        """The folder of the speed grid's measured points."""
+        return self.results / POINTS
 
     # --- gates
+
+    @property
+    def gates(self) -> Path:
+        """The folder of the gates' results."""
+        return self.results / GATES
+
+    @property
+    def numerics(self) -> Path:
+        """The file of errors of codecs and graders."""
+        return self.gates / NUMERICS
+
+    @property
+    def speed(self) -> Path:
+        """The file of times beside the baseline's."""
+        return self.gates / SPEED
+
+    @property
+    def passed(self) -> Path:
+        """A file that is there only if every gate passes."""
+        return self.gates / "passed"
+
+    def stored_evaluation(self, policy: str) -> Path:
+        """The folder of the results of a committed policy."""
+        return self.gates / STORED / policy
 
     @property
     def gate_runs(self) -> list[str]:
@@ -135,15 +226,15 @@ class Files:
         """The results that the verdict is made of."""
         assert self._plan.config.gates is not None
         runs = self.gate_runs
-        named = [
-            *(f"train/{run}/{RUN}" for run in runs),
-            *(f"evaluate/{run}/{RESULT}" for run in runs),
-            *(f"gates/stored/{name}/{RESULT}" for name in self.stored_policies),
-            f"{PROFILE}/{self._plan.config.gates.bench}.json",
-            "gates/numerics.json",
-            "gates/speed.json",
+        files = [
+            *(self.run(run) / RUN for run in runs),
+            *(self.evaluation(run) / RESULT for run in runs),
+            *(self.stored_evaluation(name) / RESULT for name in self.stored_policies),
+            self.bench(self._plan.config.gates.bench),
+            self.numerics,
+            self.speed,
         ]
-        return [str(self.results / name) for name in named]
+        return list(map(str, files))
 
 
 def printed_files(name: str | None = None) -> list[str]:

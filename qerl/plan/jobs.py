@@ -74,7 +74,7 @@ class Jobs:
             runs=list(check.runs),
             evaluation=check.evaluation,
             data=self.files.data_folders(check.datasets),
-            out=self.files.results / "checked" / id,
+            out=self.files.checked(id),
         )
 
     def checked_run(self, run: str) -> list[str]:
@@ -98,7 +98,7 @@ class Jobs:
             source=self.files.dense(base.model),
             calibration=CalibratedOn(settings=made, data=self.files.data(str(made.dataset))) if made else None,
             error=base.error,
-            out=self.files.checkpoint(base).parent,
+            out=self.files.quantized(base.id),
         )
 
     # --- runs and evaluations
@@ -120,7 +120,7 @@ class Jobs:
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
             followed=self.files.followed(id),
-            out=self.files.policy(id).parent,
+            out=self.files.run(id),
         )
 
     def evaluate(self, id: str) -> EvaluateJob:
@@ -133,12 +133,12 @@ class Jobs:
             checkpoint=self.files.checkpoint(evaluation.checkpoint),
             trained=self.files.policy(evaluation.run.id) if evaluation.run else None,
             data=self.files.data_folders(sorted(evaluation.tasks)),
-            out=self.files.results / "evaluate" / id,
+            out=self.files.evaluation(id),
         )
 
     def profile(self, bench: str) -> RolloutJob | StepJob:
         """Measure rollouts or steps."""
-        settings, out = self._config.benches[bench], self.files.results / "profile" / f"{bench}.json"
+        settings, out = self._config.benches[bench], self.files.bench(bench)
         if isinstance(settings, RolloutBench):
             bases = {base.weights: self.files.checkpoint(base) for base in self._plan.bench_checkpoints(bench)}
             return RolloutJob(bench=bench, settings=settings, checkpoints=bases, out=out)
@@ -159,11 +159,11 @@ class Jobs:
 
     def table(self, name: str) -> TableJob:
         """Make a table."""
-        return TableJob(name=name, results=self.files.listed, out=self.files.results / "tables")
+        return TableJob(name=name, results=self.files.listed, out=self.files.tables)
 
     def figure(self, name: str) -> FigureJob:
         """Make a figure."""
-        return FigureJob(name=name, results=self.files.listed, out=self.files.results / "figures")
+        return FigureJob(name=name, results=self.files.listed, out=self.files.figures)
 
     # --- the speed grid
 
@@ -179,8 +179,8 @@ class Jobs:
     def shapes(self) -> ShapesJob:
         """Make tables and figures of the points that are measured, here or elsewhere."""
         assert self._config.shapes is not None
-        files = measured_files(self._config.shapes, self.files.results / "points")
-        return ShapesJob(files=files, out=self.files.results / "tables")
+        files = measured_files(self._config.shapes, self.files.points)
+        return ShapesJob(files=files, out=self.files.tables)
 
     # --- gates
 
@@ -198,12 +198,12 @@ class Jobs:
             checkpoint=self.files.gate_checkpoint,
             trained=self._gates.stored / name,
             data=self.files.data_folders(self.files.gate_tasks),
-            out=self.files.results / "gates/stored" / name,
+            out=self.files.stored_evaluation(name),
         )
 
     def numerics(self) -> NumericsJob:
         """Compare with stored vectors."""
-        return NumericsJob(vectors=self._gates.vectors, out=self.files.results / "gates/numerics.json")
+        return NumericsJob(vectors=self._gates.vectors, out=self.files.numerics)
 
     def speed(self) -> SpeedJob:
         """Time this code in turn with the baseline's."""
@@ -212,7 +212,7 @@ class Jobs:
             baselines=self._gates.baselines,
             key=workload_key(self._config),
             rounds=self._gates.rounds,
-            out=self.files.results / "gates/speed.json",
+            out=self.files.speed,
         )
 
     def verdict(self) -> VerdictJob:
@@ -221,7 +221,7 @@ class Jobs:
             settings=self._gates,
             key=workload_key(self._config),
             results=[Path(file) for file in self.files.judged],
-            out=self.files.results / "gates",
+            out=self.files.gates,
         )
 
     def of(self, rule: str, *names: str) -> Job:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from qerl.plan import Plan, PlannedRun
 from qerl.plan.cost_model import SIZES, UNMEASURED, Costs, Hours, PlannedWork
+from qerl.plan.files import Files
+from qerl.results.files import read
 from qerl.results.names import weights_name
+from qerl.results.paths import RESULT, RUN
 from qerl.results.schema.stored import OK
+from qerl.results.schema.training import RunResult
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
@@ -74,15 +76,14 @@ def _columns(phase: str, hours: Hours) -> dict[str, Any]:
 
 
 def _done(plan: Plan, run: PlannedRun) -> str:
-    trained, evaluated = (
-        Path(plan.folder) / file for file in (f"train/{run.id}/run.json", f"evaluate/{run.id}/result.json")
-    )
+    files = Files(plan)
+    trained = files.run(run.id) / RUN
     if not trained.is_file():
         return ""
-    status = json.loads(trained.read_text()).get("status", OK)
+    status = read(RunResult, trained).status
     if status != OK:
-        return str(status)
-    return "trained, evaluated" if evaluated.is_file() else "trained"
+        return status
+    return "trained, evaluated" if (files.evaluation(run.id) / RESULT).is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,8 @@ from qerl.jobs.shapes import (
     TrlStepJob,
     Work,
 )
+from qerl.results.files import read
+from qerl.results.schema.speed import DecodeResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, ShapesSettings, StepGrid
 from qerl.settings.run import RunSettings
@@ -68,7 +69,7 @@ def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str
     for folder, where in ((points, "measured"), (settings.samples, "committed")):
         file = folder / file_of(id)
         if file.is_file():
-            measured = {point["sequences"] for point in json.loads(file.read_text()).get("points", [])}
+            measured = {point.sequences for point in read(DecodeResult, file).points} if sequences else set()
             left = [count for count in sequences if count not in measured]
             return f"{where}, {len(left)} of {len(sequences)} points {MISSING}" if left else where
     return MISSING

@@ -46,7 +46,7 @@ def make_data(settings: RunFile) -> None:
     from qerl.data.sources import prepare, read_meta
 
     _make(settings, "dataset", DATA, _of_data(settings), lambda folder: prepare(settings.dataset, folder))
-    if not read_meta(settings.out / DATA)["rows"]["train"]:
+    if not read_meta(settings.out / DATA).rows["train"]:
         raise DataError("dataset has no training problems; give it a split train")
 
 

@@ -236,7 +236,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 def _load(folder: Path) -> _Set:
     meta = read_meta(folder)
-    data = _Set(meta["format"], meta["instruction"], read_split(folder, "train"), read_split(folder, "validation"))
+    data = _Set(meta.format, meta.instruction, read_split(folder, "train"), read_split(folder, "validation"))
     for split, problems in (("train", data.train), ("validation", data.validation)):
         if not problems:
             raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")

@@ -41,7 +41,7 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
     problems = read_split(data, "train")
     if not problems:
         raise DataError(f"{data} has no training problems to calibrate on; name another set as calibration.dataset")
-    instruction = read_meta(data)["instruction"]
+    instruction = read_meta(data).instruction
     texts = []
     for problem in Random(settings.seed).sample(problems, min(settings.samples, len(problems))):
         prompt = prompt_ids(tokenizer, problem.question, instruction)
@@ -65,7 +65,7 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
         **calibration.settings.model_dump(),
         "texts": len(texts),
         "tokens": sum(map(len, texts)),
-        "sha256": read_meta(calibration.data)["sha256"]["train"],
+        "sha256": read_meta(calibration.data).sha256["train"],
     }
 
 

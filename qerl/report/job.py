@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from qerl.report import layout, paper, tables
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results import printed, readers
+from qerl.results.files import read
 from qerl.results.intervals import METHOD
-from qerl.results.paths import RESULT, RUN
+from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
+from qerl.results.schema.profile import ProfileKind
 from qerl.settings.run import RunSettings
 
 CAPTIONS = {
@@ -103,12 +104,12 @@ class StoredResults:
 
     def quantization(self) -> pd.DataFrame:
         """See `readers.load_quantization`."""
-        return readers.load_quantization(self._named("report.json"))
+        return readers.load_quantization(self._named(REPORT))
 
     def points(self, kind: str) -> pd.DataFrame:
         """The points of all measurements of one kind."""
-        files = [path for path in self._paths if path.parent.name == "profile"]
-        chosen = [path for path in files if json.loads(path.read_text())["kind"] == kind]
+        files = [path for path in self._paths if path.parent.name == PROFILE]
+        chosen = [path for path in files if read(ProfileKind, path).kind == kind]
         return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results.files import ResultError
+from qerl.results.paths import FIGURES, TABLES
 
 #: Characters a line where there is no terminal to ask, such as a log.
 WIDTH = 120
@@ -21,7 +22,7 @@ WIDTH = 120
 def print_summary(root: Path, console: Console | None = None) -> None:
     """Print tables/accuracy.csv of a folder of results, then the paths of its tables, its figures and its report."""
     console = console or Console(width=None if Console().is_terminal else WIDTH)
-    file = root / "tables" / "accuracy.csv"
+    file = root / TABLES / "accuracy.csv"
     if not file.exists():
         raise ResultError(f"{file} doesn't exist; run the workflow to its end first")
     table = pd.read_csv(file)
@@ -47,8 +48,8 @@ def rich_table(title: str, frame: pd.DataFrame) -> Table:
 def _written(root: Path) -> dict[str, list[Path]]:
     """Files that people read: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
     by_kind = {
-        "tables (.csv, .tex and .html beside them)": sorted((root / "tables").rglob("*.md")),
-        "figures (.svg beside them)": sorted((root / "figures").rglob("*.png")),
+        "tables (.csv, .tex and .html beside them)": sorted((root / TABLES).rglob("*.md")),
+        "figures (.svg beside them)": sorted((root / FIGURES).rglob("*.png")),
         "report": [root / "report.html"] if (root / "report.html").exists() else [],
     }
     return {kind: paths for kind, paths in by_kind.items() if paths}

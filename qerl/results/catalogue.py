@@ -27,8 +27,8 @@ _BY_NAME: dict[str, Schema] = {
     paths.PRETRAIN: PretrainReport,
     paths.MEASURED: GateMeasurements,
     paths.VERDICT: VerdictResult,
-    "numerics.json": NumericsResult,
-    "speed.json": SpeedResult,
+    paths.NUMERICS: NumericsResult,
+    paths.SPEED: SpeedResult,
 }
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow}
 _BENCHES: dict[str, Schema] = {

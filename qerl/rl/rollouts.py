@@ -39,8 +39,7 @@ class Task:
     def of(data: Path) -> Task:
         """The training problems of a prepared data set."""
         meta = read_meta(data)
-        asked = meta["format"], meta["instruction"], meta["answer"], tuple(meta["units"])
-        return Task(read_split(data, "train"), *asked)
+        return Task(read_split(data, "train"), meta.format, meta.instruction, meta.answer, tuple(meta.units))
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
         """The task without problems over `rollout.max_prompt_tokens`. `DataError` if others don't fit `context`."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from qerl.checkpoints.context import usable_length
 from qerl.checkpoints.folder import check_checkpoint
 from qerl.data.inputs import hash_of, model_files
-from qerl.data.sources import META, split_file
+from qerl.data.sources import split_file
 from qerl.host.plugins import source_version
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log
@@ -23,7 +23,7 @@ from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapt
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import flush, write_text
 from qerl.results.files import write
-from qerl.results.paths import METRICS, POLICY, RUN
+from qerl.results.paths import DATASET, METRICS, POLICY, RUN
 from qerl.results.schema.stored import Provenance, Quartiles
 from qerl.results.schema.training import RunResult, RunSummary
 from qerl.rl.checkpoint import Checkpoints, ResumeError
@@ -89,7 +89,7 @@ def _state_folder(job: TrainJob) -> Path:
     Times of files don't count, because they follow the clock, and copies may keep old ones.
     """
     check_checkpoint(job.checkpoint)
-    files = [*model_files(job.checkpoint), job.data / META, split_file(job.data, "train")]
+    files = [*model_files(job.checkpoint), job.data / DATASET, split_file(job.data, "train")]
     files += [job.followed] if job.followed else []
     text = _fingerprint(job.settings) + "".join(map(hash_of, files))
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -17,7 +17,9 @@ from qerl.data.hub_lock import check_pinned
 from qerl.plan import check_engines, fitting, plan_from
 from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
+from qerl.plan.shapes import file_of
 from qerl.provenance.files import check_clock
+from qerl.results import paths
 
 
 def read_plan(given: dict):
@@ -57,7 +59,6 @@ def print_settings() -> None:
 PLAN = read_plan(config)
 JOBS = Jobs(PLAN)
 FILES = JOBS.files
-RESULTS = PLAN.folder
 
 
 def one_of(names) -> str:

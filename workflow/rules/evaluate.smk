@@ -9,8 +9,8 @@ rule evaluate:
         or [],
         checked=lambda wildcards: JOBS.checked_evaluation(wildcards.evaluation),
     output:
-        result="<results>/evaluate/{evaluation}/result.json",
-        samples="<results>/evaluate/{evaluation}/samples.jsonl",
+        result=FILES.evaluation("{evaluation}") / paths.RESULT,
+        samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,
     log:
         "<logs>/evaluate/{evaluation}.log",
     benchmark:

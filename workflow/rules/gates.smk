@@ -6,7 +6,7 @@ rule gate_numerics:
         vectors=f"{PLAN.config.gates.vectors}/vectors.safetensors",
         answers=f"{PLAN.config.gates.vectors}/answers.jsonl",
     output:
-        "<results>/gates/numerics.json",
+        FILES.numerics,
     log:
         "<logs>/gates/numerics.log",
     conda:
@@ -28,8 +28,8 @@ rule gate_stored:
         checkpoint=str(FILES.gate_checkpoint),
         policy=f"{PLAN.config.gates.stored}/{{stored}}",
     output:
-        result="<results>/gates/stored/{stored}/result.json",
-        samples="<results>/gates/stored/{stored}/samples.jsonl",
+        result=FILES.stored_evaluation("{stored}") / paths.RESULT,
+        samples=FILES.stored_evaluation("{stored}") / paths.SAMPLES,
     log:
         "<logs>/gates/stored/{stored}.log",
     wildcard_constraints:
@@ -53,7 +53,7 @@ rule gate_speed:
         baselines=FILES.baselines,
         checkpoint=str(FILES.gate_checkpoint),
     output:
-        "<results>/gates/speed.json",
+        FILES.speed,
     log:
         "<logs>/gates/speed.log",
     conda:
@@ -77,10 +77,10 @@ rule verdict:
         str(PLAN.config.gates.file),
         FILES.judged,
     output:
-        measured="<results>/gates/measured.json",
-        verdict="<results>/gates/verdict.json",
+        measured=FILES.gates / paths.MEASURED,
+        verdict=FILES.gates / paths.VERDICT,
         table=report(
-            "<results>/gates/verdict.md",
+            FILES.gates / paths.VERDICT_TABLE,
             caption="../report/gates.rst",
             category="5 Gates",
         ),
@@ -102,9 +102,9 @@ rule verdict:
 # The file is there only if every gate passes.
 rule gate:
     input:
-        "<results>/gates/verdict.json",
+        FILES.gates / paths.VERDICT,
     output:
-        touch("<results>/gates/passed"),
+        touch(FILES.passed),
     log:
         "<logs>/gates/gate.log",
     localrule: True

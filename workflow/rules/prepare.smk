@@ -5,10 +5,7 @@ rule prepare_data:
     input:
         lambda wildcards: own_file(wildcards.dataset),
     output:
-        meta="<results>/data/{dataset}/dataset.json",
-        train="<results>/data/{dataset}/train.jsonl",
-        validation="<results>/data/{dataset}/validation.jsonl",
-        test="<results>/data/{dataset}/test.jsonl",
+        FILES.data_files(["{dataset}"]),
     log:
         "<logs>/prepare_data/{dataset}.log",
     conda:
@@ -29,7 +26,7 @@ rule pretrain:
     input:
         lambda wildcards: FILES.data_files(JOBS.pretrain(wildcards.model).data),
     output:
-        directory("<results>/models/{model}"),
+        directory(FILES.made_model("{model}")),
     log:
         "<logs>/pretrain/{model}.log",
     benchmark:
@@ -53,7 +50,7 @@ rule pretrain:
 
 rule fetch_model:
     output:
-        directory("<results>/models/{model}"),
+        directory(FILES.made_model("{model}")),
     log:
         "<logs>/fetch_model/{model}.log",
     wildcard_constraints:
@@ -74,7 +71,7 @@ rule check_model:
         model=lambda wildcards: dense(JOBS.checks[wildcards.check].model),
         data=lambda wildcards: FILES.data_files(JOBS.check(wildcards.check).data),
     output:
-        "<results>/checked/{check}",
+        FILES.checked("{check}"),
     log:
         "<logs>/check_model/{check}.log",
     wildcard_constraints:

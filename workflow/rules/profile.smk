@@ -5,7 +5,7 @@ rule profile:
     input:
         lambda wildcards: FILES.bench_inputs(wildcards.bench),
     output:
-        "<results>/profile/{bench}.json",
+        FILES.bench("{bench}"),
     log:
         "<logs>/profile/{bench}.log",
     benchmark:

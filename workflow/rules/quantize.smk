@@ -7,8 +7,8 @@ rule quantize:
         base=lambda wildcards: dense(PLAN.checkpoints[wildcards.checkpoint].model),
         data=lambda wildcards: FILES.calibration(wildcards.checkpoint),
     output:
-        checkpoint=directory("<results>/quantize/{checkpoint}/checkpoint"),
-        report="<results>/quantize/{checkpoint}/report.json",
+        checkpoint=directory(FILES.quantized("{checkpoint}") / paths.CHECKPOINT),
+        report=FILES.quantized("{checkpoint}") / paths.REPORT,
     log:
         "<logs>/quantize/{checkpoint}.log",
     benchmark:

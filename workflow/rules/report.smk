@@ -3,7 +3,7 @@
 
 rule list_results:
     output:
-        "<results>/results.txt",
+        FILES.listed,
     log:
         "<logs>/list_results.log",
     localrule: True
@@ -17,18 +17,18 @@ rule tables:
     input:
         FILES.stored,
         lambda wildcards: printed_files(*wildcards),
-        names="<results>/results.txt",
+        names=FILES.listed,
     output:
-        csv="<results>/tables/{table}.csv",
-        md="<results>/tables/{table}.md",
-        tex="<results>/tables/{table}.tex",
+        csv=FILES.tables / "{table}.csv",
+        md=FILES.tables / "{table}.md",
+        tex=FILES.tables / "{table}.tex",
         html=report(
-            "<results>/tables/{table}.html",
+            FILES.tables / "{table}.html",
             caption="../report/table.rst",
             category=lambda wildcards: table_category(wildcards.table),
             labels={"table": "{table}"},
         ),
-        caption="<results>/tables/{table}.txt",
+        caption=FILES.tables / "{table}.txt",
     log:
         "<logs>/tables/{table}.log",
     conda:
@@ -48,16 +48,16 @@ rule figures:
     input:
         FILES.stored,
         lambda wildcards: printed_files(*wildcards),
-        names="<results>/results.txt",
+        names=FILES.listed,
     output:
         png=report(
-            "<results>/figures/{figure}.png",
+            FILES.figures / "{figure}.png",
             caption="../report/figure.rst",
             category=lambda wildcards: figure_category(wildcards.figure),
             labels={"figure": "{figure}"},
         ),
-        svg="<results>/figures/{figure}.svg",
-        stamp="<results>/figures/{figure}.txt",
+        svg=FILES.figures / "{figure}.svg",
+        stamp=FILES.figures / "{figure}.txt",
     log:
         "<logs>/figures/{figure}.log",
     conda:

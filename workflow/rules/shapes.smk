@@ -10,7 +10,7 @@ wildcard_constraints:
 # on with what a killed one left in work/.
 rule shape_point:
     output:
-        "<results>/points/{point}.json",
+        FILES.points / file_of("{point}"),
     log:
         "<logs>/points/{point}.log",
     benchmark:
@@ -34,7 +34,7 @@ rule shape_point:
 rule shapes:
     output:
         report(
-            directory("<results>/tables"),
+            directory(FILES.tables),
             patterns=["{name}.html", "{name}.png"],
             caption="../report/shapes.rst",
             category="6 Shapes",
@@ -57,5 +57,5 @@ rule shapes:
 
 rule shapes_measure:
     input:
-        expand("<results>/points/{point}.json", point=JOBS.points),
+        [FILES.points / file_of(point) for point in JOBS.points],
     localrule: True

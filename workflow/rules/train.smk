@@ -12,9 +12,9 @@ rule train:
         checked=lambda wildcards: JOBS.checked_run(wildcards.run),
         followed=lambda wildcards: str(FILES.followed(wildcards.run) or "") or [],
     output:
-        policy=directory("<results>/train/{run}/policy"),
-        metrics="<results>/train/{run}/metrics.jsonl",
-        run="<results>/train/{run}/run.json",
+        policy=directory(FILES.policy("{run}")),
+        metrics=FILES.run("{run}") / paths.METRICS,
+        run=FILES.run("{run}") / paths.RUN,
     log:
         "<logs>/train/{run}.log",
     benchmark:

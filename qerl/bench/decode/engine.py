@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qerl.bench.decode.points import DecodePoints, Measure, timed
-from qerl.host.profiling import seconds
+from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.jobs.shapes import DecodeJob
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
+from qerl.results.schema.speed import DecodePoint
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
@@ -21,17 +20,17 @@ from qerl.settings.rollout import NativeSettings
 _SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
 
 
-def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Figures of a point: `timed`, the sampler's description, and bytes of the weights in memory."""
+def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> DecodePoint:
+    """The point of some number of sequences."""
     sampler = EngineSampler(policy, _SETTINGS, sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
-    figures = timed(draw, sequences, prompt, tokens)
+    timing = timed(draw, sequences, prompt, tokens)
     sampler.release()
-    return figures | {"sampler": sampler.served, "weight_bytes": weight_bytes(policy)}
+    return timing.point(sequences, sampler.served, weight_bytes(policy), peak_memory_bytes())
 
 
 def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
@@ -52,7 +51,7 @@ def measure_points(job: DecodeJob) -> None:
 
     def load() -> Measure:
         policy = random_policy(work.size, work.weights, work.rank, choose_device())
-        points.note(sync_seconds=sync_seconds(policy) if work.rank else [])
+        points.note_syncs(sync_seconds(policy) if work.rank else [])
         return lambda count: measure(policy, count, work.prompt, work.tokens)
 
     points.run(job.sequences, load)

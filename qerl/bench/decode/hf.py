@@ -19,10 +19,12 @@ from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.decode.points import DecodePoints, Measure, timed
 from qerl.bench.memory import nbytes
+from qerl.host.profiling import peak_memory_bytes
 from qerl.jobs.shapes import DecodeJob
 from qerl.policy.policy import choose_device
 from qerl.random_models.policy import empty_model, fill_model, random_weight
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
+from qerl.results.schema.speed import DecodePoint
 from qerl.settings.training import AdapterSettings
 
 
@@ -72,8 +74,8 @@ def weight_bytes(lm: nn.Module) -> int:
     return nbytes([*lm.parameters(), *lm.buffers(), *scales])
 
 
-def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Figures of a point: `timed`, the sampler's description, and bytes of the weights."""
+def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> DecodePoint:
+    """The point of some number of sequences."""
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         torch.manual_seed(seed)
@@ -82,11 +84,11 @@ def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, toke
         drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
         return drawn[:, prompt:].numel()
 
-    figures = timed(draw, sequences, prompt, tokens)
+    timing = timed(draw, sequences, prompt, tokens)
     sampler = f"transformers {transformers.__version__}"
     if weights == "nf4":
         sampler += f", bitsandbytes {bitsandbytes.__version__}"
-    return figures | {"sampler": sampler, "weight_bytes": weight_bytes(lm)}
+    return timing.point(sequences, sampler, weight_bytes(lm), peak_memory_bytes())
 
 
 def _sampling(count: int) -> GenerationConfig:

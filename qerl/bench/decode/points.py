@@ -7,22 +7,25 @@ Decoded tokens a second are those of n + 1 tokens less one, so that prompts don'
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from qerl.bench.ceilings import ceilings, gpu_state
-from qerl.host.profiling import peak_memory_bytes, reset_peak_memory, seconds
+from qerl.host.profiling import reset_peak_memory, seconds
 from qerl.host.progress import log, track
 from qerl.jobs.shapes import Decoding
 from qerl.policy.policy import choose_device
-from qerl.provenance.files import check_writable, write_json
-from qerl.provenance.stamp import machine, stamp
+from qerl.provenance.files import check_writable
+from qerl.provenance.stamp import machine
+from qerl.results.files import ResultError, read, write
+from qerl.results.schema.speed import DecodePoint, DecodeResult, GpuStates
+from qerl.results.schema.stored import OK, Provenance
 from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
 
@@ -36,8 +39,29 @@ IDS = (1000, 100000)
 
 #: Continues prompts, all of one length, by so many tokens each, with a seed; returns how many it drew in all.
 Draw = Callable[[list[list[int]], int, int], int]
-#: Figures of a point from its number of sequences.
-Measure = Callable[[int], dict[str, Any]]
+#: Measures a point, by its number of sequences.
+Measure = Callable[[int], DecodePoint]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Decoded tokens a second, and seconds of the prompts alone, a sample a round."""
+
+    samples: list[float]
+    prompt_samples: list[float]
+
+    def point(self, sequences: int, sampler: str, weight_bytes: int, peak_memory_bytes: int | None) -> DecodePoint:
+        """The point of a sampler. An engine with a fixed share of memory has no peak."""
+        return DecodePoint(
+            sequences=sequences,
+            status=OK,
+            samples=self.samples,
+            prompt_seconds=median(self.prompt_samples),
+            prompt_samples=self.prompt_samples,
+            sampler=sampler,
+            peak_memory_bytes=peak_memory_bytes,
+            weight_bytes=weight_bytes,
+        )
 
 
 class DecodePoints:
@@ -51,18 +75,16 @@ class DecodePoints:
         check_writable(out)
         self.out = out
         self.work = work
-        self.result: dict[str, Any] = _read(out, work) if out.exists() else {"bench": "decode", **work.model_dump()}
-        self.points: list[dict[str, Any]] = self.result.pop("points", [])
-        self.result.pop("provenance", None)
+        self.result = _read(out, work) if out.exists() else _empty(work)
 
     def missing(self, sequences: Sequence[int]) -> list[int]:
         """Those numbers of sequences that have no point yet."""
-        measured = {point["sequences"] for point in self.points}
+        measured = {point.sequences for point in self.result.points}
         return [count for count in dict.fromkeys(sequences) if count not in measured]
 
-    def note(self, **values: Any) -> None:
-        """Keep `values` beside the points."""
-        self.result |= values
+    def note_syncs(self, sync_seconds: list[float]) -> None:
+        """Keep seconds of syncs beside the points."""
+        self.result = self.result.model_copy(update={"sync_seconds": sync_seconds})
 
     def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
         """Measure the missing points. `load` makes the function that measures, if points are missing.
@@ -73,8 +95,8 @@ class DecodePoints:
         if not missing:
             log.info("%s has all points; delete it to measure them again", self.out)
             return
-        self.note(ceilings=ceilings(choose_device()))
-        self.note(gpu={"before": gpu_state(), "after": None} if torch.cuda.is_available() else None)
+        gpu = GpuStates(before=gpu_state(), after=None) if torch.cuda.is_available() else None
+        self.result = self.result.model_copy(update={"ceilings": ceilings(choose_device()), "gpu": gpu})
         self._write()
         measure = _unless_out_of_memory(load)
         for count in track(missing, len(missing), "points"):
@@ -82,44 +104,50 @@ class DecodePoints:
 
     def _record(self, sequences: int, measure: Measure | None) -> None:
         reset_peak_memory()
-        figures = _unless_out_of_memory(lambda: _with_peak(measure(sequences))) if measure else None
-        point = {"sequences": sequences, "status": "ok", **figures} if figures else _failed(sequences)
-        self.points.append(point)
-        self.points.sort(key=lambda point: point["sequences"])
-        if self.result["gpu"]:
-            self.result["gpu"]["after"] = gpu_state()
+        point = _unless_out_of_memory(lambda: measure(sequences)) if measure else None
+        point = point or _failed(sequences)
+        points = sorted([*self.result.points, point], key=lambda point: point.sequences)
+        gpu = self.result.gpu and GpuStates(before=self.result.gpu.before, after=gpu_state())
+        self.result = self.result.model_copy(update={"points": points, "gpu": gpu})
         self._write()
-        speed = f"{median(point['samples']):.1f} tokens a second" if point["samples"] else point["status"]
+        speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
         log.info("%s, %d sequences: %s", self.work, sequences, speed)
 
     def _write(self) -> None:
-        write_json(self.out, self.result | {"points": self.points, "provenance": stamp()})
+        self.result = self.result.model_copy(update={"provenance": Provenance.of_now()})
+        write(self.out, self.result)
 
 
-def _read(out: Path, work: Decoding) -> dict[str, Any]:
+def _empty(work: Decoding) -> DecodeResult:
+    provenance = Provenance.of_now()
+    return DecodeResult(bench="decode", **work.model_dump(), ceilings=None, gpu=None, points=[], provenance=provenance)
+
+
+def _read(out: Path, work: Decoding) -> DecodeResult:
     again = "delete it, or name another file"
     try:
-        result = json.loads(out.read_text())
-        of_machine = result["provenance"]["machine"]["label"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{out} is no file of decode speeds; {again}") from None
-    wanted = {"bench": "decode", **work.model_dump()}
-    for name, value in wanted.items():
-        if result.get(name) != value:
-            raise ConfigError(f"{out} has points of {name}={result.get(name)}, not {value}; {again}")
-    if of_machine != machine()["label"]:
-        raise ConfigError(f"{out} has points of another machine, {of_machine}; {again}")
+        result = read(DecodeResult, out)
+    except ResultError as error:
+        raise ConfigError(f"{error}; {again}") from None
+    for name, value in work.model_dump().items():
+        if (measured := getattr(result, name)) != value:
+            raise ConfigError(f"{out} has points of {name}={measured}, not {value}; {again}")
+    if result.provenance.machine.label != machine()["label"]:
+        raise ConfigError(f"{out} has points of another machine, {result.provenance.machine.label}; {again}")
     return result
 
 
-def _failed(sequences: int) -> dict[str, Any]:
-    names = ("prompt_seconds", "sampler", "peak_memory_bytes", "weight_bytes")
-    return {"sequences": sequences, "status": _NO_MEMORY, "samples": [], "prompt_samples": [], **dict.fromkeys(names)}
-
-
-def _with_peak(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures with the peak of memory, unless they have one. An engine with a fixed share of memory states None."""
-    return {"peak_memory_bytes": peak_memory_bytes()} | figures
+def _failed(sequences: int) -> DecodePoint:
+    return DecodePoint(
+        sequences=sequences,
+        status=_NO_MEMORY,
+        samples=[],
+        prompt_seconds=None,
+        prompt_samples=[],
+        sampler=None,
+        peak_memory_bytes=None,
+        weight_bytes=None,
+    )
 
 
 def _unless_out_of_memory(action: Callable[[], T]) -> T | None:
@@ -156,8 +184,8 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
         raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
 
 
-def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Samples of decoded tokens a second, the prompts' time taken off, which is the median of its own samples."""
+def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> Timing:
+    """Time decoding. The prompts' time, the median of its own samples, is taken off."""
 
     def taken(count: int, round_: int) -> float:
         prompts = np.random.default_rng([sequences, round_]).integers(*IDS, size=(sequences, prompt)).tolist()
@@ -177,5 +205,4 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> dict[str, Any
     decoding = [whole - prompts for _, whole in both]
     if min(decoding) <= 0:
         raise RuntimeError(f"{tokens} tokens take no longer than the prompts' own time varies; decode more of them")
-    speeds = [sequences * tokens / one for one in decoding]
-    return {"samples": speeds, "prompt_seconds": prompts, "prompt_samples": alone}
+    return Timing([sequences * tokens / one for one in decoding], alone)

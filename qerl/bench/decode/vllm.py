@@ -17,6 +17,7 @@ from qerl.bench.decode.points import DecodePoints, Measure, check_room, timed
 from qerl.bench.memory import nbytes
 from qerl.bench.stock_vllm import description, start_engine
 from qerl.jobs.shapes import DecodeJob, Decoding
+from qerl.results.schema.speed import DecodePoint
 
 #: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
 _LENGTH = 2048
@@ -41,8 +42,8 @@ def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
     return lambda count: _measure(engine, request, work, count)
 
 
-def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> dict[str, Any]:
-    """Figures of a point. The peak is None: vLLM takes a set share of the GPU, whatever it needs."""
+def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> DecodePoint:
+    """The point of some number of sequences. It has no peak: vLLM takes a set share of the GPU, whatever it needs."""
     import vllm
 
     def draw(prompts: list[list[int]], count: int, _: int) -> int:
@@ -56,12 +57,8 @@ def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> dict[
     cache = engine.llm_engine.vllm_config.cache_config
     # vLLM keeps one block free for itself.
     check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
-    figures = timed(draw, sequences, work.prompt, work.tokens)
-    return figures | {
-        "sampler": description(work.weights),
-        "peak_memory_bytes": None,
-        "weight_bytes": engine.apply_model(_weight_bytes)[0],
-    }
+    timing = timed(draw, sequences, work.prompt, work.tokens)
+    return timing.point(sequences, description(work.weights), engine.apply_model(_weight_bytes)[0], None)
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from qerl.bench.grpo_step.work import (
-    PARTS,
     WARMUP,
     check_drawn,
     memory_of,
     questions,
     steps_of,
     write_failure,
-    write_result,
+    write_steps,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
 from qerl.data.records import Problem
@@ -34,6 +32,7 @@ from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.paths import METRICS
+from qerl.results.schema.speed import SECONDS, EngineStepSettings, StepMemory, TimedStep
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import prepared
@@ -106,20 +105,23 @@ def _problems(policy: Policy, work: Work) -> list[Problem]:
     return [Problem(str(number), question, None, "0") for number, question in enumerate(drawn)]
 
 
-def _step(trainer: Trainer, work: Work, number: int) -> dict[str, float]:
+def _step(trainer: Trainer, watched: _Watched, work: Work, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
     check_drawn(work, int(row["completion_tokens"]))
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
-    log.info("step %d: %s", number, {name: row[f"seconds/{name}"] for name in ("step", *PARTS)})
-    return {
-        **{name: row[f"seconds/{name}"] for name in ("step", *PARTS)},
-        "update_peak_bytes": row["memory_bytes"],
-        **{name: row[name] for name in ("grad_norm", "mismatch/kl")},
-    }
+    taken = {name: row[f"seconds/{name}"] for name in SECONDS}
+    log.info("step %d: %s", number, taken)
+    return TimedStep(
+        **taken,
+        rollout_peak_bytes=watched.peaks[-1],
+        update_peak_bytes=row["memory_bytes"],
+        grad_norm=row["grad_norm"],
+        mismatch_kl=row["mismatch/kl"],
+    )
 
 
-def _memory(trainer: Trainer, peak: float, cache: int) -> dict[str, Any]:
+def _memory(trainer: Trainer, peak: float, cache: int) -> StepMemory:
     trained = [parameter for _, parameter in trainer.policy.trainable()]
     parts = {
         "weights": weight_bytes(trainer.policy) - nbytes(trained),
@@ -130,17 +132,14 @@ def _memory(trainer: Trainer, peak: float, cache: int) -> dict[str, Any]:
     return memory_of(peak, cache, parts)
 
 
-def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[dict[str, float]], dict[str, Any]]:
+def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[TimedStep], StepMemory]:
     """The sampler in words, the timed steps and the memory of their highest peak."""
     policy = _policy(work, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))
     collector = Collector(settings, policy, watched, Task(_problems(policy, work), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
-    steps = [_step(trainer, work, number) for number in range(1, 1 + steps_of(work))]
-    for row, rollout_peak in zip(steps, watched.peaks, strict=True):
-        row["rollout_peak_bytes"] = rollout_peak
-    timed = steps[WARMUP:]
-    peak, part = max((row[f"{part}_peak_bytes"], part) for row in timed for part in ("rollout", "update"))
+    timed = [_step(trainer, watched, work, number) for number in range(1, 1 + steps_of(work))][WARMUP:]
+    peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     return watched.served, timed, _memory(trainer, peak, watched.cache_bytes(part))
 
 
@@ -149,12 +148,12 @@ def measure_step(job: GrpoStepJob) -> None:
     work, asked = job.work, job.settings
     if asked.memory_gb is not None:
         cap_memory(asked.memory_gb)
-    values = asked.model_dump()
+    settings = EngineStepSettings(**asked.model_dump())
     system = f"qerl {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
             sampler, steps, memory = _measure(work, _settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        return write_failure(job.out, system, work, values, "out of memory")
-    write_result(job.out, system, sampler, work, values, steps, memory)
+        return write_failure(job.out, system, work, settings, "out of memory")
+    write_steps(job.out, system, sampler, work, settings, steps, memory)

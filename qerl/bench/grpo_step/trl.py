@@ -28,7 +28,6 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.bench.grpo_step.work import (
-    PARTS,
     WARMUP,
     check_drawn,
     memory_of,
@@ -36,7 +35,7 @@ from qerl.bench.grpo_step.work import (
     steps_of,
     text_reward,
     write_failure,
-    write_result,
+    write_steps,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
 from qerl.bench.stock_vllm import no_room_is_out_of_memory
@@ -47,6 +46,7 @@ from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.random_models.tokenizer import TEXTS
 from qerl.results.roofline import byte_parts
+from qerl.results.schema.speed import StepMemory, TimedStep, TrlStepSettings
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
 
@@ -126,9 +126,9 @@ def _share(work: Work, asked: TrlStep) -> float:
     return vllm_share(work, total)
 
 
-def _settings(work: Work, asked: TrlStep) -> dict[str, Any]:
+def _settings(work: Work, asked: TrlStep) -> TrlStepSettings:
     """TRL's own settings in the result."""
-    return asked.model_dump() | {"vllm_memory": _share(work, asked)}
+    return TrlStepSettings(**asked.model_dump() | {"vllm_memory": _share(work, asked)})
 
 
 def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
@@ -186,17 +186,24 @@ def _trainer(work: Work, asked: TrlStep, checkpoint: Path, folder: Path) -> Time
     )
 
 
-def _steps(trainer: TimedTrainer, clock: StepClock) -> list[dict[str, float]]:
+def _steps(trainer: TimedTrainer, clock: StepClock) -> list[TimedStep]:
     """Seconds by part; TRL's pass for the correction of vLLM's log-probabilities, and rewards, count as update."""
     syncs = trainer.syncs or [0.0] * len(clock.seconds)
-    rows = []
-    for step, sync, sampling, peak in zip(clock.seconds, syncs, trainer.sampling, clock.peaks, strict=True):
-        parts = dict(zip(PARTS, (sync, sampling - sync, step - sampling), strict=True))
-        rows.append({"step": step, **parts, "peak_bytes": peak})
-    timed_steps = [row for row in trainer.state.log_history if "step_time" in row]
-    for row, logged in zip(rows, timed_steps, strict=True):
-        row |= {"trl_step_time": logged["step_time"], "grad_norm": logged["grad_norm"]}
-    return rows
+    logged = [row for row in trainer.state.log_history if "step_time" in row]
+    return [
+        TimedStep(
+            step=step,
+            sync=sync,
+            rollout=sampling - sync,
+            update=step - sampling,
+            peak_bytes=peak,
+            trl_step_time=row["step_time"],
+            grad_norm=row["grad_norm"],
+        )
+        for step, sync, sampling, peak, row in zip(
+            clock.seconds, syncs, trainer.sampling, clock.peaks, logged, strict=True
+        )
+    ]
 
 
 def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
@@ -208,7 +215,7 @@ def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
     return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
 
 
-def _memory(trainer: TimedTrainer, peak: float, size: str) -> dict[str, Any]:
+def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
     assert trainer.model is not None
     assert trainer.optimizer is not None
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -261,12 +268,10 @@ def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
         trainer.train()
     timed = _steps(trainer, clock)[WARMUP:]
     log.info("%s", timed)
-    if not any(row["grad_norm"] for row in timed):
+    if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
-    memory = _memory(trainer, max(row["peak_bytes"] for row in timed), work.size)
-    write_result(
-        out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory
-    )
+    memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)
+    write_steps(out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory)
 
 
 def measure_step(job: TrlStepJob) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,15 +18,22 @@ from transformers import PreTrainedTokenizerBase
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.jobs.shapes import Work
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.speed import (
+    EngineStepSettings,
+    GrpoStepResult,
+    StepMemory,
+    StepWork,
+    TimedStep,
+    TrlStepSettings,
+)
+from qerl.results.schema.stored import OK, Provenance
 from qerl.rl.rewards import Answer
 
 #: Steps before the timed ones: kernels are compiled, engines set up.
 WARMUP = 1
-#: The parts of a step that are timed, in its order; the step has all of them and little else.
-PARTS = ("sync", "rollout", "update")
 _REWARDS = 2**16
+SystemSettings = EngineStepSettings | TrlStepSettings
 
 
 def steps_of(work: Work) -> int:
@@ -63,20 +70,20 @@ def reward(answer: Answer, problem: Problem) -> float:
     return text_reward(answer.text)
 
 
-def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> dict[str, Any]:
+def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
     """Bytes of the GPU's memory as its allocator hands it out, or of the process on a CPU, where no cache is told.
 
     `parts` are disjoint; what they leave of the peak without the cache is activations, logits and buffers.
     `device_bytes` is all that is in use on the GPU now, whoever asked for it.
     """
     without = int(peak) - kv_cache
-    return {
-        "peak_bytes": int(peak),
-        "kv_cache_bytes": kv_cache,
-        "without_kv_cache_bytes": without,
-        "parts": {**parts, "rest": without - sum(parts.values())},
-        "device_bytes": device_bytes(),
-    }
+    return StepMemory(
+        peak_bytes=int(peak),
+        kv_cache_bytes=kv_cache,
+        without_kv_cache_bytes=without,
+        parts={**parts, "rest": without - sum(parts.values())},
+        device_bytes=device_bytes(),
+    )
 
 
 def device_bytes() -> int | None:
@@ -87,29 +94,48 @@ def device_bytes() -> int | None:
     return total - free
 
 
-def write_result(
+def write_steps(
     out: Path,
     system: str,
     sampler: str,
     work: Work,
-    settings: dict[str, Any],
-    steps: list[dict[str, float]],
-    memory: dict[str, Any],
+    settings: SystemSettings,
+    steps: Sequence[TimedStep],
+    memory: StepMemory,
 ) -> None:
-    """Write a result: seconds of the timed steps by part, `memory_of` their highest peak, and what ran.
+    """Write a result: the timed steps, the memory of their highest peak, and what ran.
 
     `system` is a short name for tables, `sampler` who draws completions on what; `settings` are the system's own.
     """
     if len(steps) != work.repeats:
         raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
-    result = _told(system, work, settings, "ok") | {"sampler": sampler, "warmup_steps": WARMUP, "steps": steps}
-    write_json(out, result | {"memory": memory, "provenance": stamp()})
+    result = GrpoStepResult(
+        bench="grpo_step",
+        system=system,
+        work=_stored(work),
+        settings=settings,
+        status=OK,
+        sampler=sampler,
+        warmup_steps=WARMUP,
+        steps=tuple(steps),
+        memory=memory,
+        provenance=Provenance.of_now(),
+    )
+    write(out, result)
 
 
-def write_failure(out: Path, system: str, work: Work, settings: dict[str, Any], status: str) -> None:
-    """Write the reason why there is no result, in the form of `write_result`."""
-    write_json(out, _told(system, work, settings, status) | {"provenance": stamp()})
+def write_failure(out: Path, system: str, work: Work, settings: SystemSettings, status: str) -> None:
+    """Write the reason why there is no result, in the form of `write_steps`."""
+    result = GrpoStepResult(
+        bench="grpo_step",
+        system=system,
+        work=_stored(work),
+        settings=settings,
+        status=status,
+        provenance=Provenance.of_now(),
+    )
+    write(out, result)
 
 
-def _told(system: str, work: Work, settings: dict[str, Any], status: str) -> dict[str, Any]:
-    return {"bench": "grpo_step", "system": system, "work": work.model_dump(), "settings": settings, "status": status}
+def _stored(work: Work) -> StepWork:
+    return StepWork(**work.model_dump())

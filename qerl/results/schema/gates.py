@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from qerl.results.schema.stored import Provenance, Stored
 
@@ -50,7 +50,22 @@ class GateMeasurements(Stored):
     """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
     compared_with: str | None
     """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
-    provenance: dict[str, Any]
+    provenance: Provenance
+
+
+class Baseline(Stored):
+    """config/gates/baselines/<machine>.json, the reference of later runs.
+
+    Runs are compared with it to the bit on machines of its class, within bounds on others.
+    """
+
+    measured: GateMeasurements
+
+    @property
+    def commit(self) -> str:
+        """The code that was measured. `qerl gate accept` refuses measurements of code without a commit."""
+        assert self.measured.provenance.commit is not None
+        return self.measured.provenance.commit
 
 
 class Verdict(Stored):

@@ -1,4 +1,4 @@
-"""Schemas of prepared bases: report.json of a quantization and pretrain.json of a base from scratch."""
+"""Schemas of preparation: a data set's dataset.json, a quantization's report.json, and a base's pretrain.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,27 @@ from typing import Any
 from pydantic import Field
 
 from qerl.results.schema.stored import Number, Provenance, Stored
+from qerl.settings.data import AnswerForm, RecordFormat, Split
 from qerl.settings.models import WeightFormat
+
+
+class PreparedDataset(Stored):
+    """data/<dataset>/dataset.json: how problems are asked, rows and SHA-256 of each split, and where they come from.
+
+    Folders that were prepared before data sets had units have none. It has no stamp, so that the same problems give the
+    same file.
+    """
+
+    format: RecordFormat
+    instruction: str
+    answer: AnswerForm
+    units: list[str] = Field([])
+    rows: dict[Split, int]
+    sha256: dict[Split, str]
+    columns: dict[str, str]
+    filter: dict[str, Any]
+    origin: dict[str, Any]
+    repository_files: dict[str, str]
 
 
 class QuantizationReport(Stored):

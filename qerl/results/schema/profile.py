@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from qerl.results.schema.stored import MeasuredPoint, Provenance, Stored
 from qerl.settings.models import Recipe, WeightFormat
@@ -43,6 +43,14 @@ class StepPoint(BenchPoint):
     def sequences(self) -> int:
         """Number of completions per step."""
         return self.prompts * self.group_size
+
+
+class ProfileKind(Stored):
+    """The kind of a profile/<bench>.json."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Literal["rollout", "step"]
 
 
 class _Bench(Stored):

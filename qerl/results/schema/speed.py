@@ -242,7 +242,7 @@ class TimedStep(Stored):
     peak_bytes: Number | None = None
     trl_step_time: float | None = None
     grad_norm: float | None = None
-    mismatch_kl: float | None = Field(None, alias="mismatch/kl")
+    mismatch_kl: float | None = Field(default=None, validation_alias="mismatch/kl", serialization_alias="mismatch/kl")
 
 
 class StepMemory(Stored):
@@ -270,5 +270,5 @@ class GrpoStepResult(Stored):
     provenance: Provenance
 
 
-#: The parts of a step that are timed, and the step.
+#: A step, and its parts that are timed, in their order; the step has all of them and little else.
 SECONDS = ("step", "sync", "rollout", "update")

@@ -16,6 +16,7 @@ from qerl.settings.benches import ShapesSettings
 from qerl.settings.config import Config
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import RunSettings
+from tests.synthetic_results import decode_file
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
@@ -135,8 +136,8 @@ def test_points_of_this_machine_come_before_committed_ones(tmp_path):
     for folder, files in ((own, names[1:2]), (committed, names[:2])):
         folder.mkdir()
         for name in files:
-            points = [{"sequences": 1}, {"sequences": 2}][: 1 if folder == own else 2]
-            (folder / name).write_text(json.dumps({"points": points}))
+            points = {count: [100.0] for count in ((1,) if folder == own else (1, 2))}
+            decode_file(folder, "native", "bf16", points, rank=4, size="tiny").rename(folder / name)
     assert measured_files(settings, own) == [committed / names[0], own / names[1]]
     states = [state(id, job, settings, own) for id, job in jobs_of(settings).items()]
     assert states == ["committed", "measured, 1 of 2 points missing", "missing"]

@@ -62,7 +62,7 @@ def prepared(values, target, locked=None):
 def test_each_data_set_of_the_paper_is_read_in_its_own_layout(copy, tmp_path, repo):
     folder = prepared(settings(repo, copy(repo)), tmp_path / "out")
     rows, split, question, answer = EXPECTED[repo]
-    assert tuple(read_meta(folder)["rows"].values()) == rows
+    assert tuple(read_meta(folder).rows.values()) == rows
     first = read_split(folder, split)[0]
     assert (first.question, first.answer) == (question, answer)
 
@@ -98,7 +98,7 @@ def test_long_questions_are_dropped(copy, tmp_path):
     for limit, kept in ((shortest, True), (shortest - 1, False)):
         values = settings(BIG_MATH, tmp_path / BIG_MATH, filter={"max_characters": limit})
         if kept:
-            assert read_meta(prepared(values, tmp_path / "exact"))["rows"]["train"] == 6
+            assert read_meta(prepared(values, tmp_path / "exact")).rows["train"] == 6
         else:
             with pytest.raises(DataError, match="leaves none of 9 training records"):
                 prepared(values, tmp_path / "none")
@@ -220,7 +220,7 @@ def test_files_as_locked_are_accepted_and_recorded(locked, tmp_path):
     values = settings("openai/gsm8k", tmp_path / "openai/gsm8k")
     values["origin"]["revision"] = None
     meta = read_meta(prepared(values, tmp_path / "out", locked))
-    assert meta["repository_files"] == {p: digest for p, digest in locked["files"].items() if p.startswith("main/")}
+    assert meta.repository_files == {p: digest for p, digest in locked["files"].items() if p.startswith("main/")}
 
 
 def test_another_file_than_the_locked_one_is_an_error(locked, tmp_path):
@@ -275,8 +275,8 @@ def test_the_cache_of_the_hub_serves_offline_what_a_local_copy_does(copy, tmp_pa
     assert in_new_process(tmp_path / "home", tmp_path / "a", HF_HUB_OFFLINE="1") == ""
     local = prepared(settings("openai/gsm8k", copy("openai/gsm8k")), tmp_path / "b")
     metas = [read_meta(tmp_path / name) for name in "ab"]
-    assert [meta.pop("origin")["folder"] for meta in metas] == [None, str(tmp_path / "openai/gsm8k")]
-    assert metas[0] == metas[1]
+    assert [meta.origin["folder"] for meta in metas] == [None, str(tmp_path / "openai/gsm8k")]
+    assert len({meta.model_copy(update={"origin": {}}).model_dump_json() for meta in metas}) == 1
     assert read_records(local, "test") == read_records(tmp_path / "a", "test")
 
 

@@ -36,12 +36,12 @@ def questions(folder):
 def test_a_generated_set_is_described_by_its_meta(tmp_path):
     folder = prepared(tmp_path, Generated(train=20, validation=5, test=7), "aime")
     meta = read_meta(folder)
-    assert (meta["format"], meta["instruction"], meta["answer"]) == ("aime", TAGS, "tags")
-    assert meta["origin"]["source"] == "generated"
-    assert meta["rows"] == {"train": 20, "validation": 5, "test": 7}
+    assert (meta.format, meta.instruction, meta.answer) == ("aime", TAGS, "tags")
+    assert meta.origin["source"] == "generated"
+    assert meta.rows == {"train": 20, "validation": 5, "test": 7}
     for split in SPLITS:
-        assert meta["sha256"][split] == hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest()
-        assert len(read_split(folder, split)) == meta["rows"][split]
+        assert meta.sha256[split] == hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest()
+        assert len(read_split(folder, split)) == meta.rows[split]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -71,7 +71,7 @@ def test_a_folder_keeps_its_splits_and_may_lack_some(tmp_path):
     pd.DataFrame(gsm8k(10)).to_parquet(source / "train-00000-of-00001.parquet")
     pd.DataFrame(gsm8k(4, start=10)).to_parquet(source / "test-00000-of-00001.parquet")
     folder = prepared(tmp_path, LocalData(source="local", path=tmp_path / "gsm8k"))
-    assert read_meta(folder)["rows"] == {"train": 10, "validation": 0, "test": 4}
+    assert read_meta(folder).rows == {"train": 10, "validation": 0, "test": 4}
     assert read_split(folder, "validation") == []
 
 

@@ -73,7 +73,7 @@ class Scripted:
 def number_prompts(tokenizer, datasets):
     """Data set and number of the problem that each prompt asks."""
     return {
-        tuple(prompt_ids(tokenizer, problem.question, read_meta(folder)["instruction"])): (name, number)
+        tuple(prompt_ids(tokenizer, problem.question, read_meta(folder).instruction)): (name, number)
         for name, folder in datasets.items()
         for number, problem in enumerate(read_split(folder, "test"))
     }
@@ -364,10 +364,10 @@ def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path)
 
 
 def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
-    about = read_meta(datasets["gsm8k"])
+    about = json.loads((datasets["gsm8k"] / "dataset.json").read_text())
     del about["units"]
     (tmp_path / "dataset.json").write_text(json.dumps(about))
-    assert read_meta(tmp_path)["units"] == []
+    assert read_meta(tmp_path).units == []
 
 
 def test_greedy_with_one_repeat(run, problems):
@@ -417,7 +417,8 @@ def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path
     with pytest.raises(EvaluationError, match=r"evaluation\.tasks names 'other'"):
         evaluate(None, tokenizer, settings, datasets, tmp_path, print)
     (tmp_path / "test.jsonl").write_text("")
-    (tmp_path / "dataset.json").write_text('{"format": "gsm8k", "instruction": "", "rows": {"test": 0}}')
+    about = json.loads((datasets["gsm8k"] / "dataset.json").read_text())
+    (tmp_path / "dataset.json").write_text(json.dumps(about | {"rows": about["rows"] | {"test": 0}}))
     with pytest.raises(EvaluationError, match="no test problems"):
         evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
 

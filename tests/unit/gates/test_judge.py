@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
 from qerl.gates.accept import accept
-from qerl.gates.baselines import Baseline, any_baseline, machine_class, own_baseline, read_baseline, write_baseline
+from qerl.gates.baselines import any_baseline, machine_class, own_baseline, read_baseline, write_baseline
 from qerl.gates.job import verdict_table, write_verdict
 from qerl.gates.judge import Baselines, judge, overall
 from qerl.gates.measured import collect
@@ -22,18 +22,23 @@ from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdic
 from qerl.gates.rows import COLUMNS, Gate, read_gates
 from qerl.plan import plan
 from qerl.plan.workload import workload_key
+from qerl.results.files import ResultError
 from qerl.results.intervals import paired_ratio_interval
-from qerl.results.schema.gates import GateMeasurements
+from qerl.results.schema.gates import Baseline, GateMeasurements
+from qerl.results.schema.stored import Machine
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.reading import read_yaml
 from tests.mutations import MUTATIONS, mutated
+from tests.synthetic_results import NO_METRICS, rollout_point, write_bench, write_evaluation, write_json, write_run
 from tests.vectors import vectors
 
 GATES = Path("config/gates")
 FIXTURES = Path("tests/fixtures/gates")
-MACHINE = {"label": "Some CPU @ 2.0 GHz, 2 cores"}
+ARM = "nvfp4-lora-aqn"
+MACHINE = Machine(label="Some CPU @ 2.0 GHz, 2 cores")
 VERSIONS = {"torch": "2.13.0"}
+PROVENANCE = {"commit": "c" * 40, "dirty": False, "machine": {"label": MACHINE.label}, "versions": VERSIONS}
 COMPLETIONS = {f"arithmetic p{number} 0": f"0123abcd {int(number % 5 != 0)}" for number in range(200)}
 ACCURACIES = {"seed=0": 0.80, "seed=1": 0.75, "seed=2": 0.78, "seed=3": 0.83}
 
@@ -47,7 +52,7 @@ def measured(**changes):
         "completions": {"stored": COMPLETIONS},
         "ratios": {"rollout-to-baseline": ([1.0, 1.1, 0.9] * 4, [1.0, 1.0, 1.0] * 4)},
         "compared_with": "c" * 40,
-        "provenance": {"commit": "c" * 40, "dirty": False, "machine": MACHINE, "versions": VERSIONS},
+        "provenance": PROVENANCE,
     }
     return GateMeasurements.model_validate(values | changes)
 
@@ -140,7 +145,7 @@ def test_a_ratio_to_a_baseline_that_there_is_not_is_no_pass():
 def test_completions_and_accuracies_elsewhere_are_bounded(versions):
     """On another machine, or with other versions, a few completions may differ."""
     place = OWN if versions != VERSIONS else ELSEWHERE
-    told = {"provenance": measured().provenance | {"versions": versions}}
+    told = {"provenance": PROVENANCE | {"versions": versions}}
 
     def outcome(metric, check, limit, changes):
         return judge(gate(metric, check, limit), measured(**changes, **told), place).outcome
@@ -154,7 +159,7 @@ def test_completions_and_accuracies_elsewhere_are_bounded(versions):
 @pytest.mark.parametrize("versions", [VERSIONS, {"torch": "2.11.0"}])
 def test_a_golden_series_of_another_machine_or_version_is_compared_in_its_first_steps(versions):
     place = OWN if versions != VERSIONS else ELSEWHERE
-    told = {"provenance": measured().provenance | {"versions": versions}}
+    told = {"provenance": PROVENANCE | {"versions": versions}}
     near = measured(series={"loss": [0.5001, 0.2501, 7.0]}, **told)
     far = measured(series={"loss": [0.5, 0.26, 0.125]}, **told)
     assert judge(gate("loss", "golden", 1e-3), near, place).outcome == "pass"
@@ -226,16 +231,16 @@ def test_baselines_are_found_by_machine_and_workload(tmp_path):
     assert written.name == "some-cpu-2-0-ghz-2-cores.json"
     assert own_baseline(tmp_path, MACHINE, "k") == read_baseline(written)
     assert own_baseline(tmp_path, MACHINE, "other key") is None
-    assert own_baseline(tmp_path, {"label": "Some CPU @ 2.0 GHz, 4 cores"}, "k") is None
+    assert own_baseline(tmp_path, Machine(label="Some CPU @ 2.0 GHz, 4 cores"), "k") is None
     assert any_baseline(tmp_path, "k") is not None
     assert any_baseline(tmp_path, "other key") is None
     written.write_text("{")
-    with pytest.raises(ConfigError, match=r"2-cores.json is no baseline .*restore it"):
+    with pytest.raises(ConfigError, match=r"2-cores.json is not a Baseline: .*restore it"):
         read_baseline(written)
 
 
 def test_a_gpu_is_a_class_of_its_own():
-    assert machine_class({"label": "1x NVIDIA H200"}) == "1x-nvidia-h200"
+    assert machine_class(Machine(label="1x NVIDIA H200")) == "1x-nvidia-h200"
 
 
 def test_the_workload_is_all_that_is_run(tmp_path):
@@ -320,41 +325,32 @@ def test_a_grader_that_compares_one_character_is_found(monkeypatch):
 @pytest.fixture
 def results(tmp_path):
     """Files as the workflow writes them, of one run."""
-
-    def write(name, value):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = value if isinstance(value, list) else [value]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return file
-
-    step = {"loss": 0.1, "reward": 0.5, "grad_norm": 1.0}
-    steps = [
+    step = NO_METRICS | {"loss": 0.1, "reward": 0.5, "grad_norm": 1.0}
+    metrics = [
         step | {"mismatch/kl": 1e-12, "noise/sigma": 0.0},
         step | {"mismatch/kl": 2e-5, "noise/sigma": 0.01},
         step | {"mismatch/kl": 1e-5, "noise/sigma": 0.005},
     ]
-    write("train/r/metrics.jsonl", steps)
-    samples = [
-        {"dataset": "d", "problem": f"p{i}", "repeat": 0, "correct": i % 2, "completion": f"#### {i}"} for i in range(4)
-    ]
-    write("evaluate/r/samples.jsonl", samples)
-    write("gates/stored/s/samples.jsonl", samples[:2])
-    point = {"rank": 16, "samples": [100.0, 50.0]}
+    run = write_run(tmp_path, ARM, 0, metrics)
+    evaluation = write_evaluation(tmp_path, "r", {"d": np.array([[0], [1], [0], [1]])}, "nvfp4", run)
+    base = write_evaluation(tmp_path / "base", "s", {"d": np.array([[0], [1]])}, "nvfp4")
+    content = json.loads(base.read_text())
+    stored = {key: content[key] for key in ("tasks", "sampler", "provenance")} | {"stored": "s"}
+    folder = tmp_path / "gates/stored/s"
+    shutil.copytree(base.parent, folder)
+    points = [rollout_point(weights, 16, [100.0, 50.0]) for weights in ("bf16", "nvfp4")]
+    speed = {
+        "baseline": "c" * 40,
+        "samples": {"rollout": {"now": [2.0, 2.2], "baseline": [1.0, 1.1]}},
+        "provenance": PROVENANCE,
+    }
     return [
-        write("train/r/run.json", {"arm": "a", "varied": {"seed": 0}, "summary": {"peak_memory_bytes": 8e8}}),
-        write("evaluate/r/result.json", {"arm": "a", "varied": {"seed": 0}, "noise_norm": 0.0}),
-        write("gates/stored/s/result.json", {"stored": "s", "noise_norm": 0.0}),
-        write("profile/rollout.json", {"points": [point | {"weights": "bf16"}, point | {"weights": "nvfp4"}]}),
-        write("gates/numerics.json", {"values": {"graders": 0.0}}),
-        write(
-            "gates/speed.json",
-            {
-                "baseline": "c" * 40,
-                "samples": {"rollout": {"now": [2.0, 2.2], "baseline": [1.0, 1.1]}},
-                "provenance": measured().provenance,
-            },
-        ),
+        run,
+        evaluation,
+        write_json(folder / "result.json", stored),
+        write_bench(tmp_path, "rollout", "rollout", points),
+        write_json(tmp_path / "gates/numerics.json", {"values": {"graders": 0.0}, "provenance": PROVENANCE}),
+        write_json(tmp_path / "gates/speed.json", speed),
     ]
 
 
@@ -362,21 +358,29 @@ def test_metrics_are_collected_from_results(results):
     found = collect("k", results)
     assert found.values == {
         "graders": 0.0,
-        "memory/a": 800.0,
-        "mismatch/a": 1e-12,
-        "noise/a": 1e-5,
-        "evaluation-noise/a": 0.0,
+        f"memory/{ARM}": 500.0,
+        f"mismatch/{ARM}": 1e-12,
+        f"noise/{ARM}": 1e-5,
+        f"evaluation-noise/{ARM}": 0.0,
     }
-    assert found.series["loss/a"] == [0.1] * 3
-    assert found.accuracies == {"accuracy/a": {"seed=0": 0.5}}
-    assert found.completions == {"stored/s": {"d p0 0": "239d1e16 0", "d p1 0": "83e21ea3 1"}}
+    assert found.series[f"loss/{ARM}"] == [0.1] * 3
+    assert found.accuracies == {f"accuracy/{ARM}": {"seed=0": 0.5}}
+    # The SHA-256 of the text "a" begins with ca978112.
+    assert found.completions == {"stored/s": {"d 0 0": "ca978112 0", "d 1 0": "ca978112 1"}}
     assert found.ratios["nvfp4-to-bf16/rank=16"] == ([0.01, 0.02], [0.01, 0.02])
     assert found.ratios["rollout-to-baseline"] == ([2.0, 2.2], [1.0, 1.1])
 
 
+def test_a_result_that_breaks_the_contract_is_named(results):
+    run = results[0]
+    run.write_text(run.read_text().replace('"summary"', '"sumary"'))
+    with pytest.raises(ResultError, match=r"run.json is not a RunResult: unknown key `sumary`"):
+        collect("k", results)
+
+
 def test_the_exit_code_follows_the_verdict(results, tmp_path):
     (tmp_path / "gates.tsv").write_text(
-        "\t".join(COLUMNS) + "\nmemory\tmemory/a\tgrowth\t100\tw\ngraders\tgraders\tat-most\t0\tw\n"
+        "\t".join(COLUMNS) + f"\nmemory\tmemory/{ARM}\tgrowth\t100\tw\ngraders\tgraders\tat-most\t0\tw\n"
     )
     told = {"file": tmp_path / "gates.tsv", "baselines": tmp_path / "baselines", "vectors": FIXTURES}
     settings = parse(Config, read_yaml(Path("config/ci.yaml")), "test").gates.model_copy(update=told)
@@ -390,7 +394,7 @@ def test_the_exit_code_follows_the_verdict(results, tmp_path):
     assert shown() == ("no baseline", 1)
     write_baseline(settings.baselines, found)
     assert shown() == ("pass", 0)
-    write_baseline(settings.baselines, found.model_copy(update={"values": found.values | {"memory/a": 1.0}}))
+    write_baseline(settings.baselines, found.model_copy(update={"values": found.values | {f"memory/{ARM}": 1.0}}))
     assert shown() == ("fail", 1)
     assert "| memory" in (tmp_path / "out" / "verdict.md").read_text()
 
@@ -429,7 +433,7 @@ def accepting(tmp_path, monkeypatch):
     def store(**told):
         file = Path(made.folder) / "gates" / "measured.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(measured(provenance=measured().provenance | told).model_dump_json())
+        file.write_text(measured(provenance=PROVENANCE | told).model_dump_json())
         return made
 
     return store
@@ -441,7 +445,7 @@ def test_a_baseline_moves_in_a_commit_of_its_own(accepting):
     written = accept(made)
     changed = subprocess.run(["git", "show", "--name-only", "--format=%s"], capture_output=True, text=True, check=True)
     assert changed.stdout.splitlines() == [f"Baseline {written.stem}: {'c' * 12}", "", str(written)]
-    assert read_baseline(written).measured == measured(provenance=measured().provenance)
+    assert read_baseline(written).measured == measured()
 
 
 def test_a_baseline_must_be_of_committed_code_and_come_alone(accepting):

@@ -98,9 +98,8 @@ def test_a_slower_version_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: version(tmp_path / "slower", 2.0))
     monkeypatch.setattr(speed, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
     monkeypatch.setattr(speed, "WORKER", small_worker(tmp_path / "worker.py"))
-    found = speed.compare("c" * 40, POLICY, 2, tmp_path)
-    assert found["baseline"] == "c" * 40
-    rollout, update = (found["samples"][name] for name in speed.WORKLOADS)
-    assert [len(times) for workload in (rollout, update) for times in workload.values()] == [2] * 4
-    assert rollout["now"] == pytest.approx([seconds / 2 for seconds in rollout["baseline"]], rel=0.01)
-    assert update["now"] == pytest.approx(update["baseline"])
+    pairs = speed.compare("c" * 40, POLICY, 2, tmp_path)
+    rollout, update = (pairs[name] for name in speed.WORKLOADS)
+    assert [len(times) for one in (rollout, update) for times in (one.now, one.baseline)] == [2] * 4
+    assert rollout.now == pytest.approx([seconds / 2 for seconds in rollout.baseline], rel=0.01)
+    assert update.now == pytest.approx(update.baseline)

@@ -13,6 +13,7 @@ from qerl.plan.run_table import UNMEASURED, sheet
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.run import RunSettings
+from tests.synthetic_results import write_evaluation, write_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -385,12 +386,14 @@ def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
 
 def test_the_sheet_says_what_is_done(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for file in ("train/main-nf4-lora-seed1/run.json", "evaluate/main-nf4-lora-seed1/result.json"):
-        path = tmp_path / "results/mini" / file
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
+    root = tmp_path / "results/mini"
+    write_evaluation(root, "main-nf4-lora-seed1", {}, "nf4", write_run(root, "nf4-lora", 1))
+    write_run(root, "nf4-lora", 2)
+    write_run(root, "nvfp4-lora", 0, status="out of memory")
     done = sheet(planned(values()), "h200").set_index("run").done
     assert done.pop("main-nf4-lora-seed1") == "trained, evaluated"
+    assert done.pop("main-nf4-lora-seed2") == "trained"
+    assert done.pop("main-nvfp4-lora-seed0") == "out of memory"
     assert set(done) == {""}
 
 

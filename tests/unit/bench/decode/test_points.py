@@ -16,8 +16,10 @@ from qerl.bench.decode import engine as decode
 from qerl.bench.decode import hf as decode_hf
 from qerl.bench.decode import points as decode_points
 from qerl.bench.decode import vllm as decode_vllm
+from qerl.bench.decode.points import Timing
 from qerl.host.profiling import Seconds
 from qerl.jobs.shapes import DecodeJob, Decoding
+from qerl.results.schema.speed import GpuState
 from qerl.settings.base import ConfigError
 
 SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
@@ -117,9 +119,8 @@ def job(**other):
     return Decoding(**values | other)
 
 
-def figures(sequences):
-    prompts = {"prompt_seconds": 1.0, "prompt_samples": [1.0]}
-    return {"samples": [10.0 * sequences], **prompts, "sampler": "s", "weight_bytes": 1}
+def point(sequences):
+    return Timing([10.0 * sequences], [1.0]).point(sequences, "s", weight_bytes=1, peak_memory_bytes=2)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("written") / "out.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
-        decode_points.DecodePoints(out, job()).run([1], lambda: figures)
+        decode_points.DecodePoints(out, job()).run([1], lambda: point)
     return out
 
 
@@ -156,7 +157,7 @@ def test_points_of_another_machine_are_refused(tmp_path, written):
 def test_another_file_is_refused(tmp_path, text):
     out = tmp_path / "out.json"
     out.write_text(text)
-    with pytest.raises(ConfigError, match=rf"{out} is no file of decode speeds; delete it"):
+    with pytest.raises(ConfigError, match=rf"{out} is not a DecodeResult: .*; delete it"):
         decode_points.DecodePoints(out, job())
 
 
@@ -209,7 +210,7 @@ def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, sta
 
     def measure(sequences):
         decode_points.check_room(pages, 16, sequences, 17)
-        return figures(sequences)
+        return point(sequences)
 
     decode_points.DecodePoints(out, job()).run([3], lambda: measure)
     assert [point["status"] for point in read(out)["points"]] == [status]
@@ -231,8 +232,7 @@ def test_prompts_do_not_count(clock):
         lengths.update((len(prompts), len(prompt)) for prompt in prompts)
         return clock(prompts, count, seed)
 
-    figures = decode_points.timed(draw, 6, 10, 5)
-    assert figures == {"samples": [24.0] * 3, "prompt_seconds": 2.0, "prompt_samples": [2.0] * 3}
+    assert decode_points.timed(draw, 6, 10, 5) == Timing([24.0] * 3, [2.0] * 3)
     assert lengths == {(6, 10)}
 
 
@@ -245,8 +245,9 @@ def test_a_while_in_which_the_machine_was_busy_is_not_in_the_median(clock):
         return clock(prompts, count, seed)
 
     # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
-    figures = decode_points.timed(draw, 6, 10, 5)
-    assert figures == {"samples": [30 / 3.25, 24.0, 24.0], "prompt_seconds": 2.0, "prompt_samples": [4.0, 2.0, 2.0]}
+    timing = decode_points.timed(draw, 6, 10, 5)
+    assert timing == Timing([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
+    assert timing.point(6, "s", weight_bytes=1, peak_memory_bytes=2).prompt_seconds == 2.0
 
 
 def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
@@ -254,14 +255,14 @@ def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
         clock(prompts, 1, seed)
         return clock(prompts, count, seed)
 
-    assert decode_points.timed(draw, 6, 10, 5)["samples"] == [24.0] * 3
+    assert decode_points.timed(draw, 6, 10, 5).samples == [24.0] * 3
 
 
 @pytest.mark.parametrize(("seconds", "runs"), [(5.0, 3), (16.0, 5), (16.5, 6), (500.0, 9)])
 def test_short_runs_are_repeated_more_often(clock, monkeypatch, seconds, runs):
     # A run takes 3.25 s by that clock.
     monkeypatch.setattr(decode_points, "_SECONDS", seconds)
-    assert decode_points.timed(clock, 6, 10, 5)["samples"] == [24.0] * runs
+    assert decode_points.timed(clock, 6, 10, 5).samples == [24.0] * runs
 
 
 def test_work_that_was_not_done_is_not_timed(clock):
@@ -329,10 +330,6 @@ def test_a_cpu_has_neither_ceilings_nor_state():
 
 
 def test_figures_that_a_driver_does_not_tell_are_none():
-    assert parse_state("1980, 3201, 40, 305.61\n") == {
-        "sm_mhz": 1980.0,
-        "memory_mhz": 3201.0,
-        "celsius": 40.0,
-        "watts": 305.61,
-    }
-    assert parse_state("1980, 3201, 40, [N/A]\n")["watts"] is None
+    state = GpuState(sm_mhz=1980.0, memory_mhz=3201.0, celsius=40.0, watts=305.61)
+    assert parse_state("1980, 3201, 40, 305.61\n") == state
+    assert parse_state("1980, 3201, 40, [N/A]\n").watts is None
