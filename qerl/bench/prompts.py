@@ -1,7 +1,5 @@
 """Time of prompts in the project's engine, on random weights: a call draws one token after each prompt.
 
-    python -m qerl.bench.prompts OUT.json --size 7B --weights nvfp4 --rank 16
-
 The whole call is timed, the host's part included. The first call of each point may compile kernels and capture a graph,
 so its time stands beside the samples. So does the memory that it made the process reserve, less what capturing
 released.
@@ -9,70 +7,71 @@ released.
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
-import typer
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode.points import IDS
-from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.bench.decode.points import IDS, NO_MEMORY, unless_out_of_memory
 from qerl.host.profiling import seconds
-from qerl.host.progress import configure_logging, log
+from qerl.host.progress import log, track
+from qerl.jobs.shapes import PromptsJob
 from qerl.policy.policy import choose_device
-from qerl.provenance.files import check_writable, write_json
-from qerl.provenance.stamp import stamp
-from qerl.random_models.policy import WEIGHTS, random_policy
+from qerl.random_models.policy import random_policy
+from qerl.results.files import write
+from qerl.results.schema.speed import PromptPoint, PromptsResult
+from qerl.results.schema.stored import OK, Provenance
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 
-#: Prompts, and tokens of each.
-POINTS = (
-    *((1, tokens) for tokens in (16, 32, 64, 128, 256, 512, 768, 1024)),
-    *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
-)
-_REPEATS = 7
+_SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 
-def measure(sampler: EngineSampler, prompts: int, tokens: int) -> dict[str, Any]:
-    """Seconds of calls with `prompts` of `tokens` each."""
-    samples, reserved, grown = [], _reserved(), None
-    for round_ in range(1 + _REPEATS):
-        numbers = np.random.default_rng([prompts, tokens, round_])
-        ids = numbers.integers(*IDS, size=(prompts, tokens)).tolist()
-        with seconds() as elapsed:
-            sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
-        samples.append(elapsed.value)
-        grown = _reserved() - reserved if grown is None else grown
-    return {"prompts": prompts, "tokens": tokens, "first": samples[0], "samples": samples[1:], "reserved_bytes": grown}
+def measure_prompts(job: PromptsJob) -> None:
+    """Time all points and write the result. What runs out of memory is a row, or all of them."""
+    sampler = unless_out_of_memory(lambda: _ready_sampler(job))
+    result = PromptsResult(
+        bench="prompts",
+        **job.work.model_dump(),
+        sampler=sampler.served if sampler else "",
+        points=[_point(sampler, *point, job.repeats) for point in track(job.points, len(job.points), "points")],
+        gpu=gpu_state(),
+        provenance=Provenance.of_now(),
+    )
+    write(job.out, result)
+
+
+def _ready_sampler(job: PromptsJob) -> EngineSampler:
+    """The sampler after a call as large as any, which makes its cache."""
+    work = job.work
+    sampler = EngineSampler(random_policy(work.size, work.weights, work.rank, choose_device()), _SETTINGS)
+    most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
+    sampler.generate([[IDS[0]] * longest] * most, SamplingParams(max_tokens=1))
+    return sampler
+
+
+def _point(sampler: EngineSampler | None, prompts: int, tokens: int, repeats: int) -> PromptPoint:
+    point = unless_out_of_memory(lambda: measure(sampler, prompts, tokens, repeats)) if sampler else None
+    return point or PromptPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
+
+
+def measure(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
+    """Time calls with `prompts` of `tokens` each."""
+    reserved = _reserved()
+    first = _call(sampler, prompts, tokens, 0)
+    grown = _reserved() - reserved
+    samples = [_call(sampler, prompts, tokens, round_) for round_ in range(1, 1 + repeats)]
+    log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
+    return PromptPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
+
+
+def _call(sampler: EngineSampler, prompts: int, tokens: int, round_: int) -> float:
+    numbers = np.random.default_rng([prompts, tokens, round_])
+    ids = numbers.integers(*IDS, size=(prompts, tokens)).tolist()
+    with seconds() as elapsed:
+        sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
+    return elapsed.value
 
 
 def _reserved() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-
-
-def main(out: Path, size: str = "7B", weights: str = "nvfp4", rank: int = 16) -> None:
-    """Measure all points and write OUT. `weights`: bf16, nf4, mxfp4 or nvfp4; rank 0: no adapter."""
-    if size not in ARCHITECTURES or weights not in WEIGHTS:
-        raise typer.BadParameter(f"sizes are {', '.join(ARCHITECTURES)}, weights {', '.join(WEIGHTS)}")
-    check_writable(out)
-    start = time.perf_counter()
-    sampler = EngineSampler(random_policy(size, weights, rank, choose_device()), NativeSettings(kv_cache_gib=8.0))
-    longest = max(POINTS, key=lambda point: point[1])
-    sampler.generate([[1000] * longest[1]] * max(count for count, _ in POINTS), SamplingParams(max_tokens=1))
-    log.info("ready after %.1f s", time.perf_counter() - start)
-    points = []
-    for prompts, tokens in POINTS:
-        points.append(measure(sampler, prompts, tokens))
-        log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(points[-1]["samples"])))
-    about = {"bench": "prompts", "size": size, "weights": weights, "rank": rank, "sampler": sampler.served}
-    write_json(out, {**about, "gpu": gpu_state(), "points": points, "provenance": stamp()})
-
-
-if __name__ == "__main__":
-    configure_logging()
-    typer.run(main)

@@ -17,7 +17,7 @@ from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob
 from qerl.jobs.report import FigureJob, ShapesJob, TableJob
-from qerl.jobs.shapes import DecodeJob, GrpoStepJob, RolloutMixJob, TrlStepJob
+from qerl.jobs.shapes import DecodeJob, GrpoStepJob, PromptsJob, RolloutMixJob, TrlStepJob
 from qerl.jobs.train import TrainJob
 from qerl.provenance.files import check_writable
 
@@ -35,6 +35,7 @@ AnyJob = (
     | RolloutMixJob
     | GrpoStepJob
     | TrlStepJob
+    | PromptsJob
     | TableJob
     | FigureJob
     | ShapesJob
@@ -57,6 +58,7 @@ FUNCTIONS: dict[type[Job], str] = {
     StepJob: "qerl.bench.step:bench_step",
     GrpoStepJob: "qerl.bench.grpo_step.step:measure_step",
     TrlStepJob: "qerl.bench.grpo_step.trl:measure_step",
+    PromptsJob: "qerl.bench.prompts:measure_prompts",
     TableJob: "qerl.report.job:write_table",
     FigureJob: "qerl.report.job:write_figure",
     ShapesJob: "qerl.report.grid:write_shapes",

@@ -75,6 +75,23 @@ class RolloutMixJob(PointJob):
     work: Mix
 
 
+class Prompting(Part):
+    """The policy whose prompts are timed; rank 0 has no adapter."""
+
+    size: str
+    weights: str
+    rank: int
+
+
+class PromptsJob(PointJob):
+    """Measure the time of prompts in this project's engine, a point for each pair of prompts and tokens of each."""
+
+    kind: Literal["prompts"] = "prompts"
+    work: Prompting
+    points: list[tuple[int, int]]
+    repeats: int
+
+
 class Work(Part):
     """The work of each system in a GRPO step."""
 

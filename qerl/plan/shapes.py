@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -15,15 +15,17 @@ from qerl.jobs.shapes import (
     GrpoStepJob,
     Mix,
     PointJob,
+    Prompting,
+    PromptsJob,
     RolloutMixJob,
     TrlStep,
     TrlStepJob,
     Work,
 )
 from qerl.results.files import read
-from qerl.results.schema.speed import DecodeResult
+from qerl.results.schema.speed import DecodeResult, PromptsResult
 from qerl.settings.base import ConfigError
-from qerl.settings.benches import DecodeGrid, MixGrid, ShapesSettings, StepGrid
+from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
 from qerl.settings.run import RunSettings
 
 #: In what `state` says of a job that isn't finished.
@@ -42,6 +44,7 @@ def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
         *(j for grid in settings.mixes for j in _mixes(grid, work)),
         *(j for grid in settings.decode for j in _decodes(grid, work)),
         *(j for grid in settings.steps for j in _steps(grid, work)),
+        *(j for grid in settings.prompts for j in _prompts(grid, work)),
     ):
         if id in by_id:
             raise ConfigError(f"shapes: {id} is asked for twice; merge the two entries, sequences included")
@@ -65,14 +68,22 @@ def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
 
 def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str:
     """How far a job is, in words, by this machine's or by committed points."""
-    sequences = job.sequences if isinstance(job, DecodeJob) else []
     for folder, where in ((points, "measured"), (settings.samples, "committed")):
         file = folder / file_of(id)
         if file.is_file():
-            measured = {point.sequences for point in read(DecodeResult, file).points} if sequences else set()
-            left = [count for count in sequences if count not in measured]
-            return f"{where}, {len(left)} of {len(sequences)} points {MISSING}" if left else where
+            asked, measured = _points(job, file)
+            left = [point for point in asked if point not in measured]
+            return f"{where}, {len(left)} of {len(asked)} points {MISSING}" if left else where
     return MISSING
+
+
+def _points(job: PointJob, file: Path) -> tuple[Sequence[object], set[object]]:
+    """The points that a job asks for and those in its file. Steps have none."""
+    if isinstance(job, DecodeJob):
+        return job.sequences, {point.sequences for point in read(DecodeResult, file).points}
+    if isinstance(job, PromptsJob):
+        return job.points, {(point.prompts, point.tokens) for point in read(PromptsResult, file).points}
+    return [], set()
 
 
 def _out(work: Path, id: str) -> Path:
@@ -111,6 +122,14 @@ def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
         yield id, RolloutMixJob(work=asked, out=_out(work, id))
+
+
+def _prompts(grid: PromptGrid, work: Path) -> Iterator[tuple[str, PromptsJob]]:
+    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
+        _check("native", size, weights)
+        id = f"prompts-{size}-{weights}-r{rank}"
+        asked = Prompting(size=size, weights=weights, rank=rank)
+        yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(work, id))
 
 
 def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:

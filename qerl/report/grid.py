@@ -24,11 +24,12 @@ from qerl.report.grid_tables import (
     step_table,
 )
 from qerl.report.mixes import write_mixes
+from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
 from qerl.results.files import read
 from qerl.results.schema.speed import Kind
-from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_steps
+from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_prompts, load_steps
 
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
@@ -53,18 +54,20 @@ def write_all(files: Sequence[Path], out: Path) -> None:
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
     decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
-    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases; goals
-    (`qerl.report.goals`). Tables without a row are left out. ResultError without any file. Of points and steps at the
-    paper's lengths, its tables too (`qerl.report.grid_paper`).
+    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases; prompts-<size>;
+    goals (`qerl.report.goals`). Tables without a row are left out. ResultError without any file. Of points and steps at
+    the paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
     kinds = {path: read(Kind, path).bench for path in files}
-    wanted = ("decode", "grpo_step", "rollout_mix")
-    decode, steps, mixes = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
+    wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
+    decode, steps, mixes, prompts = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
     points = measured = rollouts = pd.DataFrame()
     if mixes:
         rollouts = load_mixes(mixes)
         write_mixes(rollouts, out)
-    if decode or not (steps or mixes):
+    if prompts:
+        write_prompts(load_prompts(prompts), out)
+    if decode or not (steps or mixes or prompts):
         points = load_points(decode)
         for lengths, group in points.groupby(LENGTHS, sort=False):
             _write_decode(group, out, "{}x{}".format(*lengths))

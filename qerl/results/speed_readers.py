@@ -1,4 +1,4 @@
-"""Files of the speed grid as tidy data frames: one row a point of decode speed, a file of steps or of rollouts."""
+"""Files of the speed grid as tidy data frames: a row a point of decoding or of prompts, a file of steps or rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import pandas as pd
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
-from qerl.results.schema.speed import ENGINES, SECONDS, DecodeResult, GrpoStepResult, MixRun, RolloutMixResult
+from qerl.results.schema.speed import (
+    ENGINES,
+    SECONDS,
+    DecodeResult,
+    GrpoStepResult,
+    MixRun,
+    PromptsResult,
+    RolloutMixResult,
+)
 from qerl.settings.models import WeightFormat
 
 _GB = 1e9
@@ -91,6 +99,18 @@ def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
 
 def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
+
+
+def load_prompts(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row a point of prompts: the median `milliseconds` of a call, NaN for a failed point."""
+    return pd.DataFrame([row for path in paths for row in _prompt_rows(read(PromptsResult, path))])
+
+
+def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
+    identity = job.model_dump(include={"size", "weights", "rank", "sampler"}) | job.provenance.columns
+    for point in job.points:
+        middle = 1e3 * median(point.samples) if point.samples else np.nan
+        yield identity | point.model_dump(exclude={"first"}) | {"milliseconds": middle}
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:

@@ -141,6 +141,23 @@ class StepGrid(Settings):
     repeats: PositiveInt = 3
 
 
+class PromptGrid(Settings):
+    """Time of prompts in this project's engine on random weights: a call draws one token after each prompt.
+
+    Each size, format and rank is a job of its own."""
+
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
+    """Ranks of the adapter. 0 means no adapter."""
+    points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
+        *((1, tokens) for tokens in (16, 32, 64, 128, 256, 512, 768, 1024)),
+        *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
+    ]
+    """Pairs of the number of prompts in a call and the tokens of each."""
+    repeats: PositiveInt = 7
+
+
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md).
 
@@ -152,3 +169,4 @@ class ShapesSettings(Settings):
     decode: list[DecodeGrid] = []
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []
+    prompts: list[PromptGrid] = []

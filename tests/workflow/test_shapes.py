@@ -32,3 +32,11 @@ def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
     tree.snakemake(*ARGUMENTS)
     assert "native" in (results / "tables/decode-tiny-8x4.md").read_text()
     assert "native" in (results / "tables/mixes.md").read_text()
+
+
+def test_prompts_are_jobs_of_the_workflow(tree, tmp_path):
+    asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 4], "points": [[1, 8]]}
+    file = tmp_path / "prompts.yaml"
+    file.write_text(yaml.safe_dump({"name": "refills", "shapes": {"samples": "committed", "prompts": [asked]}}))
+    planned = tree.planned("--configfile", str(file), "--", "shapes_measure")
+    assert planned == {"shape_point": 2, "shapes_measure": 1}

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 #: Timed runs of a point: three; where they are short more, up to nine, until they took so many seconds.
 _REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
-_NO_MEMORY = "out of memory"
+NO_MEMORY = "out of memory"
 #: Token ids that every shape's vocabulary has, none of them special.
 IDS = (1000, 100000)
 
@@ -98,13 +98,13 @@ class DecodePoints:
         gpu = GpuStates(before=gpu_state(), after=None) if torch.cuda.is_available() else None
         self.result = self.result.model_copy(update={"ceilings": ceilings(choose_device()), "gpu": gpu})
         self._write()
-        measure = _unless_out_of_memory(load)
+        measure = unless_out_of_memory(load)
         for count in track(missing, len(missing), "points"):
             self._record(count, measure)
 
     def _record(self, sequences: int, measure: Measure | None) -> None:
         reset_peak_memory()
-        point = _unless_out_of_memory(lambda: measure(sequences)) if measure else None
+        point = unless_out_of_memory(lambda: measure(sequences)) if measure else None
         point = point or _failed(sequences)
         points = sorted([*self.result.points, point], key=lambda point: point.sequences)
         gpu = self.result.gpu and GpuStates(before=self.result.gpu.before, after=gpu_state())
@@ -140,7 +140,7 @@ def _read(out: Path, work: Decoding) -> DecodeResult:
 def _failed(sequences: int) -> DecodePoint:
     return DecodePoint(
         sequences=sequences,
-        status=_NO_MEMORY,
+        status=NO_MEMORY,
         samples=[],
         prompt_seconds=None,
         prompt_samples=[],
@@ -150,14 +150,14 @@ def _failed(sequences: int) -> DecodePoint:
     )
 
 
-def _unless_out_of_memory(action: Callable[[], T]) -> T | None:
+def unless_out_of_memory(action: Callable[[], T]) -> T | None:
     """The return value of `action`. None if memory runs out, after its memory is released."""
     try:
         return action()
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        log.warning("%s: %s", _NO_MEMORY, str(error))  # not the error, which a log may keep
+        log.warning("%s: %s", NO_MEMORY, str(error))  # not the error, which a log may keep
     # By now the error is gone, and the frames that held tensors with it.
     gc.collect()
     if torch.cuda.is_available():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.checkpoints.architectures import ARCHITECTURES
-from qerl.results.schema.stored import MeasuredPoint, Number, Provenance, Stored
+from qerl.results.schema.stored import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.settings.models import WeightFormat
 
 Engine = Literal["native", "vllm", "transformers"]
@@ -28,7 +28,7 @@ class Kind(Stored):
 
     model_config = ConfigDict(extra="ignore")
 
-    bench: Literal["decode", "grpo_step", "rollout_mix"]
+    bench: Literal["decode", "grpo_step", "rollout_mix", "prompts"]
 
 
 # --- decode speed ----------------------------------------------------------------------------------------------------
@@ -86,17 +86,18 @@ class DecodeResult(Stored):
 
 
 class PromptPoint(Stored):
-    """Seconds of calls with so many prompts of so many tokens; the first call stands apart."""
+    """Seconds of calls with so many prompts of so many tokens; the first call stands apart. A failure has none."""
 
     prompts: int
     tokens: int
-    first: float
+    status: str = OK
+    first: float | None
     samples: list[float]
-    reserved_bytes: Number | None
+    reserved_bytes: Number | None = None
 
 
 class PromptsResult(Stored):
-    """A file of `qerl.bench.prompts`."""
+    """points/prompts-*.json, a file of one (size, weights, rank)."""
 
     bench: Literal["prompts"]
     size: Size

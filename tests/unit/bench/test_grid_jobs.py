@@ -16,7 +16,7 @@ from qerl.settings.benches import ShapesSettings
 from qerl.settings.config import Config
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import RunSettings
-from tests.synthetic_results import decode_file
+from tests.synthetic_results import PROVENANCE, decode_file, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
@@ -102,6 +102,21 @@ def test_steps_are_jobs_by_their_work():
     assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
     batches = [(job.work.prompts, job.work.group, job.settings.micro_batch) for job in found.values()]
     assert batches == [(1, 4, 4), (1, 8, 8), (2, 4, 8), (2, 8, 8)]
+
+
+def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
+    asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 16], "points": [[1, 16], [8, 64]]}
+    settings = parse(ShapesSettings, {"samples": str(tmp_path), "prompts": [asked]}, "grid")
+    jobs = jobs_of(settings)
+    assert list(jobs) == ["prompts-tiny-nvfp4-r0", "prompts-tiny-nvfp4-r16"]
+    job = jobs["prompts-tiny-nvfp4-r16"]
+    assert (job.points, job.work.rank, job.repeats) == ([(1, 16), (8, 64)], 16, 7)
+    assert function_of(job) == ("qerl.bench.prompts", "measure_prompts")
+    point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
+    result = {"bench": "prompts", "size": "tiny", "weights": "nvfp4", "rank": 16, "sampler": "", "gpu": None}
+    write_json(tmp_path / "prompts-tiny-nvfp4-r16.json", result | {"points": [point], "provenance": PROVENANCE})
+    states = [state(id, one, settings, tmp_path / "none") for id, one in jobs.items()]
+    assert states == ["missing", "committed, 1 of 2 points missing"]
 
 
 def test_prompts_of_several_lengths_are_jobs():

@@ -15,7 +15,7 @@ FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
-    *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept", "qerl.bench.prompts"),
+    *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept"),
     "qerl.bench.rollout_mix.trace",
     *("qerl.report.summary", "qerl.results.catalogue"),
 )

@@ -1,0 +1,98 @@
+"""The measurement of prompts on a tiny shape, its file and its table."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl.bench import prompts
+from qerl.host.profiling import Seconds
+from qerl.jobs.shapes import Prompting, PromptsJob
+from qerl.report.grid import write_all
+from qerl.results import catalogue
+
+POINTS = [(1, 8), (2, 4)]
+
+
+def measure(out: Path, **changes) -> dict:
+    """Do a job on the tiny shape."""
+    work = Prompting(size="tiny", weights="nvfp4", rank=changes.pop("rank", 4))
+    prompts.measure_prompts(PromptsJob(work=work, points=POINTS, repeats=2, out=out, **changes))
+    return json.loads(out.read_text())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the sampler, each of which takes a millisecond a token of its prompts."""
+    calls = []
+
+    class Sampler(prompts.EngineSampler):
+        def generate(self, ids, params):
+            calls.append((ids, params))
+            return super().generate(ids, params)
+
+    @contextmanager
+    def seconds():
+        taken = Seconds()
+        yield taken
+        taken.value = 1e-3 * sum(map(len, calls[-1][0]))
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(prompts, "EngineSampler", Sampler)
+    monkeypatch.setattr(prompts, "seconds", seconds)
+    return calls
+
+
+def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
+    result = measure(tmp_path / "out.json")
+    catalogue.check(tmp_path / "out.json")
+    (warm_up, _), *timed = calls
+    assert [len(prompt) for prompt in warm_up] == [8, 8]
+    assert [[len(prompt) for prompt in ids] for ids, _ in timed] == [[8]] * 3 + [[4, 4]] * 3
+    assert len({str(ids) for ids, _ in timed}) == 6
+    assert {params.max_tokens for _, params in timed} == {1}
+    assert [(point["prompts"], point["tokens"], point["status"]) for point in result["points"]] == [
+        (1, 8, "ok"),
+        (2, 4, "ok"),
+    ]
+    assert [point["samples"] for point in result["points"]] == [[8e-3] * 2] * 2
+    assert [point["first"] for point in result["points"]] == [8e-3] * 2
+    assert result["sampler"].startswith("native engine")
+
+
+def test_calls_without_memory_are_rows(tmp_path, calls, monkeypatch):
+    measured = prompts.measure
+
+    def scarce(sampler, count, *rest):
+        if count == 2:
+            raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
+        return measured(sampler, count, *rest)
+
+    monkeypatch.setattr(prompts, "measure", scarce)
+    points = measure(tmp_path / "out.json")["points"]
+    assert [(point["status"], len(point["samples"])) for point in points] == [("ok", 2), ("out of memory", 0)]
+
+
+def test_a_model_without_memory_is_rows_of_failures(tmp_path, calls, monkeypatch):
+    def too_large(*_):
+        raise torch.cuda.OutOfMemoryError("tried to allocate 100 GiB")
+
+    monkeypatch.setattr(prompts, "random_policy", too_large)
+    result = measure(tmp_path / "out.json")
+    assert [point["status"] for point in result["points"]] == ["out of memory"] * 2
+    assert result["sampler"] == ""
+
+
+def test_the_table_has_medians_in_milliseconds_by_policy(tmp_path, calls, monkeypatch):
+    measure(tmp_path / "r4.json")
+    monkeypatch.setattr(prompts, "random_policy", lambda *_: _out_of_memory())
+    measure(tmp_path / "r0.json", rank=0)
+    write_all([tmp_path / "r4.json", tmp_path / "r0.json"], tmp_path / "tables")
+    lines = (tmp_path / "tables/prompts-tiny.csv").read_text().splitlines()
+    assert lines == ["prompts,tokens,NVFP4 r0,NVFP4 r4", "1,8,out of memory,8.0", "2,4,out of memory,8.0"]
+
+
+def _out_of_memory():
+    raise torch.cuda.OutOfMemoryError
