@@ -23,6 +23,7 @@ NO_METRICS = {
     for name, field in StepMetrics.model_fields.items()
     if field.is_required()
 }
+OUT_OF_MEMORY = "out of memory"
 #: Bytes of a 7B NVFP4 step without adapter, one sequence, 256 tokens in the cache, by hand: projections, head, a row of
 #: the embedding, norms and biases, cache. At this many a millisecond the floor is 1 ms.
 STEP_BYTES = 3_670_475_536 + 1_089_994_752 + 7_168 + 666_624 + 14_737_408

@@ -119,6 +119,7 @@ SECTIONS = (
     benches.DecodeGrid,
     benches.MixGrid,
     benches.StepGrid,
+    benches.PromptGrid,
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.report.goals import goals, write_goals
 from qerl.results import speed_readers
-from tests.unit.report.test_grid import OUT_OF_MEMORY, decode_file, step_file
+from tests.synthetic_results import OUT_OF_MEMORY, decode_file, step_file
 
 NOTHING = pd.DataFrame()
 SAMPLES = Path("results/reference/h200/shapes")

@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 from qerl.report import grid, grid_figures, grid_tables
 from qerl.results import speed_readers
 from qerl.results.files import ResultError
-from tests.synthetic_results import PROVENANCE, decode_file, step_file, write_json
-
-OUT_OF_MEMORY = "out of memory"
+from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file, write_json
 
 
 @pytest.fixture

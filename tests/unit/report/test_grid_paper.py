@@ -7,9 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.bench.grpo_step.work import Work, memory_of, write_failure, write_result
+from qerl.bench.grpo_step.work import Work, memory_of, write_failure, write_steps
 from qerl.report import grid_paper
 from qerl.results import speed_readers
+from qerl.results.schema.speed import EngineStepSettings, TimedStep
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -43,13 +44,13 @@ def step(
         rank=16,
         repeats=len(seconds),
     )
-    settings = {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": cap}
+    settings = EngineStepSettings(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
     if isinstance(told, str):
         write_failure(out, f"{system} {weights}", asked, settings, told)
     else:
-        rows = [{"step": s, "sync": 0.0, "rollout": s / 2, "update": s / 2} for s in seconds]
+        rows = [TimedStep(step=s, sync=0.0, rollout=s / 2, update=s / 2) for s in seconds]
         memory = memory_of(20e9, 8 * 10**9, {"weights": 5 * 10**9})
-        write_result(out, f"{system} {weights}", "any", asked, settings, rows, memory)
+        write_steps(out, f"{system} {weights}", "any", asked, settings, rows, memory)
     return out
 
 
