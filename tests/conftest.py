@@ -1,6 +1,8 @@
 """How much the property-based tests try: the same examples on every run, more of them where the profile asks for it."""
 
+import gc
 import os
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +15,8 @@ from qerl.host.imports import imports
 
 #: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
 PROFILE = "QERL_TEST_PROFILE"
+#: The number of modules when objects were last exempted from garbage collection, and by how many more it is done again.
+MODULES, MANY = pytest.StashKey[int](), 50
 
 # What hypothesis looks up in the sources is kept out of the working tree.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
@@ -36,6 +40,19 @@ def pytest_collection() -> Generator[None, object, object]:
     """Collecting imports every library, in each process of the suite."""
     with imports():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """The collector passes over what a test imported, too: after vLLM's engine it takes half a second else.
+
+    A quantization collects after every shard. An engine of vLLM that ends unfreezes all objects.
+    """
+    yield
+    if not gc.get_freeze_count() or len(sys.modules) > item.config.stash.get(MODULES, 0) + MANY:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[MODULES] = len(sys.modules)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

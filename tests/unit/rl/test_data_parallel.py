@@ -88,7 +88,7 @@ def record_noise(folder, values: dict) -> None:
     torch.save(noise, folder / f"noise-{trainer.processes.count}-{trainer.processes.rank}.pt")
 
 
-def test_the_noise_is_the_same_in_every_process_and_for_any_number_of_them(folder):
+def test_the_noise_is_the_same_in_every_process_and_for_any_number_of_them(folder, forking):
     for count in (1, 2):
         run_in_processes(count, record_noise, folder, settings(processes=count))
     alone, *others = (torch.load(folder / f"noise-{name}.pt") for name in ("1-0", "2-0", "2-1"))
@@ -102,7 +102,7 @@ def fail(rank: int) -> None:
         raise ValueError("the disk is on fire")
 
 
-def test_the_failure_of_a_process_ends_the_run_and_is_told():
+def test_the_failure_of_a_process_ends_the_run_and_is_told(forking):
     with pytest.raises(RuntimeError, match=r"process 1 of 2 failed.*disk is on fire"):
         run_in_processes(2, fail, 1)
 

@@ -146,12 +146,11 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     assert (folder / "train/run/metrics.jsonl").read_text().startswith(first)  # with its seconds: not trained again
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("small", "limit", "status"),
     [("2", None, "out of memory after 2 of 4 steps"), ("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps")],
 )
-def test_what_ends_one_of_several_processes_is_the_same_row(folder, small, limit, status):
+def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, small, limit, status):
     if small:
         Path("small").write_text(small)
     lost = train(folder, changes={"processes": 2}, on_failure="row", time_limit=limit)
