@@ -46,10 +46,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """The collector passes over what a test imported, too: after vLLM's engine it takes half a second else.
 
-    A quantization collects after every shard. An engine of vLLM that ends unfreezes all objects.
+    A quantization collects after every shard, and an engine of vLLM a dozen times.
     """
     yield
-    if not gc.get_freeze_count() or len(sys.modules) > item.config.stash.get(MODULES, 0) + MANY:
+    if len(sys.modules) > item.config.stash.get(MODULES, 0) + MANY:
         gc.collect()
         gc.freeze()
         item.config.stash[MODULES] = len(sys.modules)

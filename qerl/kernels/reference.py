@@ -142,12 +142,13 @@ def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor
 
     Philox with ten rounds, keyed by the seed; a counter gives the noise of four columns.
     """
-    column = torch.arange(width, device=sequence.device)
-    quarter = CHUNK // 4
-    counter = column // CHUNK * quarter + column % quarter
-    fixed = [(x.long() & _WORD)[:, None] for x in (number, sequence, sequence >> 32)]
-    words = philox([counter[None].expand(len(sequence), -1), *(x.expand(-1, width) for x in fixed)], seed)
-    word = torch.stack(words).gather(0, (column % CHUNK // quarter).expand(1, len(sequence), width))[0]
+    chunks, quarter = -(-width // CHUNK), CHUNK // 4
+    counter = torch.arange(min(width, chunks * quarter), device=sequence.device)[None]
+    words = philox([counter, *((x.long() & _WORD)[:, None] for x in (number, sequence, sequence >> 32))], seed)
+    if width > quarter:
+        word = torch.stack(words, dim=1).unflatten(-1, (chunks, quarter)).transpose(1, 2).flatten(1)[:, :width]
+    else:
+        word = words[0]
     uniform = ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # -log(1 - u), which keeps its relative precision near 0: that is where the largest noise comes from.
     exponential = torch.where(uniform < 2.0**-10, uniform * (1 + uniform * 0.5), -torch.log(1 - uniform))

@@ -56,6 +56,14 @@ def change(policy, seed, scale=0.1):
         parameter.data += scale * torch.randn_like(parameter)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """An engine that ends unfreezes all objects of the process: the next ones would collect among all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny_qwen2(tmp_path_factory.mktemp("dense"), shard_size="60KB", **HEADS)

@@ -1,6 +1,7 @@
 """The measurement of a whole GRPO step on a tiny shape."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def measured(tmp_path_factory):
         patch.setattr(grpo_step, "Collector", Kept)
         measure(out, recompute=True, micro_batch_tokens=120)
     return json.loads(out.read_text()), rollouts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, TEXTS)
+    return folder
+
+
+@pytest.fixture
+def written(tokenizer, monkeypatch):
+    """The tokenizer of every measurement is a copy, which `measured` is without."""
+    copy = lambda folder, _: shutil.copytree(tokenizer, folder, dirs_exist_ok=True)  # noqa: E731
+    monkeypatch.setattr(grpo_step, "write_tokenizer", copy)
 
 
 def test_every_step_has_the_work_that_was_asked_for(measured):
@@ -83,7 +98,7 @@ def test_parts_of_memory_make_up_the_peak(measured):
     assert memory["peak_bytes"] == max(max(step["rollout_peak_bytes"], step["update_peak_bytes"]) for step in steps)
 
 
-def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, monkeypatch):
+def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, monkeypatch, written):
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
     out = tmp_path / "out.json"
@@ -99,7 +114,7 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
 
 
 @pytest.mark.parametrize("given_back", [False, True])
-def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatch, given_back):
+def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatch, written, given_back):
     """The highest peak is the update's; what is left of it without the cache must be its own."""
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
@@ -113,7 +128,7 @@ def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatc
     assert (memory["kv_cache_bytes"] == 0) == given_back
 
 
-def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_path, monkeypatch, caplog):
+def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_path, monkeypatch, caplog, written):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -126,9 +141,8 @@ def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_pat
     assert "sleep: true" in caplog.text
 
 
-def test_questions_have_the_length_that_was_asked_for(tmp_path):
-    write_tokenizer(tmp_path, TEXTS)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+def test_questions_have_the_length_that_was_asked_for(tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     drawn = questions(tokenizer, 5, 128)
     chats = [[{"role": "user", "content": question}] for question in drawn]
     ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
