@@ -1,1 +1,1 @@
-"""Measurements of speed and memory: decoding, GRPO steps, prompts."""
+"""Benches of speed and memory: decoding, rollouts, prompts and GRPO steps."""

@@ -1,4 +1,4 @@
-"""The best rates that the GPU reaches, as a reference for speeds, and its clocks, temperature and power."""
+"""The GPU's highest measured bandwidth and FLOP rate, as ceilings for speeds; its clocks, temperature and power."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qerl.results.schema.speed import Ceilings, GpuState
 
 #: Bytes that are copied, larger than any cache.
 COPY_BYTES = 4 * 10**9
-#: Rows and columns of the matrices.
+#: Rows and columns of both square matrices of the product.
 MATMUL_SIZE = 8192
 _WARMUP, _REPEATS = 2, 5
 #: A field of `gpu_state` and its name in nvidia-smi.
@@ -22,7 +22,7 @@ _FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temper
 def ceilings(device: torch.device) -> Ceilings | None:
     """Bytes a second that a copy within the GPU reads and writes, and FLOP/s of a bfloat16 product; None on a CPU.
 
-    It takes under a second and, meanwhile, two COPY_BYTES of the GPU's memory.
+    The measurement takes less than a second and allocates 2 * `COPY_BYTES` on the GPU.
     """
     if device.type != "cuda":
         return None
@@ -45,7 +45,7 @@ def _matmul(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:
-    """Median of times by the GPU's own clock."""
+    """Median seconds of repeated calls, timed by CUDA events."""
     for _ in range(_WARMUP):
         work()
     taken = []
@@ -62,11 +62,11 @@ def _seconds(work: Callable[[], torch.Tensor]) -> float:
 def gpu_state() -> GpuState | None:
     """MHz of processors and memory, degrees Celsius and watts of this process's GPU now; None without a GPU.
 
-    A figure that the driver doesn't tell is None.
+    A value that the driver does not report is None.
     """
     if not torch.cuda.is_available():
         return None
-    # By its own name, since CUDA_VISIBLE_DEVICES changes the numbers that CUDA has for GPUs, not those of nvidia-smi.
+    # By UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for CUDA, but not for nvidia-smi.
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = ["nvidia-smi", f"--id=GPU-{gpu}", f"--query-gpu={','.join(_FIELDS.values())}"]
     answer = subprocess.run([*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Time of prompts in the project's engine, on random weights: a call draws one token after each prompt.
+"""Prefill time of the project's engine on random weights: each call draws one token after each prompt.
 
 The whole call is timed, the host's part included. The first call of each point may compile kernels and capture a graph,
 so its time stands beside the samples. So does the memory that it made the process reserve, less what capturing

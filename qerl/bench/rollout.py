@@ -41,7 +41,7 @@ def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[i
         numbers = np.random.default_rng([settings.seed, round_])
         shape = (settings.sequences, settings.prompt_tokens)
         prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
-        # Throughput must not depend on where a policy stops.
+        # Throughput must not depend on when a policy stops.
         params = SamplingParams(max_tokens=settings.completion_tokens, seed=round_, ignore_eos=True)
         with seconds() as elapsed:
             sampler.generate(prompts, params)

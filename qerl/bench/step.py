@@ -31,7 +31,7 @@ def _measure(run: TimedRun, work: Path) -> Callable[[int], dict[str, float]]:
 
 
 def bench_step(job: StepJob) -> None:
-    """Time one step of each run, in turn."""
+    """Time repeated steps of each run, round by round."""
     with TemporaryDirectory() as work:
         points = [
             Point(_label(run), lambda run=run: _measure(run, Path(work) / run.id))  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Stock vLLM on random weights of Qwen2.5's shapes, with an adapter on all seven projections: the yardstick.
+"""Stock vLLM on random weights of Qwen2.5's shapes, with an adapter on all seven projections, as a baseline.
 
-vLLM fills bf16 and nvfp4 weights itself (load_format=dummy). For nf4 it quantizes a random bfloat16 checkpoint with
-bitsandbytes as it loads it, as a QLoRA user does. Its dummy loader makes none of the scales that the layers then read.
-That checkpoint lies in TMPDIR and has two bytes per weight. vLLM up to 0.27 has bitsandbytes built in.
+vLLM fills bf16 and nvfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without scales, so
+vLLM quantizes a random bfloat16 checkpoint with bitsandbytes while loading, as for a QLoRA user. That checkpoint is
+written to TMPDIR, with two bytes per weight. vLLM up to 0.27 has bitsandbytes built in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qerl.policy.policy import choose_device
 from qerl.random_models.checkpoint import model_config, write_checkpoint
 from qerl.random_models.tokenizer import TEXTS
 
-#: What vLLM says, as a mere ValueError, where weights leave no room for the cache, or others none for its share.
+#: Texts of vLLM's ValueErrors if its weights leave no memory for the cache, or other processes too little for vLLM.
 _NO_ROOM = (
     "No available memory for the cache blocks",
     "larger than the available KV cache memory",
@@ -30,7 +30,7 @@ _NO_ROOM = (
 
 
 def start_engine(folder: Path, size: str, weights: str, rank: int, **options: Any) -> tuple[Any, Any]:
-    """The engine, and the adapter's request or None. `options` are vLLM's; files go to `folder`."""
+    """Start vLLM with its `options`; returns the engine and the adapter's LoRARequest or None. Files go to `folder`."""
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -47,7 +47,7 @@ def start_engine(folder: Path, size: str, weights: str, rank: int, **options: An
 
 
 def description(weights: str) -> str:
-    """The engine in words."""
+    """The engine's name and version, for results."""
     import vllm
 
     return f"vLLM {vllm.__version__}" + (", bitsandbytes" if weights == "nf4" else "")
@@ -65,7 +65,7 @@ def write_model(folder: Path, size: str, weights: str) -> dict[str, str]:
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
     shapes, tensors = linear_shapes(size), {}
-    device = choose_device()  # large ones take a CPU long
+    device = choose_device()  # drawing large matrices on a CPU is slow
     for layer in range(ARCHITECTURES[size].layers):
         for name, (outputs, inputs) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
@@ -79,7 +79,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
 
 @contextmanager
 def no_room_is_out_of_memory() -> Iterator[None]:
-    """Raise OutOfMemoryError if vLLM says in the block that it has too little memory."""
+    """Raise OutOfMemoryError instead of vLLM's ValueError about too little memory in the block."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A measurement: points timed in one process."""
+"""Timing of points in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 @dataclass
 class Point:
-    """One thing to time. `measure` runs it once and returns its figures; `label` is what the table shows of it."""
+    """One combination to time. `make` returns a function that runs a round and returns its figures.
+
+    `label` identifies the point in results.
+    """
 
     label: dict[str, Any]
     make: Callable[[], Callable[[int], dict[str, Any]]]
@@ -27,14 +30,14 @@ class Point:
 
 
 def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -> list[Point]:
-    """Time every point `repeats` times, after a time that warms up and isn't kept.
+    """Time every point `repeats` times, after one untimed warm-up.
 
-    `interleave`: all points in memory, round by round; otherwise one after another, each alone in memory. A point that
-    runs out of memory stays in the list with that status.
+    With `interleave`, all points are in memory and timed round by round; otherwise one after another, each alone in
+    memory. A point that runs out of memory stays in the list with that status.
     """
     for group in [list(points)] if interleave else [[point] for point in points]:
         _run_together(group, repeats)
-        gc.collect()  # policies are cycles of modules
+        gc.collect()  # a policy's modules refer to each other in cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return list(points)

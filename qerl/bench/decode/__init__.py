@@ -1,1 +1,1 @@
-"""Decode speed: tokens a second by sequences, of the engine, vLLM and transformers."""
+"""Decode speed in tokens/s by number of sequences, for the engine, vLLM and transformers."""

@@ -1,6 +1,6 @@
-"""Decode speed of the native engine on random weights of Qwen2.5's shapes: tokens a second by sequences.
+"""Decode speed of the native engine on random weights of Qwen2.5's shapes, in tokens/s by number of sequences.
 
-`qerl.bench.decode.points` says how it is timed and what is written. Weights never touch the disk.
+`qerl.bench.decode.points` does the timing and writes the result. Weights are never written to disk.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 
-#: No bound on the KV cache: where memory has no room for all sequences, the point is out of memory. With a bound some
-#: would wait for others, and the point be one of fewer sequences.
+#: The KV cache is unbounded, so a point whose sequences don't fit is out of memory. With a bound, sequences would
+#: queue, and the point would measure a smaller batch.
 _SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
 
 
@@ -34,7 +34,7 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> DecodeP
 
 
 def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
-    """Seconds of a sync, without the first one, which sets it up."""
+    """Seconds of each of `count` syncs after a first one, which also sets up buffers."""
     sampler = EngineSampler(policy, NativeSettings(), 1)
     taken = []
     for _ in range(count + 1):

@@ -1,8 +1,8 @@
-"""Decode speed of transformers' generate with PEFT, and bitsandbytes for NF4: what QLoRA's users run.
+"""Decode speed of transformers' `generate` with PEFT, and with bitsandbytes for NF4, as QLoRA users run it.
 
-NF4 has no double quantization, which is the faster way, and products in bfloat16. The adapter, in bfloat16 too, is on
-all seven projections. Weights are random and never touch the disk: each layer is quantized by bitsandbytes as it is
-made.
+NF4 is used without double quantization, which is faster, and computes in bfloat16. The adapter, also bfloat16, is on
+all seven projections. Weights are random and never written to disk: bitsandbytes quantizes each layer as it is
+created.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qerl.settings.training import AdapterSettings
 
 
 def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A shape with random weights, bf16 or nf4, and an adapter of `rank` in place."""
+    """A model of a known shape with random weights, bf16 or nf4, and an adapter of `rank` (0: none)."""
     torch.manual_seed(seed)
     lm = empty_model(size)
     if weights == "nf4":
@@ -48,7 +48,7 @@ def _lora_config(rank: int) -> LoraConfig:
 
 
 def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:
-    """Put bitsandbytes' layers in, as transformers does, and quantize random weights one by one."""
+    """Replace linear layers by those of bitsandbytes, as transformers does, and quantize random weights one by one."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -92,7 +92,7 @@ def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, toke
 
 
 def _sampling(count: int) -> GenerationConfig:
-    """Exactly `count` tokens at temperature 1: the end of text isn't drawn before."""
+    """Settings that draw exactly `count` tokens at temperature 1: the end of text can't be drawn before."""
     return GenerationConfig(
         max_new_tokens=count,
         min_new_tokens=count,

@@ -1,7 +1,7 @@
-"""Points of decode speed: the shared part of the engines' measurements (`qerl.bench.decode`), and their file.
+"""Points of decode speed: timing and the result file, shared by all engines of `qerl.bench.decode`.
 
-A job is one engine, shape, weights and rank; a point is a number of sequences. A job goes on where its file ends.
-Decoded tokens a second are those of n + 1 tokens less one, so that prompts don't count.
+A job is one engine, shape, weight format and rank; a point is a number of sequences. A job resumes its file: it
+measures only the points that are missing. The prompts' time, that of drawing one token, is subtracted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from qerl.settings.base import ConfigError
 
 T = TypeVar("T")
 
-#: Timed runs of a point: three; where they are short more, up to nine, until they took so many seconds.
+#: Timed runs of a point: at least three; short ones are repeated, up to nine times or until they took 5 s in total.
 _REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
 NO_MEMORY = "out of memory"
 #: Token ids that every shape's vocabulary has, none of them special.
 IDS = (1000, 100000)
 
-#: Continues prompts, all of one length, by so many tokens each, with a seed; returns how many it drew in all.
+#: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]
 #: Measures a point, by its number of sequences.
 Measure = Callable[[int], DecodePoint]
@@ -65,9 +65,9 @@ class Timing:
 
 
 class DecodePoints:
-    """The points of a job in its file, which is rewritten after each.
+    """The points of a job and their file, which is rewritten after each point.
 
-    Ceilings, the GPU's state and the stamp are those of the last call that measured anything.
+    Ceilings, the GPU's state and the stamp come from the last call that measured anything.
     """
 
     def __init__(self, out: Path, work: Decoding) -> None:
@@ -87,9 +87,10 @@ class DecodePoints:
         self.result = self.result.model_copy(update={"sync_seconds": sync_seconds})
 
     def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
-        """Measure the missing points. `load` makes the function that measures, if points are missing.
+        """Measure the missing points. `load` returns the function that measures; it is called only if points are
+        missing.
 
-        A point that runs out of memory is a row, and so are all where `load` does.
+        A point that runs out of memory is stored with that status. If `load` runs out, all missing points are.
         """
         missing = self.missing(sequences)
         if not missing:
@@ -166,7 +167,7 @@ def unless_out_of_memory(action: Callable[[], T]) -> T | None:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, says that memory ran out."""
+    """Whether an error, or one in its chain of causes, means that memory ran out."""
     while error is not None:
         if isinstance(error, OUT_OF_MEMORY):
             return True
@@ -177,7 +178,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 def check_room(pages: int, page: int, sequences: int, length: int) -> None:
     """Raise OutOfMemoryError if a KV cache of `pages` of `page` tokens can't hold these sequences of `length`.
 
-    An engine would let some of them wait for others, and the point be one of fewer sequences.
+    Otherwise the engine would queue some of them, and the point would measure a smaller batch.
     """
     needed = sequences * -(-length // page)
     if pages < needed:
@@ -196,7 +197,7 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> Timing:
         return elapsed.value
 
     taken(tokens + 1, 0)
-    # In turn: prompts are launched by the CPU, which may be busy, and what that costs meets both alike.
+    # Alternately, so that a busy CPU, which launches the prompts, slows both kinds of samples alike.
     both: list[tuple[float, float]] = []
     while len(both) < _REPEATS or (len(both) < _MOST_REPEATS and sum(whole for _, whole in both) < _SECONDS):
         both.append((taken(1, 100 + len(both)), taken(tokens + 1, 1 + len(both))))

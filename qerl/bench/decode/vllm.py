@@ -1,7 +1,7 @@
-"""Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the yardstick beside `qerl.bench.decode.engine`.
+"""Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the baseline for `qerl.bench.decode.engine`.
 
-The adapter is on all seven projections. Prefix caching is off, CUDA graphs are captured for all numbers of sequences
-that are asked for.
+The adapter is on all seven projections. Prefix caching is off, and CUDA graphs are captured for every requested number
+of sequences.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from qerl.bench.stock_vllm import description, start_engine
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.results.schema.speed import DecodePoint
 
-#: Tokens of a prompt and what follows it that the engine is set up for, more where a job has more.
+#: Tokens per sequence (prompt and completion) that the engine is configured for, unless a job needs more.
 _LENGTH = 2048
 
 
 def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
-    """What measures; OutOfMemoryError also where vLLM has room for the weights and none for its cache."""
-    # One process: the engine's work is then what this process waits for.
+    """Start vLLM and return the function that measures a point.
+
+    Raises OutOfMemoryError also if the weights fit but vLLM's cache doesn't.
+    """
+    # In one process, so that timing this process times the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine, request = start_engine(
         folder,
@@ -35,7 +38,7 @@ def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
         max_model_len=max(_LENGTH, work.prompt + work.tokens + 1),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
-        # All requests have the adapter: no second set of graphs without one.
+        # All requests use the adapter, so graphs without it aren't needed.
         compilation_config={"cudagraph_capture_sizes": sorted(set(sequences)), "cudagraph_specialize_lora": False},
         enable_prefix_caching=False,
     )
@@ -55,14 +58,14 @@ def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> Decod
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     cache = engine.llm_engine.vllm_config.cache_config
-    # vLLM keeps one block free for itself.
+    # vLLM reserves one block for itself.
     check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
     timing = timed(draw, sequences, work.prompt, work.tokens)
     return timing.point(sequences, description(work.weights), engine.apply_model(_weight_bytes)[0], None)
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of vLLM's weights; scales of bitsandbytes hang on the parameters. The adapter isn't counted."""
+    """Bytes of vLLM's weights, with bitsandbytes' scales (attributes of the parameters), without the adapter."""
     parameters = [*model.parameters()]
     states = [state for one in parameters for state in getattr(one, "bnb_quant_state", {}).values()]
     return nbytes([*parameters, *(state.absmax for state in states)])

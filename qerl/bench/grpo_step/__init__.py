@@ -1,1 +1,1 @@
-"""A whole GRPO step: seconds and memory by part, of this project and of TRL, on the same work."""
+"""Seconds and memory of a whole GRPO step by part, for this project and for TRL on the same work."""

@@ -1,7 +1,7 @@
-"""A whole GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
+"""A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 
-`qerl.bench.grpo_step.trl` gives TRL the same work. Nothing is downloaded and no weights touch the disk. The steps are
-those of `qerl.rl.trainer`; completions end at their limit alone.
+`qerl.bench.grpo_step.trl` gives TRL the same work. Nothing is downloaded, and weights are never written to disk. The
+steps are those of `qerl.rl.trainer`; completions end only at their token limit.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from qerl.settings.run import RunSettings
 
 @dataclass
 class _Watched:
-    """The policy's sampler without stop tokens; notes the peak of each sync and rollout, and starts that of the
-    update."""
+    """The policy's sampler without stop tokens. It records the memory peak of each sync and rollout, and resets the
+    peak before the update.
+    """
 
     sampler: Sampler
     peaks: list[int] = field(default_factory=list)
 
     @property
     def served(self) -> str:
-        """Description of the sampler under measurement."""
+        """Description of the measured sampler."""
         return self.sampler.served
 
     def cache_bytes(self, part: str) -> int:
-        """Bytes of the engine's KV cache in a part of a step. Updates may release it."""
+        """Bytes of the engine's KV cache during a part of a step; 0 once it is released for the update."""
         if not isinstance(self.sampler, EngineSampler) or (part == "update" and self.sampler.released):
             return 0
         return self.sampler.cache_bytes
@@ -144,7 +145,7 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
 
 
 def measure_step(job: GrpoStepJob) -> None:
-    """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
+    """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = job.work, job.settings
     if asked.memory_gb is not None:
         cap_memory(asked.memory_gb)

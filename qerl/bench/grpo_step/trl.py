@@ -1,14 +1,14 @@
 """The GRPO step of `qerl.bench.grpo_step.step` by TRL's GRPOTrainer: BF16 LoRA, or QLoRA with bitsandbytes NF4.
 
-Completions come from vLLM in TRL's colocate mode, which holds a copy of the weights and no adapter. Before each rollout
-TRL merges the adapter into the base and copies every weight to vLLM. With an NF4 base, vLLM quantizes the checkpoint
-with bitsandbytes (built in up to vLLM 0.27, later a plugin). The merged weights then arrive in 4 bits, but their new
-scales don't, so this sampler drifts from the trained policy. It is timed nevertheless, because `use_vllm=True` does
-this. TRL also has transformers' eager generation (`sampler: transformers`), and continuous batching, which is not timed
-here.
+Completions come from vLLM in TRL's colocate mode, which has its own copy of the weights and no adapter. Before each
+rollout TRL merges the adapter into the base and copies every weight to vLLM. With an NF4 base, vLLM quantizes the
+checkpoint with bitsandbytes (built in up to vLLM 0.27, later a plugin). The merged weights then arrive in 4 bits, but
+their new scales don't, so this sampler drifts from the trained policy. It is timed nevertheless, because
+`use_vllm=True` does this. TRL also has transformers' eager generation (`sampler: transformers`), and continuous
+batching, which is not timed here.
 
-TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by its own kernels, with `liger` or
-without. That option changes the layers only.
+TRL 1.16 supports vLLM 0.22 to 0.31. It computes log-probabilities in chunks by its own kernels, whether `liger` is on
+or off: that option changes only the layers.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from qerl.results.schema.speed import StepMemory, TimedStep, TrlStepSettings
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
 
-#: Whose inner names `TimedTrainer` relies on.
+#: The version of TRL whose private names `TimedTrainer` uses.
 TRL = "1.16."
-#: Of vLLM's share of the GPU: activations and buffers beside its weights and cache.
+#: Bytes of vLLM's share of the GPU for activations and buffers, beside its weights and cache.
 _VLLM_BUFFERS = 5e9
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer with a clock around sampling, and around vLLM's taking over of weights within it."""
+    """TRL's trainer that times sampling, and within it the copying of weights to vLLM."""
 
     def __init__(self, *arguments: Any, work: Work, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -109,19 +109,19 @@ def _rewards(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def vllm_share(work: Work, device_bytes: int) -> float:
-    """Share of the GPU's memory with which vLLM decodes all completions at once, so that none waits for the cache."""
+    """The share of the GPU's memory that vLLM needs to decode all completions at once, without queueing."""
     length = work.prompt_tokens + work.completion_tokens
     parts = byte_parts(work.size, work.weights, 0, work.completions, length)
-    # The embedding is held whole, and is as large as the head.
+    # The embedding is stored too, and is as large as the head.
     return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
 
 
 def _share(work: Work, asked: TrlStep) -> float:
-    """vLLM's part of the GPU's memory."""
+    """vLLM's share of the GPU's memory: the setting, or the default of `vllm_share`."""
     if asked.vllm_memory is not None:
         return asked.vllm_memory
     if not torch.cuda.is_available():
-        return 0.25  # of the machine's memory; the cache has a setting of its own there
+        return 0.25  # of the machine's memory; on a CPU the cache has a separate setting
     _, total = torch.cuda.mem_get_info()
     return vllm_share(work, total)
 
@@ -207,7 +207,7 @@ def _steps(trainer: TimedTrainer, clock: StepClock) -> list[TimedStep]:
 
 
 def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
-    """Bytes of vLLM's cache, in bfloat16. Those of transformers' generation are unknown."""
+    """Bytes of vLLM's KV cache in bfloat16; 0 for transformers' generation, whose cache size is unknown."""
     if not trainer.use_vllm:
         return 0
     hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
@@ -245,7 +245,7 @@ def _sampler(trainer: TimedTrainer, weights: str) -> str:
 
 def _check(work: Work, asked: TrlStep) -> None:
     if not trl.__version__.startswith(TRL):
-        raise ConfigError(f"TRL is {trl.__version__}, and its parts are timed for {TRL}x only; install trl==1.16.0")
+        raise ConfigError(f"TRL is {trl.__version__}, but this bench needs {TRL}x; install trl==1.16.0")
     if work.completions % asked.micro_batch:
         raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 
@@ -258,7 +258,7 @@ def _free_port() -> int:
 
 def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     if asked.sampler == "vllm":
-        # TRL takes the first free one of a short list, which two jobs on one machine find free at once.
+        # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
@@ -275,7 +275,7 @@ def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
 
 
 def measure_step(job: TrlStepJob) -> None:
-    """Time the steps after one that warms up, and write the result. Out of memory is a result, too."""
+    """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = job.work, job.settings
     _check(work, asked)
     try:

@@ -1,6 +1,6 @@
-"""The work of a GRPO step that this project and TRL are timed on, and the shape of the results.
+"""The work of a GRPO step on which this project and TRL are timed, and the schema of the results.
 
-Weights are random, so that only the amount of work counts. Prompts have an exact length, and no stop token ends a
+Weights are random, since only the amount of work matters. Prompts have an exact length, and no stop token ends a
 completion. Only a LoRA adapter on all seven projections is trained, with one update per rollout. Rewards differ within
 a group.
 """
@@ -30,7 +30,7 @@ from qerl.results.schema.speed import (
 from qerl.results.schema.stored import OK, Provenance
 from qerl.rl.rewards import Answer
 
-#: Steps before the timed ones: kernels are compiled, engines set up.
+#: Untimed steps at the start, in which kernels are compiled and engines set up.
 WARMUP = 1
 _REWARDS = 2**16
 SystemSettings = EngineStepSettings | TrlStepSettings
@@ -61,7 +61,7 @@ def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> li
 
 
 def text_reward(text: str) -> float:
-    """A reward from 0 to 1 by a hash of the completion. It differs even within a group of two, and costs nothing."""
+    """A reward from 0 to 1: a hash of the completion, so that rewards differ even within a group of two."""
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 
@@ -73,8 +73,8 @@ def reward(answer: Answer, problem: Problem) -> float:
 def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
     """Bytes of the GPU's memory as its allocator hands it out, or of the process on a CPU, where no cache is told.
 
-    `parts` are disjoint; what they leave of the peak without the cache is activations, logits and buffers.
-    `device_bytes` is all that is in use on the GPU now, whoever asked for it.
+    `parts` are disjoint; the rest of the peak without the cache is activations, logits and buffers. `device_bytes` is
+    all memory in use on the GPU now, by any process.
     """
     without = int(peak) - kv_cache
     return StepMemory(
@@ -87,7 +87,7 @@ def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
 
 
 def device_bytes() -> int | None:
-    """Bytes in use on the GPU: allocators' reserves, contexts and graphs included; none on a CPU."""
+    """Bytes in use on the GPU, including reserved memory, contexts and graphs; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -105,7 +105,8 @@ def write_steps(
 ) -> None:
     """Write a result: the timed steps, the memory of their highest peak, and what ran.
 
-    `system` is a short name for tables, `sampler` who draws completions on what; `settings` are the system's own.
+    `system` is a short name for tables, `sampler` describes the sampler and its weights, and `settings` are the
+    system's.
     """
     if len(steps) != work.repeats:
         raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")

@@ -1,1 +1,1 @@
-"""Rollouts of completions of mixed lengths, end to end, by the project's samplers and by vLLM."""
+"""End-to-end time of rollouts whose completions have mixed lengths, by the project's samplers and by vLLM."""

@@ -1,7 +1,7 @@
-"""Rollouts of mixed lengths by stock vLLM, as its users run it: CUDA graphs, prefix cache, an engine process.
+"""Rollouts of mixed lengths by stock vLLM, as users run it: CUDA graphs, prefix cache, a separate engine process.
 
-Each completion is a request with its own `max_tokens`. All of a prompt read its cache. Log-probabilities of the drawn
-tokens are asked for, as an update needs them.
+Each completion is a request with its own `max_tokens`; requests with the same prompt share its cache. Log-probabilities
+of the drawn tokens are requested, because an update needs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qerl.bench.rollout_mix.workload import MixEngine, Workload, measure
 from qerl.bench.stock_vllm import description, start_engine
 from qerl.jobs.shapes import Mix, RolloutMixJob
 
-#: vLLM takes no more memory on a CPU, whose cache is the machine's memory.
+#: Bytes of vLLM's KV cache on a CPU, where it lies in the machine's memory.
 _CPU_CACHE_BYTES = 2**28
 
 
@@ -29,17 +29,17 @@ def _options(work: Mix) -> dict[str, Any]:
     }
     if not torch.cuda.is_available():
         return options | {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
-    # All requests have the adapter: no second set of graphs without one.
+    # All requests use the adapter, so graphs without it aren't needed.
     return options | {"gpu_memory_utilization": 0.85, "compilation_config": {"cudagraph_specialize_lora": False}}
 
 
 def _start(folder: Path, work: Mix, workload: Workload) -> MixEngine:
-    # CUDA has begun in this process, and a forked one couldn't use it.
+    # CUDA is initialized in this process, so a forked process couldn't use it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import SamplingParams
 
     engine, adapter = start_engine(folder, work.size, work.weights, work.rank, **_options(work))
-    # One request a completion: those of a prompt are neighbours, as the field's trainers send them.
+    # One request per completion; requests with the same prompt are adjacent, as RL trainers send them.
     params = [
         SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
         for group in workload.completion_tokens
@@ -57,7 +57,7 @@ def _start(folder: Path, work: Mix, workload: Workload) -> MixEngine:
 
 
 def _length(completion: Any) -> int:
-    """Tokens of a completion. RuntimeError if one has no log-probability."""
+    """The number of tokens of a completion. Raises RuntimeError if a token has no log-probability."""
     tokens: list[int] = completion.token_ids
     if any(token not in entry for token, entry in zip(tokens, completion.logprobs, strict=True)):
         raise RuntimeError("vLLM gave no log-probability of a token that it drew: its time says nothing")
