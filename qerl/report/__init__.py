@@ -1,1 +1,1 @@
-"""Tables and figures of stored results, as pure functions of the files that the workflow writes."""
+"""Tables and figures of stored results: pure functions of the files that the workflow writes."""

@@ -1,4 +1,4 @@
-"""Shared parts of all figures: style, colours of arms, axes that become stem.svg and stem.png, and curves over seeds.
+"""Shared parts of all figures: style, colours of arms, axes saved as stem.svg and stem.png, and curves over seeds.
 
 An arm has one colour in all figures.
 """
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-#: Width of a column of text and the height of a panel, in inches.
+#: Width of a text column and height of a panel, in inches.
 _WIDTH, HEIGHT = 3.5, 2.2
 PALETTE = sns.color_palette("colorblind").as_hex()
 COLOURS: dict[Any, str] = {
@@ -52,7 +52,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[list[Axes]]:
-    """Axes for a number of panels, up to two side by side; writes stem.svg and stem.png at the end."""
+    """Axes for a number of panels, at most two side by side; stem.svg and stem.png are written on exit."""
     columns = min(panels, 2)
     rows = -(-panels // columns)
     with mpl.rc_context(), sns.axes_style("whitegrid", {"axes.edgecolor": "#888888"}):
@@ -72,17 +72,17 @@ def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[lis
 
 
 def format_colour(weights: str) -> str:
-    """Colour of a weight format where training doesn't matter: that of its LoRA arm."""
+    """The colour of a weight format regardless of training, which is the colour of its LoRA arm."""
     return COLOURS[weights, "lora"]
 
 
 def smoothing_window(metrics: pd.DataFrame) -> int:
-    """Steps that a point of a smoothed curve is the mean of."""
+    """The number of steps that a moving average of a curve covers."""
     return max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
 
 
 def draw_seeds(axis: Axes, arm: pd.DataFrame, column: str, colour: str, window: int) -> float:
-    """Draw the mean of an arm's seeds and their range; returns the mean at the last step."""
+    """Draw the mean and range over an arm's seeds; returns the mean at the last step."""
     seeds = arm.pivot_table(index="step", columns="run", values=column, dropna=False).astype(float)
     seeds = seeds.rolling(window, center=True, min_periods=1).mean()
     mean, low, high = seeds.mean(axis=1), seeds.min(axis=1), seeds.max(axis=1)

@@ -1,7 +1,7 @@
 """The figures of a configuration, each as stem.svg and stem.png, from tidy results (`qerl.results.readers`,
 `qerl.report.tables`).
 
-Arms of the same weights and training that differ in a setting are shades of one colour.
+Arms with the same weights and training that differ in another setting are shades of one colour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qerl.report.drawing import COLOURS, HEIGHT, draw_seeds, figure_axes, format
 from qerl.report.formatting import training_label, weights_label
 from qerl.results.schema.stored import OK
 
-#: Least distance of two labels, as a share of a panel's height.
+#: Least distance between two labels, as a share of a panel's height.
 _GAP = 0.085
 
 
@@ -36,19 +36,19 @@ def entropy(metrics: pd.DataFrame, stem: Path) -> None:
 
 
 def completion_length(metrics: pd.DataFrame, stem: Path) -> None:
-    """Mean length of completions and the share that ran into the limit, by step."""
+    """Mean length of completions and the share that reached the token limit, by step."""
     _curves(metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem)
 
 
 def noise(metrics: pd.DataFrame, stem: Path) -> None:
-    """Noise schedule: sigma and the norm of the noise drawn, by step (paper Eq. 8, Fig. 9); of the arms with noise."""
+    """Sigma and the norm of the drawn noise, by step (paper Eq. 8, Fig. 9), for the arms with noise."""
     noisy = metrics.groupby("run")["noise/sigma"].transform("max") > 0
     shown = metrics[noisy] if noisy.any() else metrics
     _curves(shown, {"noise/sigma": "σ", "noise/norm": "‖z‖"}, stem, window=1)
 
 
 def throughput(table: pd.DataFrame, stem: Path) -> None:
-    """Rollout tokens a second by LoRA rank and weights with quartiles, of `tables.throughput` (paper Fig. 11)."""
+    """Rollout tokens/s with quartiles by LoRA rank and weights, from `tables.throughput` (paper Fig. 11)."""
     groups = list(table.groupby(["bench", "model", "sequences"], sort=False))
     with figure_axes(len(groups), stem) as axes:
         for axis, ((bench, _, sequences), group) in zip(axes, groups, strict=True):
@@ -57,7 +57,7 @@ def throughput(table: pd.DataFrame, stem: Path) -> None:
 
 
 def accuracy(cells: pd.DataFrame, stem: Path) -> None:
-    """Accuracy of each arm with its 95 % interval beside the untrained bases, of `tables.accuracy_cells`."""
+    """Accuracy of each arm with its 95 % interval and of the untrained bases, from `tables.accuracy_cells`."""
     groups = list(cells.groupby(["model", "dataset"], sort=False))
     trained: dict[Any, pd.DataFrame] = {
         model: group[group["training"] != "none"] for model, group in cells.groupby("model", sort=False)
@@ -75,7 +75,7 @@ def _identities(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _names(frame: pd.DataFrame) -> dict[Any, str]:
-    """The label of (experiment, arm, variant): weights and training, or the arm's name if arms share these."""
+    """Labels by (experiment, arm, variant): weights and training, or the arm's name if several arms share these."""
     rows = _identities(frame).to_dict("records")
     plain = {
         (row["experiment"], row["arm"]): (
@@ -96,7 +96,7 @@ def _names(frame: pd.DataFrame) -> dict[Any, str]:
 
 
 def _colours(frame: pd.DataFrame) -> dict[Any, str]:
-    """Colour of (experiment, arm, variant)."""
+    """Colours by (experiment, arm, variant)."""
     colours = {}
     for (_, weights, training), group in _identities(frame).groupby(["experiment", "weights", "training"], sort=False):
         colour = COLOURS[weights, training]
@@ -107,7 +107,7 @@ def _colours(frame: pd.DataFrame) -> dict[Any, str]:
 
 
 def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: int | None = None) -> None:
-    """A panel an (experiment, column): mean over the seeds, band from the lowest to the highest seed."""
+    """Draw one panel per (experiment, column): the mean over the seeds, and a band from lowest to highest seed."""
     panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
     width = window or smoothing_window(metrics)
     arms = max(len(_identities(group)) for _, group, _ in panels)
@@ -136,7 +136,7 @@ def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) ->
 
 
 def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names at the right of the curves' ends, moved apart where they would overlap."""
+    """Write names to the right of the curves' ends, moved apart where they would overlap."""
     from scipy.optimize import isotonic_regression
 
     low, high = axis.get_ylim()

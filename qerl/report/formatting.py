@@ -1,7 +1,7 @@
-"""The text of numbers and names for people: the one home of units, digits and headings.
+"""Numbers and names as text for readers; all units, digits and headings are defined here.
 
-A measure is named by its column, `<measure>` or `<group>/<measure>`; `<measure>_low` and `_high` (interval) or `_p25`
-and `_p75` (quartiles) beside it are folded into one cell.
+A column is named `<measure>` or `<group>/<measure>`. Columns `<measure>_low` and `_high` (interval) or `_p25` and
+`_p75` (quartiles) are merged into its cell.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def _count(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """A ratio: 1.27×."""
+    """A ratio as text, such as 1.27×."""
     return f"{value:.2f}×"
 
 
 def weights_label(weights: str) -> str:
-    """BF16, NF4, MXFP4, NVFP4, NVFP4-AWQ."""
+    """The label of weights: BF16, NF4, MXFP4, NVFP4 or NVFP4-AWQ."""
     return weights.upper()
 
 
 def training_label(training: str) -> str:
-    """The words of the paper's tables: –, Full, LoRA, LoRA + AQN."""
+    """The label of training in the paper's tables: –, Full, LoRA or LoRA + AQN."""
     method, plus, _ = training.partition("+")
     return _TRAINING[method] + (" + AQN" if plus else "")
 
 
 def latex(text: str) -> str:
-    """Text with the characters that LaTeX reserves escaped."""
+    """The text with LaTeX's reserved characters escaped."""
     return text.translate(_LATEX)
 
 
-#: Heading and text of a value, by measure; other columns are shown as they are.
+#: Heading and formatter of each measure; other columns are shown unchanged.
 MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "weights": ("weights", weights_label),
     "training": ("training", training_label),
@@ -110,7 +110,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def present(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text for people: headings, units, intervals folded into their cell; empty columns are left out."""
+    """The frame as text, with headings and units, intervals in their cell, and no empty columns."""
     shown: dict[str, list[str]] = {}
     for column in frame.columns:
         if any(column.endswith(end) and column.removesuffix(end) in frame for ends in _ENDS for end in ends):

@@ -21,21 +21,21 @@ from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
 _WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
-#: Goals of our NVFP4: size, sequences, vLLM's weights of which the faster counts, and the least ratio of speeds.
+#: Decode goals of our NVFP4: size, sequences, vLLM's weight formats (the faster one counts), and the least speed ratio.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),
     ("7B", (8, 32), ("nvfp4",), 2.0),
     ("7B", (64, 128, 256), ("bf16", "nvfp4"), 1.0),
     ("32B", (1, 8), ("nvfp4",), 2.0),
 )
-#: Of our NVFP4's mixed rollout over the faster of vLLM's, 7B with LoRA r32: at least so many times as fast.
+#: Least speed ratio of our NVFP4's rollout of mixed lengths to the faster of vLLM's, 7B with LoRA r32.
 _MIX = 2.2
-#: By rank, at most so many percent of the speed without an adapter, 7B.
+#: By LoRA rank: the largest loss of decode speed due to the adapter, in percent, 7B.
 _COST = {16: 8.0, 64: 15.0}
 _COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
-#: By the weights of TRL's, at least so many times as fast, 7B.
+#: By TRL's weight format: the least ratio of its step time to ours, 7B.
 _STEP = {"bf16": 2.0, "nf4": 3.0}
-#: By size, at most so many GB without the KV cache.
+#: By size: the largest memory without the KV cache, in GB.
 _MEMORY = {"7B": 12.0, "14B": 18.0, "32B": 32.0}
 _COLUMNS = ["goal", "at_least", "at_most", "unit", "reached", "reached_low", "reached_high", "met", "machine", "commit"]
 _TITLE = (
@@ -46,17 +46,17 @@ _TITLE = (
 
 
 def goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame) -> pd.DataFrame:
-    """One row per goal: the limit, the number `reached` with its interval (or why none), and whether it is `met`.
+    """One row per goal: the limit, the value `reached` with its interval (or why none), and whether it is `met`.
 
-    points, steps, mixes: those of `qerl.results.speed_readers`; each may be empty. A goal is met by the median, in
-    `unit`. `commit` and `machine` are of the files it is from.
+    points, steps and mixes come from `qerl.results.speed_readers`; each may be empty. The median, in `unit`, decides
+    whether a goal is met. `commit` and `machine` are those of the files with the value.
     """
     rows = [*_decode_rows(points), *_mix_rows(mixes), *_step_rows(steps), *_memory_rows(steps)]
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
 def write_goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame, stem: Path) -> None:
-    """Write the table of goals, unless none of them is measured."""
+    """Write the table of goals if at least one of them is measured."""
     table = goals(points, steps, mixes)
     if set(table["reached"]) == {NOT_MEASURED}:
         return
@@ -94,13 +94,13 @@ def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
     ours = next((step for step in _ours(alike, "7B", "auto") if not step["cap"]), None)
     for weights, limit in _STEP.items():
         trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, "7B", weights)), None)
-        # Times, not speeds: TRL's over ours.
+        # TRL's time over ours, since these are times and not speeds.
         yield _row(f"7B GRPO step, over TRL's {weights.upper()} LoRA", limit, True, "×", trl, ours)
 
 
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
     for size, limit in _MEMORY.items():
-        # Under the widest cap if there is none without: a tight one has the cache given back before the update.
+        # The step without a cap, or with the largest: under a tight cap the KV cache is released before the update.
         step = max(_ours(_alike(steps), size, "true"), key=_cap, default=None)
         reached: float | str = NOT_MEASURED if step is None else step["status"]
         if step is not None and step["status"] == OK:

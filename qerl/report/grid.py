@@ -1,4 +1,4 @@
-"""The speed grid as files: decode speed by engine, weights, rank and sequences, and GRPO steps by system."""
+"""Files of the speed grid: decode speed by engine, weights, rank and sequences, and GRPO steps by system."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_shapes(job: ShapesJob) -> None:
 
 
 def write_all(files: Sequence[Path], out: Path) -> None:
-    """Write to `out` all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts.
+    """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
     decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
@@ -132,7 +132,7 @@ def _lengths(points: pd.DataFrame) -> str:
 def _write_counts(
     table: pd.DataFrame, stem: Path, title: str, points: pd.DataFrame, text: Callable[[float], str]
 ) -> None:
-    """Write a table whose cells by number of sequences are values or the reason why there is none."""
+    """Write a table with a column per number of sequences, whose cells are values or the reason why there is none."""
     if table.empty:
         return
     counts = count_columns(table)

@@ -1,4 +1,4 @@
-"""Figures of the speed grid, each as stem.svg and stem.png, a panel a size; an engine has one marker in all."""
+"""Figures of the speed grid, each as stem.svg and stem.png, with a panel per size and the same marker per engine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _GREY = "#a8a8a8"
 
 
 def decode_speed(points: pd.DataFrame, stem: Path) -> None:
-    """Median tokens a second by sequences, of `speed_readers.load_points` at one rank, with quartiles and the floors.
+    """Median tokens/s with quartiles by sequences, from `speed_readers.load_points` at one rank, and the floors.
 
-    Points that failed are left out: their tables say why.
+    Failed points are left out; the tables state their reasons.
     """
     groups = list(points.groupby("size", sort=False))
     with figure_axes(len(groups), stem, height=HEIGHT + 0.7) as axes:
@@ -38,7 +38,7 @@ def decode_speed(points: pd.DataFrame, stem: Path) -> None:
 
 
 def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
-    """Speed of NVFP4 over BF16 by sequences, of `grid_tables.crossover` at one rank, with 95 % intervals."""
+    """Speed of NVFP4 over BF16 by sequences with 95 % intervals, from `grid_tables.crossover` at one rank."""
     groups = list(table.groupby("size", sort=False))
     with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
         for axis, (size, group) in zip(axes, groups, strict=True):
@@ -47,8 +47,10 @@ def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
 
 
 def crossover_by_context(table: pd.DataFrame, stem: Path) -> None:
-    """Speed of NVFP4 over BF16 by sequences, a panel a (size, engine) and a line a length of prompts, of
-    `grid_tables.crossover` at one rank, with 95 % intervals."""
+    """Speed of NVFP4 over BF16 by sequences with 95 % intervals, from `grid_tables.crossover` at one rank.
+
+    Each (size, engine) has a panel, and each prompt length a line.
+    """
     lengths = sorted(set(table["prompt"]))
     colours = dict(zip(lengths, sns.color_palette("flare", len(lengths)).as_hex(), strict=True))
     groups = list(table.groupby(["size", "engine"], sort=False))
@@ -90,7 +92,7 @@ def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
 
 
 def _floors(axis: Axes, points: pd.DataFrame) -> None:
-    """A line for BF16 and one for the formats of 4 bits, whose floors nearly coincide: the slowest of these."""
+    """Draw the floor of BF16, and of the 4-bit formats the slowest, since their floors nearly coincide."""
     bits = points["weights"].map(lambda weights: "16 bits" if weights == "bf16" else "4 bits")
     for (_, name), group in points.groupby(["machine", bits], sort=False):
         floor = group.groupby("sequences")["floor_ms"].max()
@@ -101,7 +103,7 @@ def _floors(axis: Axes, points: pd.DataFrame) -> None:
 
 
 def _crossover_panel(axis: Axes, table: pd.DataFrame, lines: Sequence[Mapping[str, Any]]) -> None:
-    """A line, drawn with the keywords of `lines`, for each row of the table."""
+    """Draw a line for each row of the table, with the keywords of `lines`."""
     counts = count_columns(table)
     axis.axhline(1, color="#555555", linewidth=0.8)
     for row, keywords in zip(table.to_dict("records"), lines, strict=True):

@@ -1,10 +1,10 @@
-"""The paper's speeds beside the speed grid's at its lengths: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps
-(Tables 3 and 5 to 8).
+"""The paper's speeds beside those of the speed grid: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps (Tables
+3 and 5 to 8).
 
-The lengths are prompts of 256 tokens and completions of 2,048. What the paper's batch size counts isn't said: one
-reading takes it as sequences at once, another as prompts of 8 completions each. It measured with vLLM; each engine has
-tables of its own. So has each system that makes steps, beside its own BF16 LoRA. Rates are of whole rollouts, prompts'
-time included.
+The paper's lengths are prompts of 256 tokens and completions of 2,048. It doesn't state what its batch size counts: one
+reading takes it as concurrent sequences, another as prompts of 8 completions each. It measured with vLLM; here each
+engine has its own tables. So has each system that makes steps, compared with its own BF16 LoRA. Rates are those of
+whole rollouts, including the prompts' time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from qerl.results import printed
 from qerl.results.schema.stored import OK
 
 PROMPT, TOKENS = 256, 2048
-#: Sequences that a batch size of one stands for.
+#: By reading of the paper's batch size: the number of sequences that a batch size of one means.
 READINGS = {"sequences": 1, "prompts": 8}
 
 _ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
 _STEP_TABLES = ("table5", "table6", "table7", "table8")
-#: Whether a step recomputes activations, as its file has it; where the system chooses by itself it is neither.
+#: Gradient checkpointing by the step's stored `recompute`; a step whose system chooses by itself has neither value.
 _CHECKPOINTING = {"true": "on", "false": "off"}
 _COUNTED = {"sequences": "sequences at once", "prompts": f"prompts of {READINGS['prompts']} completions"}
 
 
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
-    """Write <table>-<engine>-<reading> (.csv, .md, .tex) and figures likewise, for all that the points feed.
+    """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: as `speed_readers.load_points` returns them; those of other lengths are left aside.
+    points: from `speed_readers.load_points`; points of other lengths are ignored.
     """
     for engine, measured in _at_the_papers_lengths(points).groupby("engine", sort=False):
         for reading, sequences in READINGS.items():
@@ -53,10 +53,12 @@ def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
 
 
 def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
-    """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off, since the paper doesn't
-    say which its Table 3 is; likewise.
+    """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off.
 
-    measured: as `speed_readers.load_steps` returns them; those of other lengths or under a memory cap are left aside.
+    Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
+    out.
+
+    measured: from `speed_readers.load_steps`; steps of other lengths or under a memory cap are ignored.
     """
     plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
     at_lengths = _at_the_papers_lengths(measured[plain])
@@ -90,7 +92,7 @@ def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> 
 
 
 def _beside(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
-    """The printed numbers of some kinds in some files, and ours, of the models that the first one has."""
+    """Printed numbers of these kinds and files beside ours, for the models of the first file."""
     cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
     models = {cell.model for cell in cells if cell.table == files[0]}
     cells = [cell for cell in cells if cell.kind in kinds and cell.model in models]
@@ -102,7 +104,7 @@ def _at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def _as_rollouts(points: pd.DataFrame, sequences: int) -> pd.DataFrame:
-    """Points in the columns of `readers.load_benches`; `sequences` of ours are one of the paper's batch."""
+    """Points in the columns of `readers.load_benches`; a batch size of one in the paper is `sequences` of ours."""
     whole = points[points["sequences"] % sequences == 0]
     return pd.DataFrame([_rollout(point, sequences) for point in whole.to_dict("records")])
 
@@ -116,7 +118,7 @@ def _rollout(point: dict[Any, Any], sequences: int) -> dict[str, Any]:
 
 
 def _as_steps(measured: pd.DataFrame, system: str, sequences: int) -> pd.DataFrame:
-    """Likewise, of steps; where a batch counts prompts, those whose groups are as large as the reading has them."""
+    """Steps in the columns of `readers.load_benches`; if a batch counts prompts, only those with that group size."""
     whole = measured[(measured["group_size"] == sequences) | (sequences == 1)]
     return pd.DataFrame([_step(step, system, sequences) for step in whole.to_dict("records")])
 
@@ -136,7 +138,7 @@ def _step(step: dict[Any, Any], system: str, sequences: int) -> dict[str, Any]:
 
 def _identity(row: dict[Any, Any], system: str) -> dict[str, Any]:
     return {
-        # What is compared is of one bench, and so of one machine.
+        # Only points of one bench are compared, and so of one machine.
         "bench": f"{system} on {row['machine']}",
         "model": f"qwen2.5-{row['size'].lower()}",
         "weights": row["weights"],

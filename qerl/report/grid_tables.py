@@ -1,7 +1,8 @@
-"""Tables of the speed grid: pure functions from `qerl.results.speed_readers`, with a column a number of sequences.
+"""Tables of the speed grid: pure functions of `qerl.results.speed_readers`' frames, with a column per number of
+sequences.
 
-What failed shows its status, what wasn't measured a dash; points are compared on one machine only. `percent_of_floor`
-is the floor of `qerl.results.roofline` over the measured step.
+A failed point shows its status, a point that wasn't measured a dash. Only points of the same machine are compared.
+`percent_of_floor` is the floor of `qerl.results.roofline` over the measured time of a step.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from qerl.results.schema.speed import SECONDS
 from qerl.results.schema.stored import OK
 from qerl.results.speed_readers import LENGTHS, POLICY
 
-#: What the ratio of two weights is told by.
+#: Columns that identify a ratio of two weight formats.
 _CROSSED = ["size", "engine", "rank", *LENGTHS]
 
 
 def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Median tokens a second of a size: a row an (engine, weights, rank)."""
+    """Median tokens/s of one size, with a row per (engine, weights, rank)."""
     return _value_table(_of_size(points, size), "tokens_per_second")
 
 
 def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Percent of the floor of a size: a row an (engine, weights, rank)."""
+    """Percent of the floor for one size, with a row per (engine, weights, rank)."""
     return _value_table(_of_size(points, size), "percent_of_floor")
 
 
 def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Native over vLLM of a size and the same rank, with 95 % intervals; two rows each native (weights, rank).
+    """Speed ratios of the native engine to vLLM at one size and the same rank, with 95 % intervals.
 
-    One row is against the faster of vLLM's BF16 and NVFP4 for each number of sequences, one against vLLM on the same
-    weights. Without any base a row is left out.
+    Each (weights, rank) has two rows: against the faster of vLLM's BF16 and NVFP4 for each number of sequences, and
+    against vLLM on the same weights. A row without any base is left out.
     """
     chosen = _of_size(points, size)
     cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
@@ -53,9 +54,9 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
 
 
 def crossover(points: pd.DataFrame) -> pd.DataFrame:
-    """NVFP4 over BF16 of each (size, engine, rank, prompt, tokens), with 95 % intervals, and where it `crosses` 1.
+    """Speed ratios of NVFP4 to BF16 with 95 % intervals, and the number of sequences at which they cross 1.
 
-    Rows that have neither are left out.
+    There is a row per (size, engine, rank, prompt, tokens), unless none of its ratios was measured.
     """
     counts = _counts(points)
     rows = []
@@ -68,9 +69,9 @@ def crossover(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def adapters(points: pd.DataFrame) -> pd.DataFrame:
-    """Speed with an adapter over that without one of each (size, engine, weights, rank), with 95 % intervals.
+    """Speed with an adapter over that without, with 95 % intervals, and a row per (size, engine, weights, rank).
 
-    Points of one length; rows that have neither are left out.
+    All points have the same lengths. Rows without a measured ratio are left out.
     """
     counts = _counts(points)
     rows = []
@@ -85,20 +86,20 @@ def adapters(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def contexts(points: pd.DataFrame) -> pd.DataFrame:
-    """The points that were measured with prompts of several lengths, all else equal."""
+    """The points that were measured with several prompt lengths and otherwise equal settings."""
     alike = [name for name in _CROSSED if name != "prompt"]
     return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
 
 
 def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Memory of a GRPO step by part in GB: a row a (size, system); a part that a system doesn't tell is in `rest`."""
+    """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`."""
     parts = [name for name in map(str, steps) if name.endswith("/gb")]
     parts.sort(key=lambda name: name == "rest/gb")
     return steps[["size", "system", "work", "recompute", "cap", "status", *parts]]
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds of a GRPO step and its parts: a row a (size, system)."""
+    """Median seconds of each GRPO step and of its parts."""
     seconds = [f"{part}_seconds" for part in SECONDS]
     return steps[["size", "system", "sampler", "rank", "work", "recompute", "cap", "status", *seconds, "repeats"]]
 
@@ -142,7 +143,7 @@ def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: It
 
 
 def _crosses(counts: Iterable[int], ratios: Row) -> str:
-    """The numbers of sequences where a ratio passes 1. If it never does, the text says on which side it stays."""
+    """The numbers of sequences at which a ratio crosses 1, interpolated, or on which side it stays."""
     measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
     if not measured:
         return NOT_MEASURED
@@ -155,5 +156,5 @@ def _crosses(counts: Iterable[int], ratios: Row) -> str:
 
 
 def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
-    """The rows that have more than dashes."""
+    """The rows with at least one measured cell."""
     return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])

@@ -1,4 +1,4 @@
-"""Tables and figures from the paths of stored results."""
+"""The table and figure jobs: they read stored results by path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SCORED = (
 
 
 class StoredResults:
-    """Results by kind, told apart by the names that the workflow gives them."""
+    """Stored results by kind, recognized by the file names that the workflow gives them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -53,7 +53,7 @@ class StoredResults:
         return readers.load_metrics(self._named(RUN))
 
     def settings(self) -> dict[str, RunSettings]:
-        """All settings of each run."""
+        """The settings of each run, by its name."""
         return {name: run.settings for name, run in readers.read_runs(self._named(RUN)).items()}
 
     def printed(self, name: str) -> Path:
@@ -61,14 +61,14 @@ class StoredResults:
         return next(path for path in self._paths if path.parts[-2:] == (printed.FOLDER.name, name))
 
     def beside(self, *files: str) -> pd.DataFrame:
-        """The printed numbers of some files beside ours (`paper.beside`), of the models that the first one has."""
+        """Printed numbers of these files beside ours (`paper.beside`), for the models of the first file."""
         cells = [cell for file in files for cell in printed.read_cells(self.printed(f"{file}.csv"))]
         models = {cell.model for cell in cells if cell.table == files[0]}
         cells = paper.with_readings(paper.with_ratios([cell for cell in cells if cell.model in models]))
         return paper.beside(cells, self._ours(cells))
 
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
-        """The results of the kinds that the cells need."""
+        """Our results of the cells' kinds."""
         kinds = {cell.kind for cell in cells}
         speed = {"rollout": paper.rollouts, "step": paper.steps}
         for kind in speed.keys() & kinds:
@@ -84,7 +84,7 @@ class StoredResults:
             yield from paper.failures(readers.read_runs(self._named(RUN)).values(), scored)
 
     def curves(self, figure: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]], pd.DataFrame]:
-        """Metrics, what each run is, and the points measured on the paper's figure."""
+        """Metrics, the identity of each run, and the points read off the paper's figure."""
         identities = {name: paper.identity(settings) for name, settings in self.settings().items()}
         points = pd.read_csv(self.printed(printed.CURVES))
         return self.metrics(), identities, points[points["figure"] == figure]
@@ -128,7 +128,7 @@ def _listed(file: Path) -> list[Path]:
 
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
-    """Write `out`/name.csv, .md, .tex and .html, and the caption alone in .txt."""
+    """Write `out`/name.csv, .md, .tex and .html, and the caption in .txt."""
     stored = StoredResults(paths)
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
@@ -173,7 +173,7 @@ def _with_records(
 
 
 def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
-    """Write `out`/name.svg and .png, and in .txt machine, seeds and commit for the report's caption."""
+    """Write `out`/name.svg and .png, and in .txt the machine, seeds and commit for the report's caption."""
     stored = StoredResults(paths)
     out.mkdir(parents=True, exist_ok=True)
     _draw(name, stored, out / name)

@@ -1,6 +1,6 @@
-"""Cells of `qerl.report.paper.beside` for people: the paper's rows and columns, ours and the difference under each.
+"""The layout of cells of `qerl.report.paper.beside`: the paper's rows and columns, with ours and the difference below.
 
-A printed number that the paper contradicts, or that needs a remark, bears a letter of a footnote.
+A printed number that the paper contradicts elsewhere, or that needs a remark, has a footnote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qerl.report.tables import NOT_RUN
 from qerl.results.names import training_name
 from qerl.results.schema.stored import OK
 
-#: What the columns of a table tell apart besides the metric; all else is a row.
+#: By table: the properties that its columns distinguish besides the metric; all others distinguish rows.
 _IN_COLUMNS = {
     "table3": ["bs"],
     "table5": ["gc"],
@@ -24,7 +24,7 @@ _IN_COLUMNS = {
     "table8": ["gc"],
     "table9": ["weights"],
 }
-#: Tables whose differences to the untrained base aren't columns of their own.
+#: Tables without columns for the differences from the untrained base.
 _WITHOUT_DELTAS = ("table2",)
 _METRICS = {
     "gsm8k": "GSM8K (%)",
@@ -57,14 +57,14 @@ _UNITS = {
 
 
 def measured(cell: dict[Any, Any]) -> bool:
-    """Whether a cell has a result of ours, or its failure. A size doesn't count, because many rows share it."""
+    """Whether a cell has a result of ours, or a failed one. A size doesn't count, because many rows share it."""
     return cell["metric"] != "size" and not cell["status"].startswith(NOT_RUN)
 
 
 def paper_shape(frame: pd.DataFrame, only_measured: bool = False) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of the paper's table, each as up to three lines, and the footnotes.
+    """The rows of the paper's table, each as up to three lines (paper, ours, difference), and the footnotes.
 
-    only_measured: without the rows in which nothing was `measured`.
+    `only_measured` leaves out rows without a `measured` cell.
     """
     cells = _folded(frame.to_dict("records"))
     in_columns = _IN_COLUMNS.get(cells[0]["table"], [])
@@ -85,7 +85,7 @@ def paper_shape(frame: pd.DataFrame, only_measured: bool = False) -> tuple[pd.Da
 
 
 def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """One row a cell: what, for which runs, printed, ours, and whether they differ."""
+    """One row per cell: key, runs that it holds for, printed value, ours and the difference; and the footnotes."""
     cells = frame.to_dict("records")
     letters = _letters(cells)
     lines = [
@@ -102,7 +102,7 @@ def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _folded(cells: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """The columns without differences if the paper's table has none. Contradictions then go to the value."""
+    """The cells without differences if the paper's table has none; their contradictions move to the value's cell."""
     if cells[0]["table"] not in _WITHOUT_DELTAS:
         return cells
     kept = [dict(cell) for cell in cells if not cell["metric"].endswith("/delta")]
@@ -175,7 +175,7 @@ def _ours(cell: dict[Any, Any]) -> str:
         return str(cell["status"])
     if isinstance(cell["ours"], str):
         return cell["ours"]
-    # The paper has no number and so no unit where it ran out of memory; ours may have one.
+    # Where the paper ran out of memory, its cell has no unit, but ours may need one.
     text = _UNITS["ratio" if cell["metric"].endswith("_speedup") else cell["unit"]]
     ends = f" [{text(cell['ours_low'])}, {text(cell['ours_high'])}]" if not pd.isna(cell["ours_low"]) else ""
     return text(cell["ours"]) + ends

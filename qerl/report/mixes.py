@@ -1,4 +1,4 @@
-"""Tables of rollouts of mixed lengths: tokens a second end to end beside vLLM's, and where our engine's time goes."""
+"""Tables of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
-    """One row an engine and format; ours with the speed-up over the faster of vLLM's, or a note why there is none."""
+    """One row per engine and weight format; ours have the speed-up over vLLM's faster one, or a note why not."""
     rows = mixes.to_dict("records")
     return pd.DataFrame([_mix_row(row, rows) for row in rows])
 
 
 def mix_speedup(row: Row, rows: list[Row]) -> tuple[float | str, float, float]:
-    """Tokens a second over the faster of vLLM's formats on the same workload."""
+    """Tokens/s over those of vLLM's faster weight format on the same workload."""
     alike = [other for other in rows if other["engine"] == "vllm" and _same(row, other)]
     bases = [next((other for other in alike if other["weights"] == weights), None) for weights in ("bf16", "nvfp4")]
     return ratio(row, faster(bases))
 
 
 def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of the median rollout by phase: a row a phase of each format, with its share in %."""
+    """Seconds of the median rollout, with a row per weight format and phase, and the phase's share in %."""
     measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
     return pd.DataFrame([phase for row in measured for phase in _phases(row)])
 

@@ -1,4 +1,4 @@
-"""Tables as HTML pages: what the report opens in itself, with the columns that people read."""
+"""Tables as HTML pages, which the report embeds, with only the columns that a reader needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_dataset(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
-    named = table[KEY].replace("", None)  # what doesn't apply, as the experiment of a base
+    named = table[KEY].replace("", None)  # an empty key doesn't apply, such as the experiment of a base
     kept = [key for key in KEY if key in ("weights", "training") or named[key].nunique() > 1]
     if "arm" in kept and not table[kept].drop(columns="arm").duplicated().any():
         kept.remove("arm")
@@ -32,9 +32,9 @@ def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
 
 
 def page(tables: Mapping[str, pd.DataFrame], caption: str, footnotes: Sequence[str] = ()) -> str:
-    """A page of tables of text, each under its heading (none where that is empty), with the caption below.
+    """A page with tables of text, each under its heading unless that is empty, and the caption below.
 
-    Everything between `<main>` and `</main>` stands on its own: the report's first page shows it.
+    The report's first page shows everything between `<main>` and `</main>`.
     """
     notes = "".join(f"<li>{escape(note, quote=False)}</li>" for note in footnotes)
     body = "\n".join(

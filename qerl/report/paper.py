@@ -1,6 +1,6 @@
 """The paper's numbers beside ours: results joined to printed cells by their properties, never by an experiment's name.
 
-Where several arms of a configuration fit a cell, its first one stands there; `source` names it.
+If several arms of a configuration fit a cell, the first one is shown; `source` names it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from qerl.settings.run import RunSettings
 
 #: The data sets of the paper's average (Table 2).
 AVERAGED = ("math500", "aime24", "aime25", "amc23")
-#: GSM8K is scored in three ways, and the paper's own scripts use two: lm-eval's task for bases, and for trained
-#: policies the prompt of training, whose answers stand in tags, which that task's strict match doesn't read. Its number
-#: stands beside the like of it; a table shows all three for every row.
+#: GSM8K is scored in three ways. The paper's scripts use two of them: lm-eval's task for bases, and for trained
+#: policies the prompt of training, whose answers stand in tags that the task's strict match doesn't read. A printed
+#: number is compared with the score of the same way; tables show all three for every row.
 _GSM8K, _OWN_PROMPT = "gsm8k", "gsm8k-own-prompt"
 READINGS = (f"{_GSM8K}/strict", f"{_GSM8K}/flexible", f"{_GSM8K}/own-prompt")
-#: What captions say of speeds beside the paper's.
+#: The part of captions that explains comparisons with the paper's speeds.
 SPEED = (
     "The paper measured on one H100 of 80 GB: tokens/s and seconds are shown, but only ratios are compared. 95 % "
     "intervals of ratios: percentile bootstrap of the medians over the repeats"
 )
-#: Units whose numbers depend on the machine: ours and the paper's are shown, but not compared.
+#: Units of values that depend on the machine: ours and the paper's are shown, but not compared.
 _OF_THE_MACHINE = ("tokens/s", "s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One number of ours and what it is; none: it holds for any. `measure` is in the unit of the printed number."""
+    """One number of ours and its properties; a property that is None fits any cell.
+
+    `measure` returns the number in the unit of the printed one.
+    """
 
     metric: str
     model: str
@@ -66,7 +69,7 @@ class Result:
 
 
 def identity(settings: RunSettings) -> dict[str, Any]:
-    """The properties of a run in the words of the printed cells."""
+    """The properties of a run, with the names and values of printed cells."""
     noise = settings.noise
     consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
     return {
@@ -86,7 +89,7 @@ def identity(settings: RunSettings) -> dict[str, Any]:
 def accuracies(
     evaluations: pd.DataFrame, samples: pd.DataFrame, settings: Mapping[str, RunSettings]
 ) -> Iterator[Result]:
-    """Accuracy on each data set and on average, in percent, and the difference to the untrained BF16 base."""
+    """Accuracy on each data set and on average, and the difference from the untrained BF16 base, in percent."""
     arms: dict[tuple[str, ...], dict[str, pd.DataFrame]] = {}
     for place, matrix in scores_by_arm(evaluations, samples).items():
         arms.setdefault(place[:-1], {})[place[-1]] = matrix
@@ -111,9 +114,9 @@ def accuracies(
 
 
 def _with_readings(sets: Mapping[str, pd.DataFrame], stock: Container[str], trained: bool) -> dict[str, pd.DataFrame]:
-    """Scores by task, with those of GSM8K by their reading besides; `stock`: tasks with the harness's own prompt.
+    """Scores by task, and those of GSM8K also by reading; `stock` has the tasks with the harness's own prompt.
 
-    `gsm8k` itself becomes what stands beside the paper's number.
+    `gsm8k` itself becomes the scores that are compared with the paper's number.
     """
     strict = sets.get(_GSM8K) if _GSM8K in stock else None
     prompted = sets.get(_OWN_PROMPT, None if _GSM8K in stock else sets.get(_GSM8K))
@@ -149,7 +152,7 @@ def _measures(
 
 
 def _paired(dataset: str, scores: pd.DataFrame, base: pd.DataFrame) -> Scores:
-    """The base's share of right answers of each problem, in the order of `scores`."""
+    """The base's share of right answers per problem, in the order of `scores`."""
     if set(scores.columns) != set(base.columns):
         raise ResultError(f"{scores.index[0]} and the untrained base saw different problems of {dataset}")
     return base[scores.columns].to_numpy().mean(axis=0)
@@ -161,7 +164,7 @@ def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:
 
 
 def failures(runs: Iterable[RunResult], cells: Iterable[Cell]) -> Iterator[Result]:
-    """Runs that failed, as results without a number of every metric that `cells` name."""
+    """Failed runs as results without a number, one for each metric of `cells`."""
     metrics = list(dict.fromkeys(cell.metric for cell in cells))
     for run in runs:
         for metric in metrics if run.status != OK else []:
@@ -170,7 +173,7 @@ def failures(runs: Iterable[RunResult], cells: Iterable[Cell]) -> Iterator[Resul
 
 
 def rollouts(points: pd.DataFrame) -> Iterator[Result]:
-    """Tokens a second, and the ratios to BF16 and to NF4 of the same bench, sequences and rank."""
+    """Tokens/s, and the ratios to BF16 and NF4 at the same bench, model, sequences and rank."""
     rows = points.to_dict("records")
     for point in rows:
         peers = [row for row in rows if all(row[key] == point[key] for key in ("bench", "model", "sequences", "rank"))]
@@ -212,7 +215,7 @@ def _quotient(
     label: dict[str, Any],
     of_seconds: bool = False,
 ) -> Result:
-    """The speed-up of a point over its base, `name`. Either may have failed, and the base may be missing."""
+    """The speed-up of a point over its base, which `name` names. Either may have failed; the base may be missing."""
     if point["status"] != OK or base is None or base["status"] != OK:
         missing = f"{name} {base['status'] if base else NOT_RUN}"
         status = point["status"] if point["status"] != OK else missing
@@ -228,7 +231,7 @@ def _median(samples: Sequence[float]) -> Interval:
 
 
 def sizes(reports: pd.DataFrame, source: str = "quantize") -> Iterator[Result]:
-    """Bytes of each base's weights (`size_bytes` by model and weights), in GB."""
+    """Size of each base's weights in GB, from the column `size_bytes`."""
     for row in reports.to_dict("records"):
         measure = partial(Interval, row["size_bytes"] / 1e9, np.nan, np.nan)
         yield Result(
@@ -237,7 +240,7 @@ def sizes(reports: pd.DataFrame, source: str = "quantize") -> Iterator[Result]:
 
 
 def hyperparameters(settings: Mapping[str, RunSettings], cells: Iterable[Cell]) -> Iterator[Result]:
-    """What the runs on the paper's models have for each key that `cells` name."""
+    """The settings of the runs on the paper's models, for each key in `cells`."""
     metrics = list(dict.fromkeys(cell.metric for cell in cells if cell.kind == "run"))
     for name, run in settings.items():
         for metric in metrics if run.model in MODELS else []:
@@ -261,7 +264,7 @@ def _is_number(value: Any) -> bool:
 
 
 def fits(asked: Asked, result: Mapping[str, Any]) -> bool:
-    """Whether a result with the fields of `Result` matches a cell or a curve."""
+    """Whether a mapping with the fields of `Result` matches a cell or a curve."""
     setting = result["setting"]
     same = all(
         getattr(asked, key) in ("", None) or result[key] is None or result[key] == getattr(asked, key)
@@ -271,7 +274,7 @@ def fits(asked: Asked, result: Mapping[str, Any]) -> bool:
 
 
 def with_ratios(cells: Sequence[Cell]) -> list[Cell]:
-    """Add the quotient of two printed throughputs where the paper prints none: only ratios hold on other machines."""
+    """Add the ratio of printed throughputs where the paper prints none: only ratios compare across machines."""
     rates = {_place(cell): cell for cell in cells if cell.metric == "rollout_rate"}
     printed = {_place(cell) for cell in cells if cell.metric == "rollout_speedup"}
     extended = []
@@ -290,7 +293,7 @@ def with_ratios(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def with_readings(cells: Sequence[Cell]) -> list[Cell]:
-    """Add, beside each accuracy of GSM8K in a table, cells without a printed number for the ways to score it."""
+    """Add cells without a printed number for each way to score GSM8K, after each of its accuracies in a table."""
     extended = []
     for cell in cells:
         extended.append(cell)
@@ -301,8 +304,9 @@ def with_readings(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def with_seconds(cells: Sequence[Cell]) -> list[Cell]:
-    """Add cells without a printed number for the seconds of each step, and of the BF16 LoRA that it is compared with,
-    where the paper prints none."""
+    """Add cells without a printed number for the seconds of each step and of its BF16 LoRA base, where the paper prints
+    none.
+    """
     places = {_place(cell) for cell in cells if cell.metric == "step_seconds"}
     extended = []
     for cell in cells:
@@ -322,9 +326,9 @@ def _place(cell: Cell) -> tuple[Any, ...]:
 
 
 def beside(cells: Sequence[Cell], results: Iterable[Result]) -> pd.DataFrame:
-    """One row a cell: printed, ours with its 95 % interval, the difference, seeds and where ours comes from.
+    """One row per cell: printed, ours with its 95 % interval, the difference, seeds and the source of ours.
 
-    `status` says why a cell has no number of ours. What differs between machines has no difference.
+    `status` says why a cell has no number of ours. Values that depend on the machine have no difference.
     """
     by_metric: dict[str, list[Result]] = {}
     for result in results:
@@ -346,7 +350,7 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
         "source": "",
     }
     fitting = [result for result in candidates if fits(cell, vars(result))]
-    # A number first: an arm that failed is not all there is where another one was measured.
+    # An arm with a number comes before arms that failed.
     result = next((result for result in fitting if result.status == OK), next(iter(fitting), None))
     if result is None:
         row["status"] = _why_not(cell, candidates)
@@ -361,7 +365,7 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
 
 
 def _lost(result: Result | None, fitting: Sequence[Result]) -> str:
-    """The failed runs of an arm that has a number from its other runs."""
+    """A note on the failed runs of an arm whose number comes from its other runs."""
     if result is None or result.status != OK or not result.seeds:
         return ""
     failed = [other.status for other in fitting if other.source == result.source and other.status != OK]

@@ -38,10 +38,10 @@ def curves_beside(
     reference: pd.DataFrame,
     stem: Path,
 ) -> None:
-    """The paper's curves by step: ours, mean and range over the seeds, and the points measured on its plot, dashed.
+    """The paper's curves by step: the mean and range over our seeds, and dashed the points read off the paper's plot.
 
-    identities: what each run of `metrics` is (`qerl.report.paper.identity`); reference: rows of curves.csv. A series
-    that was not run is named in its panel.
+    identities: the properties of each run of `metrics` (`qerl.report.paper.identity`). reference: rows of curves.csv.
+    The legend of a panel also names series that were not run.
     """
     window = smoothing_window(metrics) if len(metrics) else 1
     with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
@@ -52,7 +52,7 @@ def curves_beside(
 def _groups(
     panel: Panel, metrics: pd.DataFrame, identities: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, pd.DataFrame]:
-    """The steps of the first arm that fits each series, by its label."""
+    """The metrics of the first arm that fits each series, by the series' label."""
     arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
     groups = {}
     for series in panel.series:
@@ -98,13 +98,13 @@ def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _series_colours(series: Sequence[Series]) -> list[str]:
-    """The arms' colours; one of the palette each where a figure varies something else."""
+    """The arms' colours, or those of the palette if the series differ in something else."""
     arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
     return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
 
 
 def schedules(stem: Path) -> None:
-    """Sigma by stage of each schedule in `qerl.rl.noise_schedule` (paper Fig. 15), from both starts in the paper."""
+    """Sigma by stage for each schedule of `qerl.rl.noise_schedule` (paper Fig. 15), from both starts in the paper."""
     from qerl.rl.noise_schedule import sigma
 
     starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
@@ -122,7 +122,7 @@ def schedules(stem: Path) -> None:
 
 
 def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
-    """The paper's bars (pale) beside ours with 95 % intervals, of `qerl.report.paper.beside`; of speeds the ratios."""
+    """The paper's bars (pale) beside ours with 95 % intervals, from `qerl.report.paper.beside`; speeds as ratios."""
     shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
     groups = list(shown.groupby(["model", "metric"], sort=False))
     with figure_axes(len(groups), stem) as axes:

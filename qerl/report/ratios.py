@@ -1,4 +1,4 @@
-"""Points of the speed grid over each other: the ratio of their medians, or why there is none."""
+"""Ratios of points of the speed grid: the quotient of their medians, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_MEASURED = "–"
 
 
 def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
-    """Ratio of the medians of two points (None: not measured) and its interval, or why there is none."""
+    """The ratio of two points' medians (None: not measured) and its interval, or the reason why there is none."""
     if above is None or below is None:
         return NOT_MEASURED, np.nan, np.nan
     for point in (above, below):

@@ -15,7 +15,7 @@ from qerl.report.pages import by_dataset
 from qerl.results.files import ResultError
 from qerl.results.paths import FIGURES, TABLES
 
-#: Characters a line where there is no terminal to ask, such as a log.
+#: Characters per line if the output is not a terminal, such as a log.
 WIDTH = 120
 
 
@@ -35,7 +35,7 @@ def print_summary(root: Path, console: Console | None = None) -> None:
 
 
 def rich_table(title: str, frame: pd.DataFrame) -> Table:
-    """A table for a terminal; columns are shown as `qerl.report.formatting` has them."""
+    """A table for a terminal, formatted by `qerl.report.formatting`."""
     shown = present(frame)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in shown:
@@ -46,7 +46,7 @@ def rich_table(title: str, frame: pd.DataFrame) -> Table:
 
 
 def _written(root: Path) -> dict[str, list[Path]]:
-    """Files that people read: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them)."""
+    """Paths by kind: tables as Markdown (CSV and LaTeX beside them), figures as PNG (SVG beside them), the report."""
     by_kind = {
         "tables (.csv, .tex and .html beside them)": sorted((root / TABLES).rglob("*.md")),
         "figures (.svg beside them)": sorted((root / FIGURES).rglob("*.png")),

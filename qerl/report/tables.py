@@ -1,7 +1,7 @@
-"""The paper's tables: pure functions from tidy results (`qerl.results.readers`) to one row an arm, a point or a model.
+"""The paper's tables: pure functions of tidy results (`qerl.results.readers`), with a row per arm, point or model.
 
 Accuracies and differences are fractions, times seconds, sizes bytes; `qerl.report.formatting` turns them into text.
-What wasn't measured is empty, with the reason in `note` or `status`.
+Values that weren't measured are empty, with the reason in `note` or `status`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CELL = [
     "note",
 ]
 _SETTING = ["bench", "model", "sequences", "completion_tokens"]
-#: What two steps must share for their times to be compared.
+#: Columns that two steps must share for their times to be compared.
 _STEP_SETTING = ["bench", "model", "prompts", "group_size", "gradient_checkpointing"]
 
 
@@ -43,7 +43,7 @@ _STEP_SETTING = ["bench", "model", "prompts", "group_size", "gradient_checkpoint
 
 
 def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row an (arm, data set): accuracy over the seeds, its difference to the untrained bases, 95 % intervals.
+    """One row per (arm, data set): accuracy over the seeds, its differences from untrained bases, 95 % intervals.
 
     `delta_bf16` is to the untrained BF16 base, `delta_format` to the untrained base of the same weight format, both
     paired over problems. Raises ResultError where evaluations to be paired saw different problems.
@@ -60,9 +60,9 @@ def accuracy_cells(evaluations: pd.DataFrame, samples: pd.DataFrame) -> pd.DataF
 
 
 def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """The shape of the paper's Table 1: one row an arm, `<data set>/<measure>` columns from `accuracy_cells`.
+    """A table as the paper's Table 1: one row per arm, and columns `<data set>/<measure>` from `accuracy_cells`.
 
-    Runs that failed stand in the notes of their arm; an arm of which none came to its end is a row of its own.
+    The notes of an arm name its failed runs. An arm whose runs all failed has a row too.
     """
     datasets = list(dict.fromkeys(cells["dataset"]))
     failed = _failures(runs)
@@ -80,8 +80,8 @@ def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _failures(runs: pd.DataFrame) -> dict[tuple[Any, ...], str]:
-    """The failed seeds of each arm, with their failures."""
-    if "status" not in runs:  # there are no runs
+    """The failed seeds of each arm with their status, as text."""
+    if "status" not in runs:  # no run is stored
         return {}
     failed: dict[tuple[Any, ...], list[str]] = {}
     for run in runs[runs["status"] != OK].to_dict("records"):
@@ -90,7 +90,7 @@ def _failures(runs: pd.DataFrame) -> dict[tuple[Any, ...], str]:
 
 
 def scores_by_arm(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
-    """Share of right repeats, [evaluations, problems], by (*KEY, dataset)."""
+    """The share of right repeats, [evaluations, problems], by (*KEY, dataset)."""
     identities = evaluations[["eval", "dataset", "run", *KEY]]
     merged = samples.merge(identities, on=["eval", "dataset"], how="inner", validate="many_to_one")
     scores = {}
@@ -145,9 +145,9 @@ def _columns(measure: str, interval: Interval) -> dict[str, float]:
 
 
 def throughput(points: pd.DataFrame) -> pd.DataFrame:
-    """The paper's Table 9: rollout tokens a second by weights and rank, and the ratio to BF16 at the same rank.
+    """The paper's Table 9: rollout tokens/s by weights and rank, and the ratio to BF16 at the same rank.
 
-    Failed points stay with their status; combinations of weights and ranks that have no point are `not run`.
+    Failed points keep their status; combinations of weights and rank without a point are `not run`.
     """
     rows = []
     for setting, group in points.groupby(_SETTING, sort=False):
@@ -170,20 +170,19 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_speed(points: pd.DataFrame, reports: pd.DataFrame) -> pd.DataFrame:
-    """The paper's Table 3: size, error, seconds a GRPO step, speed-up over BF16 LoRA (`step_base`), peak memory.
+    """The paper's Table 3: size, error, seconds per GRPO step, speed-up over BF16 LoRA (`step_base`), peak memory.
 
-    reports: from `load_quantization`; `relative_error` is the mean over the types of layers. `speedup_base` names the
-    arm that a point is compared with.
+    reports: from `load_quantization`. `relative_error` is the mean over the types of layers. `speedup_base` names the
+    arm with which a point is compared.
     """
     rows = points.to_dict("records")
     return pd.DataFrame([_step_row(point, step_base(point, rows), reports) for point in rows])
 
 
 def step_base(point: dict[Any, Any], points: Sequence[dict[Any, Any]]) -> dict[Any, Any] | None:
-    """The BF16 LoRA step that a step is compared with, if there is one. It may have failed.
+    """The BF16 LoRA step with which a step is compared, or None. It may have failed.
 
-    It is of the same bench, model, prompts, group size and gradient checkpointing, and of the same rank where there is
-    such a one.
+    It has the same bench, model, prompts, group size and gradient checkpointing, and if possible the same rank.
     """
     keys = [*_STEP_SETTING, "weights", "method"]
     wanted = point | {"weights": "bf16", "method": "lora"}
@@ -192,7 +191,7 @@ def step_base(point: dict[Any, Any], points: Sequence[dict[Any, Any]]) -> dict[A
 
 
 def quantization(reports: pd.DataFrame) -> pd.DataFrame:
-    """Bits a weight, size and relative error by type of layer of each quantized model."""
+    """Bits per weight, size, and relative error by type of layer, for each quantized model."""
     first = ["model", "weights", "method", "bits_per_weight", "bits_per_weight_model", "size_bytes"]
     errors = [column for column in reports if str(column).endswith("/relative_error")]
     return _sorted(reports[[*first, *errors]], ["model", "weights"])
@@ -223,7 +222,7 @@ def _base_name(base: dict[Any, Any] | None) -> str:
 
 
 def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
-    """Bits and error of a point's weights."""
+    """Bits per weight and relative error of a point's weights, or a note why there are none."""
     matching = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
     if matching.empty:
         reason = "" if point["weights"] == "bf16" else f"no quantization report of {point['model']}"
@@ -238,7 +237,7 @@ def _quartiles(measure: str, samples: list[float]) -> dict[str, float]:
 
 
 def _ratio(above: dict[Any, Any] | None, below: dict[Any, Any] | None) -> float:
-    """Ratio of the medians of two points; not a number where one has no samples."""
+    """The ratio of two points' medians; NaN if one has no samples."""
     if not (above and below and above["samples"] and below["samples"]):
         return np.nan
     return float(np.median(above["samples"]) / np.median(below["samples"]))
@@ -255,7 +254,7 @@ def _sorted(frame: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def caption_text(title: str, records: pd.DataFrame) -> str:
-    """Title, machine, seeds, method and commit of numbers that come from `records` (evaluations, points or reports)."""
+    """The caption of a table of `records` (evaluations, points or reports): title, machine, seeds, method, commit."""
     parts = [title, machine_text(records)]
     if "run" in records:
         trained = records[records["run"] != ""]
@@ -293,10 +292,10 @@ def write_table(
     footnotes: Sequence[str] = (),
     parts: Mapping[str, pd.DataFrame] | None = None,
 ) -> None:
-    """Write stem.csv (full precision), and for people, with the caption: stem.md, stem.tex (booktabs) and stem.html.
+    """Write stem.csv with full precision; stem.md, stem.tex (booktabs) and stem.html with the caption for readers.
 
-    shown: the text for people, where it isn't the frame as `qerl.report.formatting.present` has it. parts: what the
-    page shows in its place, by heading. stem.txt gets the caption alone, for the report's own.
+    shown: the table as text, by default `qerl.report.formatting.present` of the frame. parts: tables that the HTML page
+    shows instead, by heading. stem.txt has only the caption, for the workflow's report.
     """
     shown = present(frame) if shown is None else shown
     stem.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Traces: the token ids of completions that a run of this project logged, for rollouts that replay them.
+"""Traces: the token ids of logged completions, for rollouts that replay them.
 
     python -m qerl.bench.rollout_mix.trace SAMPLES.jsonl CHECKPOINT TRACE.jsonl
 
-SAMPLES is the samples.jsonl of an evaluation with several completions a problem; CHECKPOINT has the tokenizer that the
-run had.
+SAMPLES is the samples.jsonl of an evaluation with several completions per problem; CHECKPOINT has the tokenizer of the
+evaluated policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qerl.results.schema.speed import TraceRow
 
 
 def traces(samples: Iterable[SampleRow], tokenizer: PreTrainedTokenizerBase) -> Iterator[TraceRow]:
-    """One row a problem, in the order of the samples; a completion that ended has the end of its turn."""
+    """One row per problem, in the order of the samples; a finished completion ends with the stop token."""
     for _, group in groupby(samples, key=lambda sample: (sample.dataset, sample.problem)):
         rows = list(group)
         completions = [_ids(tokenizer, row.completion, row.finished) for row in rows]

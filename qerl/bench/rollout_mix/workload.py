@@ -1,4 +1,4 @@
-"""The workload of a rollout of mixed lengths, a function of its seed, and the timing of an engine that does it."""
+"""The workload of a rollout of mixed lengths, drawn from a seed or read from a trace, and the timing of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qerl.settings.base import ConfigError
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of each prompt, and of each completion of each prompt; with a trace, which tokens."""
+    """The number of tokens of each prompt and of each of its completions; with a trace also the tokens."""
 
     prompt_tokens: list[int]
     completion_tokens: list[list[int]]
@@ -33,7 +33,7 @@ class Workload:
 
     @staticmethod
     def of(work: Mix) -> Workload:
-        """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and cut for completions."""
+        """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and clipped for completions."""
         if work.trace is not None:
             return _traced(work, work.trace)
         numbers = np.random.default_rng(work.seed)
@@ -43,14 +43,14 @@ class Workload:
         return Workload(prompts.tolist(), drawn.round().clip(1, work.longest).astype(int).tolist())
 
     def prompts(self, seed: int, round_: int) -> list[list[int]]:
-        """Those of the trace, or random ones. Each round has others, so that no cache knows them from the last."""
+        """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""
         if self.trace is not None:
             return [row.prompt for row in self.trace]
         numbers = np.random.default_rng([seed, round_])
         return [numbers.integers(*IDS, size=tokens).tolist() for tokens in self.prompt_tokens]
 
     def check(self, drawn: list[list[int]]) -> None:
-        """Raise RuntimeError unless the completions of each prompt have the lengths that were asked for."""
+        """Raise RuntimeError unless all completions have the requested lengths."""
         if drawn != self.completion_tokens:
             tokens, wanted = sum(map(sum, drawn)), sum(map(sum, self.completion_tokens))
             raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
@@ -69,7 +69,7 @@ def _traced(work: Mix, trace: Path) -> Workload:
 
 @dataclass(frozen=True)
 class MixEngine:
-    """An engine that is ready. `rollout` continues prompts in a round and returns the lengths of completions."""
+    """A started engine. `rollout` takes prompts and the round's number, and returns the lengths of completions."""
 
     description: str
     rollout: Callable[[list[list[int]], int], list[list[int]]]
@@ -78,7 +78,7 @@ class MixEngine:
 
 
 def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
-    """Time an engine and write the result. The first rollout stands apart; out of memory is a result, too."""
+    """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
     workload = Workload.of(job.work)
     lengths = {"prompt_tokens": workload.prompt_tokens, "completion_tokens": workload.completion_tokens}
     about = {"bench": "rollout_mix", "work": job.work.model_dump(mode="json"), **lengths}
