@@ -10,7 +10,7 @@ import torch
 
 from qerl.results.schema.speed import Ceilings, GpuState
 
-#: Bytes that are copied, larger than any cache.
+#: Bytes of each of the copy's two buffers, larger than any cache.
 COPY_BYTES = 4 * 10**9
 #: Rows and columns of both square matrices of the product.
 MATMUL_SIZE = 8192
@@ -20,7 +20,7 @@ _FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temper
 
 
 def ceilings(device: torch.device) -> Ceilings | None:
-    """Bytes a second that a copy within the GPU reads and writes, and FLOP/s of a bfloat16 product; None on a CPU.
+    """Bytes/s that a copy within the GPU reads and writes, and FLOP/s of a bfloat16 matrix product; None on a CPU.
 
     The measurement takes less than a second and allocates 2 * `COPY_BYTES` on the GPU.
     """
@@ -60,7 +60,7 @@ def _seconds(work: Callable[[], torch.Tensor]) -> float:
 
 
 def gpu_state() -> GpuState | None:
-    """MHz of processors and memory, degrees Celsius and watts of this process's GPU now; None without a GPU.
+    """Current clocks (MHz), temperature (Celsius) and power (W) of this process's GPU; None without a GPU.
 
     A value that the driver does not report is None.
     """

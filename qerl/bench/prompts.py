@@ -1,8 +1,7 @@
 """Prefill time of the project's engine on random weights: each call draws one token after each prompt.
 
-The whole call is timed, the host's part included. The first call of each point may compile kernels and capture a graph,
-so its time stands beside the samples. So does the memory that it made the process reserve, less what capturing
-released.
+The whole call is timed, host work included. The first call of each point may compile kernels and capture a graph, so
+its time is stored apart from the samples. So is the change in reserved memory that it causes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 
 def measure_prompts(job: PromptsJob) -> None:
-    """Time all points and write the result. What runs out of memory is a row, or all of them."""
+    """Time all points and write the result. Points that run out of memory are stored with that status."""
     sampler = unless_out_of_memory(lambda: _ready_sampler(job))
     result = PromptsResult(
         bench="prompts",
@@ -42,7 +41,7 @@ def measure_prompts(job: PromptsJob) -> None:
 
 
 def _ready_sampler(job: PromptsJob) -> EngineSampler:
-    """The sampler after a call as large as any, which makes its cache."""
+    """The sampler after a call as large as the largest point, which allocates its cache."""
     work = job.work
     sampler = EngineSampler(random_policy(work.size, work.weights, work.rank, choose_device()), _SETTINGS)
     most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
@@ -56,7 +55,7 @@ def _point(sampler: EngineSampler | None, prompts: int, tokens: int, repeats: in
 
 
 def measure(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
-    """Time calls with `prompts` of `tokens` each."""
+    """Time calls with this number of prompts of `tokens` each, in seconds."""
     reserved = _reserved()
     first = _call(sampler, prompts, tokens, 0)
     grown = _reserved() - reserved

@@ -107,7 +107,7 @@ class StoredResults:
         return readers.load_quantization(self._named(REPORT))
 
     def points(self, kind: str) -> pd.DataFrame:
-        """The points of all measurements of one kind."""
+        """The points of all benches of one kind."""
         files = [path for path in self._paths if path.parent.name == PROFILE]
         chosen = [path for path in files if read(ProfileKind, path).kind == kind]
         return readers.load_benches(chosen, kind)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ _SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
 
 
 def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> DecodePoint:
-    """The point of some number of sequences."""
+    """Measure the point with this number of sequences."""
     sampler = EngineSampler(policy, _SETTINGS, sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:

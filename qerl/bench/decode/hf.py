@@ -75,7 +75,7 @@ def weight_bytes(lm: nn.Module) -> int:
 
 
 def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> DecodePoint:
-    """The point of some number of sequences."""
+    """Measure the point with this number of sequences."""
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         torch.manual_seed(seed)

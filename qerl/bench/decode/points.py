@@ -39,19 +39,19 @@ IDS = (1000, 100000)
 
 #: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]
-#: Measures a point, by its number of sequences.
+#: Takes a number of sequences and measures that point.
 Measure = Callable[[int], DecodePoint]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Decoded tokens a second, and seconds of the prompts alone, a sample a round."""
+    """Decoded tokens/s and seconds of the prompts alone, with one sample per round."""
 
     samples: list[float]
     prompt_samples: list[float]
 
     def point(self, sequences: int, sampler: str, weight_bytes: int, peak_memory_bytes: int | None) -> DecodePoint:
-        """The point of a sampler. An engine with a fixed share of memory has no peak."""
+        """The point of a sampler. The peak is None for an engine that reserves a fixed share of memory."""
         return DecodePoint(
             sequences=sequences,
             status=OK,
@@ -78,12 +78,12 @@ class DecodePoints:
         self.result = _read(out, work) if out.exists() else _empty(work)
 
     def missing(self, sequences: Sequence[int]) -> list[int]:
-        """Those numbers of sequences that have no point yet."""
+        """The numbers of sequences that have no point yet."""
         measured = {point.sequences for point in self.result.points}
         return [count for count in dict.fromkeys(sequences) if count not in measured]
 
     def note_syncs(self, sync_seconds: list[float]) -> None:
-        """Keep seconds of syncs beside the points."""
+        """Store seconds of syncs in the result, beside the points."""
         self.result = self.result.model_copy(update={"sync_seconds": sync_seconds})
 
     def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
@@ -152,14 +152,14 @@ def _failed(sequences: int) -> DecodePoint:
 
 
 def unless_out_of_memory(action: Callable[[], T]) -> T | None:
-    """The return value of `action`. None if memory runs out, after its memory is released."""
+    """The return value of `action`, or None if it runs out of memory; its memory is then released."""
     try:
         return action()
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        log.warning("%s: %s", NO_MEMORY, str(error))  # not the error, which a log may keep
-    # By now the error is gone, and the frames that held tensors with it.
+        log.warning("%s: %s", NO_MEMORY, str(error))  # only its text, since a log may keep the error and its frames
+    # The error has been deleted, and with it the frames that referenced tensors.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -186,7 +186,7 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
 
 
 def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> Timing:
-    """Time decoding. The prompts' time, the median of its own samples, is taken off."""
+    """Time decoding, after subtracting the median time of the prompts alone."""
 
     def taken(count: int, round_: int) -> float:
         prompts = np.random.default_rng([sequences, round_]).integers(*IDS, size=(sequences, prompt)).tolist()

@@ -46,7 +46,7 @@ def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
 
 
 def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> DecodePoint:
-    """The point of some number of sequences. It has no peak: vLLM takes a set share of the GPU, whatever it needs."""
+    """Measure the point with this number of sequences. Its peak is None: vLLM reserves a fixed share of the GPU."""
     import vllm
 
     def draw(prompts: list[list[int]], count: int, _: int) -> int:

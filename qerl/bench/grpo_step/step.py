@@ -134,7 +134,7 @@ def _memory(trainer: Trainer, peak: float, cache: int) -> StepMemory:
 
 
 def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[TimedStep], StepMemory]:
-    """The sampler in words, the timed steps and the memory of their highest peak."""
+    """The sampler's description, the timed steps, and the memory at their highest peak."""
     policy = _policy(work, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))
     collector = Collector(settings, policy, watched, Task(_problems(policy, work), "gsm8k", ""))

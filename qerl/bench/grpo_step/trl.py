@@ -127,7 +127,7 @@ def _share(work: Work, asked: TrlStep) -> float:
 
 
 def _settings(work: Work, asked: TrlStep) -> TrlStepSettings:
-    """TRL's own settings in the result."""
+    """TRL's settings as the result stores them."""
     return TrlStepSettings(**asked.model_dump() | {"vllm_memory": _share(work, asked)})
 
 
@@ -187,7 +187,7 @@ def _trainer(work: Work, asked: TrlStep, checkpoint: Path, folder: Path) -> Time
 
 
 def _steps(trainer: TimedTrainer, clock: StepClock) -> list[TimedStep]:
-    """Seconds by part; TRL's pass for the correction of vLLM's log-probabilities, and rewards, count as update."""
+    """Seconds by part. Rewards and TRL's pass that corrects vLLM's log-probabilities count as update."""
     syncs = trainer.syncs or [0.0] * len(clock.seconds)
     logged = [row for row in trainer.state.log_history if "step_time" in row]
     return [

@@ -71,7 +71,7 @@ def reward(answer: Answer, problem: Problem) -> float:
 
 
 def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
-    """Bytes of the GPU's memory as its allocator hands it out, or of the process on a CPU, where no cache is told.
+    """Bytes of memory that PyTorch allocated on the GPU; on a CPU those of the process, with a cache of 0 bytes.
 
     `parts` are disjoint; the rest of the peak without the cache is activations, logits and buffers. `device_bytes` is
     all memory in use on the GPU now, by any process.
@@ -103,7 +103,7 @@ def write_steps(
     steps: Sequence[TimedStep],
     memory: StepMemory,
 ) -> None:
-    """Write a result: the timed steps, the memory of their highest peak, and what ran.
+    """Write a result: the timed steps, the memory at their highest peak, and the settings.
 
     `system` is a short name for tables, `sampler` describes the sampler and its weights, and `settings` are the
     system's.
@@ -126,7 +126,7 @@ def write_steps(
 
 
 def write_failure(out: Path, system: str, work: Work, settings: SystemSettings, status: str) -> None:
-    """Write the reason why there is no result, in the form of `write_steps`."""
+    """Write a result without steps whose `status` is the reason."""
     result = GrpoStepResult(
         bench="grpo_step",
         system=system,
