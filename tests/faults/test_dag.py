@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.workflow.conftest import Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-RUN = "results/micro/train/main-nvfp4-lora-seed0"
+RUN, OTHER_RUN = (f"results/micro/train/main-nvfp4-lora-seed{seed}" for seed in (0, 1))
 ARGUMENTS = ("--configfile", "faults.yaml", "--", f"{RUN}/run.json")
 #: While there is a file `waits`, the second step doesn't end, so that there is time to kill.
 REWARD = """
@@ -46,7 +45,8 @@ def tree(tmp_path_factory) -> Tree:
     (tree.folder / "fault_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
     own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "fault_reward:letters"}}
-    values["experiments"]["main"]["base"] |= own
+    main = values["experiments"]["main"]
+    values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
     values["models"] = {"miniature": {"source": "local", "path": "model"}}
     model = tiny_qwen2(tree.folder / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
@@ -66,13 +66,11 @@ def wait_for(found):
     return value
 
 
-def start(tree: Tree) -> subprocess.Popen:
-    """Snakemake in the background, as `Tree.snakemake` calls it."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(tree.folder), "QERL_COMMIT": "test"}
-    command = [sys.executable, "-m", "snakemake", "--cores", "2", *ARGUMENTS]
+def start(tree: Tree, *arguments: str) -> subprocess.Popen:
+    """Snakemake in the background."""
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
     return subprocess.Popen(
-        command, cwd=tree.folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, cwd=tree.folder, env=tree.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -82,14 +80,11 @@ def said(run: subprocess.CompletedProcess) -> str:
 
 
 def test_a_killed_job_leaves_nothing_half_made_and_what_was_finished(tree):
-    def kill():
-        [job] = wait_for(lambda: jobs(tree, "quantize"))
-        os.kill(job, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    said(tree.snakemake(*ARGUMENTS, check=False))
-    killer.join()
+    run = start(tree, *ARGUMENTS)
+    [job] = wait_for(lambda: jobs(tree, "quantize"))
+    os.kill(job, signal.SIGKILL)
+    run.communicate()
+    assert run.returncode > 0
     results = tree.folder / "results/micro"
     assert not list((results / "quantize").rglob("*.safetensors"))
     assert (results / "data/own/dataset.json").is_file()
@@ -99,7 +94,7 @@ def test_a_killed_job_leaves_nothing_half_made_and_what_was_finished(tree):
 def test_snakemake_is_killed_while_it_trains(tree):
     """Others are kept out while it runs. When it is killed, its training goes on alone, and no second one beside it."""
     (tree.folder / "waits").touch()
-    first = start(tree)
+    first = start(tree, *ARGUMENTS)
     checkpoints = wait_for(lambda: list(tree.folder.glob("work/micro/*/*/step-*.pt")))
     assert "--unlock" in said(tree.snakemake(*ARGUMENTS, check=False))  # two at once
 
@@ -120,6 +115,21 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0] == before  # with its seconds: the step was not done again
     assert tree.planned(*ARGUMENTS) == {}
+
+
+def test_a_killed_training_is_tried_again_from_its_checkpoint(tree):
+    (tree.folder / "waits").touch()
+    run = start(tree, "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
+    [checkpoint] = wait_for(lambda: list(tree.folder.glob(f"work/micro/{Path(OTHER_RUN).name}/*/step-*.pt")))
+    for job in jobs(tree, "train"):
+        os.kill(job, signal.SIGKILL)
+    before = checkpoint.with_name("metrics.jsonl").read_text().splitlines()
+    (tree.folder / "waits").unlink()
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
+    after = (tree.folder / OTHER_RUN / "metrics.jsonl").read_text().splitlines()
+    assert len(after) == 4 > len(before) > 0
+    assert after[0] == before[0]  # with its seconds: the step was not done again
 
 
 def test_a_clock_set_back_is_told_and_the_sentence_mends_it(tree):

@@ -21,12 +21,17 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of Snakemake and its jobs."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
+        variables = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
         # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        run = call(partial(self._main, ["--cores", "2", *arguments]), self.folder, environment)
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
+        return variables
+
+    def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        run = call(partial(self._main, ["--cores", "2", *arguments]), self.folder, self.environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
 
