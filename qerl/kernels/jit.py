@@ -117,17 +117,29 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> ctypes.
 
     A box arrives as [box_columns / 64, box_rows, 64] with the 128-byte swizzle; rows that don't exist are zero.
     """
+    rows, columns = matrix.shape
+    return _tensor_map(matrix, (64, rows, columns // 64), (2 * columns, 128), (64, box_rows, box_columns // 64))
+
+
+def flat_tensor_map(matrix: torch.Tensor, box_rows: int) -> ctypes.Array[ctypes.c_uint8]:
+    """The same for boxes of 64 columns, for any number of columns that is a multiple of 8: [box_rows, 64]."""
+    rows, columns = matrix.shape
+    return _tensor_map(matrix, (columns, rows), (2 * columns,), (64, box_rows))
+
+
+def _tensor_map(
+    matrix: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> ctypes.Array[ctypes.c_uint8]:
     from cuda.bindings import driver
 
-    rows, columns = matrix.shape
     result = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        3,
+        len(sizes),
         matrix.data_ptr(),
-        [driver.cuuint64_t(64), driver.cuuint64_t(rows), driver.cuuint64_t(columns // 64)],
-        [driver.cuuint64_t(2 * columns), driver.cuuint64_t(128)],
-        [driver.cuuint32_t(64), driver.cuuint32_t(box_rows), driver.cuuint32_t(box_columns // 64)],
-        [driver.cuuint32_t(1)] * 3,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -14,10 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = torch.device("cuda")
 #: Rows of x on both sides of every variant's limit, more than one row block, and more than one launch.
-ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 300, 1100, 9000)
+ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 1100, 9000)
 #: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
 TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
+#: q, k and v have three blocks of rows together, of which a cluster of two has one and a half.
+ODD = (256, 64, 512)
 
 
 def shapes_of(kind, size):
@@ -81,7 +83,9 @@ def reference(layers, weights, x, kind, before):
 
 @pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (LARGE, (16, 64))], ids=["small", "7b"])
+@pytest.mark.parametrize(
+    ("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (ODD, (0, 16)), (LARGE, (0, 16, 64))], ids=["small", "odd", "7b"]
+)
 def test_products_are_those_of_float64(kind, weights_format, size, ranks):
     from qerl.layers.w4_linear import W4Linear
 
@@ -91,7 +95,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
         if rank:
             with_lora(layers, rank)
         product = W4Linear(list(layers.children()), interleaved=kind == "gate_up")
-        for rows in ROWS if size is SMALL else (1, 5, 16, 32, 64, 128, 256):
+        for rows in ROWS if size is not LARGE else (1, 5, 16, 32, 64, 128, 256, 384, 512, 700):
             x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
             width = product.out_features // (2 if kind == "gate_up" else 1)
             before = torch.randn(rows, width, device=DEVICE).bfloat16() if kind in ("o", "down") else None
@@ -106,7 +110,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
             assert torch.equal(*outs), "not deterministic"
 
 
-@pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20)])
+@pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20), (384, 300), (512, 390)])
 def test_a_row_does_not_depend_on_the_others(rows):
     """Buckets of the engine need it within one variant of the kernel."""
     from qerl.layers.w4_linear import W4Linear
@@ -137,7 +141,7 @@ def test_few_and_many_rows_in_turn_leave_nothing_behind():
     layers = with_lora(layers_of("qkv", SMALL, "nvfp4"), AdapterSettings().rank)
     weights = [dequantize(layer.base_layer.packed, torch.float32) for layer in layers.children()]
     product = W4Linear(list(layers.children()))
-    for rows in (4, 65, 16, 128, 1, 32, 64, 2):
+    for rows in (4, 65, 300, 16, 700, 128, 1, 400, 32, 64, 257, 2):
         x = torch.randn(rows, SMALL[0], device=DEVICE).bfloat16()
         out = x.new_full((rows, product.out_features), float("nan"))
         product(x, out)

@@ -36,6 +36,38 @@ __device__ __forceinline__ void barrier_arrive_if(u32 barrier, bool condition) {
         : "memory");
 }
 
+// The same at a barrier of another thread block of the cluster.
+__device__ __forceinline__ void barrier_arrive_remote_if(u32 barrier, bool condition) {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrives;\n"
+        "setp.ne.b32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+        "}\n" ::"r"(barrier),
+        "r"((u32)condition)
+        : "memory");
+}
+
+// Where the other thread block of a cluster of two has what is at `address` here.
+__device__ __forceinline__ u32 of_other(u32 address) {
+    u32 other;
+    asm volatile(
+        "{\n"
+        ".reg .b32 rank;\n"
+        "mov.u32 rank, %%cluster_ctarank;\n"
+        "xor.b32 rank, rank, 1;\n"
+        "mapa.shared::cluster.u32 %0, %1, rank;\n"
+        "}\n"
+        : "=r"(other)
+        : "r"(address));
+    return other;
+}
+
+// Waits until all threads of the cluster have come here.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
@@ -73,6 +105,46 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap* map, int 
         "l"(map), "r"(0), "r"(row), "r"(column / 64), "r"(shared_address(barrier))
         : "memory");
 }
+
+// 64 columns, to the same place in both thread blocks of a cluster.
+__device__ __forceinline__ void tensor_copy_to_both(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(0), "r"(row), "r"(column / 64), "r"(shared_address(barrier)), "h"((u16)3)
+        : "memory");
+}
+
+// A box of 64 columns of `out` from (row, column) on: [rows][64]. Columns that it doesn't have become zero.
+__device__ __forceinline__ void tile_copy(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Copies such a box from shared memory to `out`, but for what that doesn't have.
+__device__ __forceinline__ void tile_store(u32 from, const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
+                 "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// The memory that this thread's stores read may be written again.
+__device__ __forceinline__ void wait_for_stores_if(bool condition) {
+    asm volatile(
+        "{\n"
+        ".reg .pred waits;\n"
+        "setp.ne.b32 waits, %0, 0;\n"
+        "@waits cp.async.bulk.wait_group.read 0;\n"
+        "}\n" ::"r"((u32)condition)
+        : "memory");
+}
+
+// What this thread wrote to shared memory is visible to copies that are issued after a barrier.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Everything that earlier kernels wrote is visible after this; before it only what no kernel writes may be read.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -200,6 +272,20 @@ __device__ __forceinline__ void load_matrices(u32 r[4], u32 address) {
                  : "memory");
 }
 
+// Four 8 x 8 matrices, transposed, whose rows lie at the lanes' addresses.
+__device__ __forceinline__ void load_transposed(u32 r[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 address, const u32 r[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 #define F4(c) "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
 #define F16(i) F4(c[i]), F4(c[i + 1]), F4(c[i + 2]), F4(c[i + 3])
 #define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
@@ -229,6 +315,10 @@ __device__ __forceinline__ void multiply_add_shared(float4 c[X_TILES], const u32
     asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
                  : F16(0), F16(4), F16(8), F16(12)
                  : A_AND_X);
+#elif X_TILES == 24
+    asm volatile(WGMMA(192, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80, 96, 97, 98, 99, 100)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20)
+                 : A_AND_X);
 #elif X_TILES == 32
     asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24), F16(28)
@@ -246,6 +336,10 @@ __device__ __forceinline__ void multiply_add_both_shared(float4 c[X_TILES], u64 
 #elif X_TILES == 16
     asm volatile(WGMMA_A_SHARED(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65)
                  : F16(0), F16(4), F16(8), F16(12)
+                 : "l"(a), "l"(x));
+#elif X_TILES == 24
+    asm volatile(WGMMA_A_SHARED(192, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80, 96, 97)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20)
                  : "l"(a), "l"(x));
 #elif X_TILES == 32
     asm volatile(WGMMA_A_SHARED(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129)

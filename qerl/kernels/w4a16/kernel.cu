@@ -5,6 +5,7 @@
 // the rows of x: each adds up, for its own rows of x, the sums of all of them in the order of the blocks. Up to 16 rows of x, the
 // worker that has the first block adds up all. The order of additions depends only on the shape of W and the number of
 // multiprocessors. So the result is deterministic, and for one X_TILES a row of x gives the same bits whatever the other rows are.
+// Beyond 256 rows it depends on the number of row blocks of x, too, and many_rows.cu says what else differs.
 //
 // Warps: one warp copies by bulk copies into a pipeline of stages; it prefetches weights before the kernel that computes x has
 // ended. Eight warps unpack W in registers and multiply on the tensor cores. Up to 16 rows of x they use mma.sync: a warp takes 32
@@ -19,9 +20,9 @@
 // Exchange: thread blocks hand sums to each other through memory that holds EMPTY, a value that no sum has, until a sum is
 // there. The reader writes EMPTY back. So the data itself says that it has arrived.
 //
-// One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue and this file, which has W x and the kernel.
-// The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a multiple of
-// 16; and up to 32 rows REGISTERS, the limit of a thread.
+// One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue, many_rows and this file, which has W x and the
+// kernel. The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a
+// multiple of 16; CLUSTER, the thread blocks of a worker; and up to 32 rows REGISTERS, the limit of a thread.
 
 // --- W x ---
 
@@ -104,13 +105,14 @@ __device__ __forceinline__ void multiply_by_mma_sync(const Params& p, u32 stage,
 }
 
 // More rows of x: multiplies the blocks up to `end` of one row. While some columns are multiplied, the next are unpacked.
-__device__ __forceinline__ void multiply_by_wgmma(const Params& p, PipelineState& at, int& next, int end, int warp, int lane,
-                                              float4 c[X_TILES]) {
+// `stored`: the barrier of a stage that is still copied to `out`, or 0.
+__device__ __forceinline__ void multiply_by_wgmma(const Params& p, PipelineState& at, int& next, int end, u32 stored, int warp,
+                                              int lane, float4 c[X_TILES]) {
     // Of 16 columns: few products at a time take fewer registers, many fewer instructions. Likewise for words read ahead.
     constexpr int GROUPS_AT_A_TIME = X_TILES == 4 ? 4 : 2, HALVES = 2 * STAGE_BLOCKS;
     constexpr bool AHEAD = X_TILES > 4;
     const u32 offset = kept(warp * TILE_BYTES + lane * 16), scales_offset = kept(warp * TILE_BYTES + 1024 + lane / 4 * 16);
-    u32 a[2][GROUPS_AT_A_TIME][4], empty = 0;
+    u32 a[2][GROUPS_AT_A_TIME][4], empty = stored ? stored + SECOND_HALF : 0;
     do {
         at.wait();
         const u64 x = matrix_descriptor(kept_uniform(at.address + WEIGHT_BYTES));
@@ -123,6 +125,7 @@ __device__ __forceinline__ void multiply_by_wgmma(const Params& p, PipelineState
 #pragma unroll
         for (int group = 0; group < 4 * HALVES; group += GROUPS_AT_A_TIME) {
             const int half = group / 4;
+            if (MANY_ROWS && group == 4) at.wait_for_second_half();
             if (group % 4 == 0 && half + AHEAD < HALVES) load(half + AHEAD);
             u32(*into)[4] = a[group / GROUPS_AT_A_TIME % 2];
 #pragma unroll
@@ -134,14 +137,19 @@ __device__ __forceinline__ void multiply_by_wgmma(const Params& p, PipelineState
                 multiply_add_shared(c, into[j], shifted(x, half * X_PART_BYTES + (group % 4 + j) * 32));
             commit_products();
             wait_for_products<1>();  // of those that read the registers which are written next
+            if (MANY_ROWS && group == 0) {
+                wait_for_stores_if(stored);
+                at.leave_if(stored, lane, stored);
+            }
             // These were the last of the stage before.
-            if (group == 0) barrier_arrive_if(empty, empty && lane == 0);
+            if (group == 0) at.leave_if(empty, lane, empty);
+            if (MANY_ROWS && group == 4) at.leave_if(at.empty(), lane, true);
         }
-        empty = at.empty();
+        empty = at.empty() + (MANY_ROWS ? SECOND_HALF : 0), stored = 0;
         at.advance();
     } while (++next < end);
     wait_for_products<0>();
-    barrier_arrive_if(empty, lane == 0);
+    at.leave_if(empty, lane, true);
 }
 
 // Two warps have the same two tiles of rows, of different columns: each gives the other its sums of one tile.
@@ -169,13 +177,14 @@ __device__ void multiply_a(const Params& p, const Share& share, PipelineState& a
         for (; done < last; done++) {
             at.wait();
             shrink_stage(at.address, warp, c);
-            at.release(lane == 0);
+            at.release(lane);
         }
         leave_shrink_sums(p, share, row, warp, lane, c);
     }
 }
 
-__device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, int warp, int lane) {
+__device__ void multiply(const Params& p, const Share& share, u8* stages, u64* barriers, u64* shrunk, u64* sent, int warp,
+                         int lane) {
     float4* exchanged = (float4*)(stages + EXCHANGED);
     const RowSplit of_last(p, share);
     const Offsets offsets(warp, lane);
@@ -183,11 +192,12 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
     if constexpr (!SMALL_BATCH) multiply_a(p, share, at, warp, lane);
+    u32 stored = 0;
     int row = share.first / share.column_blocks;
     for (int next = share.first; next < share.last; row++) {  // unit of W
         const int first = row * share.column_blocks, begin = next, end = min(first + share.column_blocks, share.last);
         const int tile_number = MMA_SYNC ? warp % 4 * 2 + warp / 4 : warp;
-        const int place = tile_number * 32 + lane, tile_row = row * BLOCK_ROWS + tile_number * 16;
+        const int place = tile_number * 32 + lane, tile_row = (row * CLUSTER + share.rank) * BLOCK_ROWS + tile_number * 16;
         const bool starts = begin == first, whole = starts && end == first + share.column_blocks, last = end == share.last;
         // Loading B takes as long as a stage. Up to 32 rows of x it is loaded into registers ahead, what doesn't fit into L2.
         LoraOperand b;
@@ -201,11 +211,11 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
             for (; next < end; next++) {
                 at.wait();
                 multiply_by_mma_sync(p, at.address, offsets, c);
-                at.release(lane == 0);
+                at.release(lane);
             }
             exchange_tiles(exchanged, warp, lane, c);
         } else {
-            multiply_by_wgmma(p, at, next, end, warp, lane, c[0]);
+            multiply_by_wgmma(p, at, next, end, stored, warp, lane, c[0]);
         }
         const Tile tile(p, tile_row, lane);
         scale_sums(p, tile, c[0]);
@@ -215,8 +225,12 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
             add_lora_stages(p, tile, row, at, lane, b, c[0]);
         }
         const RowSplit split = whole ? RowSplit::whole() : last ? of_last : RowSplit::of_first();
-        Epilogue{p, share, split, tile, b, shrunk, stages + LOCAL, (float4*)stages, place, lane}.run(whole, last, c[0]);
+        if constexpr (MANY_ROWS)
+            stored = ManyRowsEpilogue{p, share, split, tile, sent, place, lane}.run(at, c[0]);
+        else
+            Epilogue{p, share, split, tile, b, shrunk, stages + LOCAL, (float4*)stages, place, lane}.run(whole, last, c[0]);
     }
+    wait_for_stores_if(MANY_ROWS);
 }
 
 constexpr bool PASS_REGISTERS = X_TILES == 32;  // to the warps that multiply, from the others
@@ -230,25 +244,44 @@ constexpr int THREADS = (WARPS + 1 + SHRINK_WARPS) * 32;
 #define LAUNCH_LIMIT __launch_bounds__(THREADS, 1)
 #endif
 
-extern "C" __global__ void LAUNCH_LIMIT w4a16(const __grid_constant__ Params p) {
+#if CLUSTER > 1
+#define CLUSTERS __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERS
+#endif
+
+extern "C" __global__ void LAUNCH_LIMIT CLUSTERS w4a16(const __grid_constant__ Params p) {
     extern __shared__ u8 unaligned[];
-    __shared__ u64 barriers[2 * STAGES], shrunk;  // of stages: they are full; they are empty
+    __shared__ u64 barriers[(MANY_ROWS ? 4 : 2) * STAGES], shrunk, sent;  // of stages: they are full; they are empty
     u8* stages = unaligned + (-shared_address(unaligned) & 1023);  // what swizzled copies need
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const Share share(p);
     if (threadIdx.x == 0) {
         barrier_init(&shrunk, 1);
-        for (int i = 0; i < STAGES; i++) barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS);
+        if (MANY_ROWS) barrier_init(&sent, WARPS);
+        for (int i = 0; i < STAGES; i++) barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS * CLUSTER);
+        if (MANY_ROWS)
+            for (int i = 2 * STAGES; i < 3 * STAGES; i++)
+                barrier_init(barriers + i, 1), barrier_init(barriers + STAGES + i, WARPS * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    if (MANY_ROWS)
+        cluster_sync();
+    else
+        __syncthreads();
     let_next_kernel_start();
     if (warp < WARPS) {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-        multiply(p, share, stages, barriers, &shrunk, warp, lane);
+        multiply(p, share, stages, barriers, &shrunk, &sent, warp, lane);
     } else {
         if (PASS_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-        if (warp == WARPS && lane == 0) copy(p, share, stages, barriers, &shrunk);
+        if constexpr (MANY_ROWS) {
+            if (warp == WARPS && lane == 0) ManyRowsCopier(p, share, stages, barriers, &shrunk).run();
+        } else {
+            if (warp == WARPS && lane == 0) copy(p, share, stages, barriers, &shrunk);
+        }
         if (warp > WARPS && RANK) shrink(p, share, stages + LOCAL, &shrunk, warp - WARPS - 1, lane);
+        if (MANY_ROWS && warp == WARPS + SHRINK_WARPS && lane == 0) announce_sums(p, share, &sent);
     }
+    if (MANY_ROWS) cluster_sync();  // the other thread block copies into this one's memory and arrives at its barriers
 }

@@ -92,7 +92,8 @@ __device__ __forceinline__ void shrink_stage(u32 stage, int warp, float4 c[X_TIL
 __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& share, int row, int warp, int lane,
                                                   const float4 c[X_TILES]) {
     const ShrinkUnits units(p, share.workers);
-    const int tile = row * (SHRINK_ROWS / 16) + warp % 4, sender = share.worker - units.sender(row * share.column_blocks);
+    const int tile = (row * CLUSTER + share.rank) * (SHRINK_ROWS / 16) + warp % 4;
+    const int sender = share.worker - units.sender(row * share.column_blocks);
     if (warp % 4 >= SHRINK_ROWS / 16 || tile >= p.parts * RANK_TILES) return;
     uint4* sums = shrink_sums(p, share, tile, 2 * sender + warp / 4) + lane;
 #pragma unroll
@@ -115,13 +116,14 @@ constexpr int SUM_LANES = 32 / SENDER_GROUPS;
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
     const ShrinkUnits units(p, share.workers);
     const int group = lane / SUM_LANES, g = lane % SUM_LANES;
-    for (int item = number * share.workers + share.worker; item < p.parts * RANK_TILES * X_TILES * SENDER_GROUPS;
-         item += SHRINK_WARPS * share.workers) {
+    const int blocks = share.workers * CLUSTER, block = share.worker * CLUSTER + share.rank;
+    for (int item = number * blocks + block; item < p.parts * RANK_TILES * X_TILES * SENDER_GROUPS;
+         item += SHRINK_WARPS * blocks) {
         const int tile = item / SENDER_GROUPS / X_TILES, n = item / SENDER_GROUPS % X_TILES;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
         int senders = p.senders;
         if constexpr (!SMALL_BATCH) {
-            const int unit = tile / (SHRINK_ROWS / 16) * share.column_blocks;
+            const int unit = tile / (SHRINK_ROWS * CLUSTER / 16) * share.column_blocks;
             senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
         }
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
@@ -164,7 +166,7 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
         barrier_arrive(shrunk);
     }
     // The last worker to have seen it resets the counters for the next launch.
-    if (atomicAdd(counters + 1, 1) == share.workers - 1) counters[0] = counters[1] = 0;
+    if (atomicAdd(counters + 1, 1) == share.workers * CLUSTER - 1) counters[0] = counters[1] = 0;
     // A thread block that needs none of it may not end before the copy has: its memory would then be another's.
     barrier_wait(shrunk, 0);
 }
@@ -274,6 +276,6 @@ __device__ __forceinline__ void add_lora_stages(const Params& p, const Tile& til
             multiply_shrunk<least(4, RANKS_AT_A_TIME)>(b, x, tiles, c);
         else
             multiply_shrunk<RANKS_AT_A_TIME>(b, x, tiles, c);
-        at.release(lane == 0);
+        at.release(lane);
     }
 }

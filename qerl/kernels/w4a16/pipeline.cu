@@ -4,14 +4,17 @@
 // 14 % of the time at 32 rows of x.
 struct PipelineState {
     u32 address, barriers, number, phase;
+    u32 other;  // with many rows, how far away the barriers of the cluster's other thread block are
 
-    // `barriers`: [2][STAGES], that a stage is full and that it is empty.
+    // `barriers`: [2][STAGES], that a stage is full and that it is empty; with many rows the same again for its second half.
     __device__ __forceinline__ PipelineState(u8* stages, u64* barriers)
         : address(kept_uniform(shared_address(stages))),
           barriers(kept_uniform(shared_address(barriers))),
           number(0),
-          phase(0) {}
+          phase(0),
+          other(MANY_ROWS ? of_other(shared_address(barriers)) - shared_address(barriers) : 0) {}
     __device__ __forceinline__ void wait() const { barrier_wait(barriers, phase); }
+    __device__ __forceinline__ void wait_for_second_half() const { barrier_wait(barriers + SECOND_HALF, phase); }
     // The barrier of the stage that counts the warps that have read it.
     __device__ __forceinline__ u32 empty() const { return barriers + 8 * STAGES; }
     __device__ __forceinline__ void advance() {
@@ -19,10 +22,17 @@ struct PipelineState {
         if (++number == STAGES) number = 0, address -= STAGES * STAGE_BYTES, barriers -= 8 * STAGES, phase ^= 1;
     }
     // Called when all lanes have read the stage; goes on to the next one.
-    __device__ __forceinline__ void release(bool first_lane) {
+    __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (first_lane) barrier_arrive(empty());
+        if (lane == 0) barrier_arrive(empty());
+        if (MANY_ROWS) barrier_arrive_remote_if(empty() + other, lane == 0);
+        if (MANY_ROWS) leave_if(empty() + SECOND_HALF, lane, true);
         advance();
+    }
+    // Arrives at an `empty` barrier of all that copy into the stage, by a predicate.
+    __device__ __forceinline__ void leave_if(u32 empty, int lane, bool condition) const {
+        barrier_arrive_if(empty, condition && lane == 0);
+        if (MANY_ROWS) barrier_arrive_remote_if(empty + other, condition && lane == 0);
     }
 };
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from qerl.formats import tiles as layout
 from qerl.formats.tiles import Tiles
-from qerl.kernels.jit import address, defines, launch, load, params_struct, tensor_map
+from qerl.kernels.jit import address, defines, flat_tensor_map, launch, load, params_struct, tensor_map
 from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, KernelVariant, variant_for
 
-_NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "kernel.cu")
+_NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "many_rows.cu", "kernel.cu")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 #: Memory for sums holds this word until a sum is there; the kernel's source has it too.
 _EMPTY = -1
@@ -28,6 +28,7 @@ _POINTER = ctypes.c_void_p
 _Params = params_struct(
     x_map=ctypes.c_uint8 * 128,
     a_map=ctypes.c_uint8 * 128,
+    out_map=ctypes.c_uint8 * 128,
     weights=_POINTER,
     x=_POINTER,
     out=_POINTER,
@@ -56,6 +57,7 @@ _Params = params_struct(
         ),
         ctypes.c_int,
     ),
+    arrived=_POINTER,
 )
 
 
@@ -130,10 +132,11 @@ def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
         STAGES=variant.stages,
         REGISTERS=variant.registers_per_thread(operands.rank),
         RANK=operands.rank,
+        CLUSTER=variant.cluster,
     )
     shared_bytes = variant.shared_bytes(operands.lora_columns)
     function = load(_SOURCES, "w4a16", options, shared_bytes, x.get_device())
-    launch(function, workers * row_blocks, variant.threads(operands.rank), shared_bytes, params)
+    launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
 def _params(
@@ -143,11 +146,12 @@ def _params(
     width = operands.lora_columns
     senders, span = variant.shrink_split(tiles.columns, width, workers, workspace.processors)
     multiplier, offset = tiles.scale_decode
-    x_map = tensor_map(x, variant.rows, variant.columns)
+    x_map = tensor_map(x, variant.rows // variant.cluster, variant.columns // variant.cluster)
     staged = operands.rank and not variant.small_batch
     ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
     return _Params(
         x_map=x_map,
+        out_map=flat_tensor_map(out, variant.rows) if variant.many_rows else x_map,
         a_map=tensor_map(operands.lora_a.flatten(0, 1), SHRINK_ROWS, variant.columns) if staged else x_map,
         weights=address(tiles.data),
         x=address(x),
@@ -156,7 +160,7 @@ def _params(
         lora_a=address(operands.lora_a),
         lora_b=(_POINTER * 3)(*(address(b) for b in operands.lora_b)),
         shrunk=address(workspace.get("shrunk", row_blocks * variant.rows // 2 * width)),
-        sums=address(workspace.get("sums", 2 * workspace.processors * layout.BLOCK_ROWS * MOST_ROWS, _EMPTY)),
+        sums=address(_sums(workspace, variant)),
         shrink_sums=address(workspace.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
         counters=address(workspace.get("counters", 2 * row_blocks)),
         factor=(ctypes.c_float * 3)(*tiles.factors),
@@ -172,4 +176,10 @@ def _params(
         row_blocks=row_blocks,
         senders=senders,
         span=span,
+        arrived=address(workspace.get("arrived", workspace.processors)),
     )
+
+
+def _sums(workspace: _Workspace, variant: KernelVariant) -> Tensor:
+    count = workspace.processors * layout.BLOCK_ROWS * MOST_ROWS
+    return workspace.get("staged_sums", count) if variant.many_rows else workspace.get("sums", 2 * count, _EMPTY)

@@ -12,6 +12,9 @@ constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int ROWS = X_TILES * 8;
+// Beyond 256 rows of x a worker is a cluster of two thread blocks, which have half of a row of blocks each (many_rows.cu).
+constexpr bool MANY_ROWS = CLUSTER > 1;
+constexpr int SPAN_ROWS = BLOCK_ROWS * CLUSTER;  // of W in a worker's row of blocks
 constexpr int RANK_TILES = RANK / 16;
 constexpr int SHRINK_ROWS = 32;  // of A in a stage
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
@@ -26,11 +29,16 @@ constexpr int TILES = MMA_SYNC ? 2 : 1;     // of 16 rows of W that a warp multi
 // Workers that have parts of a row of blocks share out its sums, SUMS tiles of rows of x at a time.
 constexpr int SUMS = MMA_SYNC ? X_TILES : X_TILES == 4 ? 1 : 2, CHUNKS = X_TILES / SUMS;
 
+// With many rows, sums of others come in so many stages, and this is how far the barriers of a stage's second half are away.
+constexpr int SUM_STAGES = 2, SUM_STAGE_BYTES = BLOCK_ROWS * ROWS * 4 / SUM_STAGES;
+constexpr u32 SECOND_HALF = 16 * STAGES;
+
 enum Mode { PLAIN, RESIDUAL, SILU };
 
 struct Params {
     TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
     TensorMap a_map;        // of A likewise, SHRINK_ROWS rows
+    TensorMap out_map;      // with many rows, out in boxes of 64 columns and ROWS rows, 128-byte swizzle
     const u8* weights;
     const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with SILU [m, rows / 2]
@@ -38,7 +46,8 @@ struct Params {
     const u16* lora_a;      // [parts * RANK, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, RANK]
     u16* shrunk;            // [row blocks][ROWS * parts * RANK]: A x, scaled
-    uint4* sums;            // [2][thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after
+    uint4* sums;            // [2][thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after.
+                            // With many rows [thread blocks][...], of any content
     uint4* shrink_sums;     // [row blocks of x][parts * RANK_TILES][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: parts of A x that are there, workers that saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
@@ -47,6 +56,7 @@ struct Params {
     int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // up to 32 rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
+    int* arrived;           // [thread blocks] with many rows, whether its sums are there; zero before and after
 };
 
 // --- division of the work ---
@@ -59,27 +69,30 @@ __device__ __forceinline__ int worker_of(int units, int workers, int unit) {
     return (int)(((u32)(unit + 1) * workers - 1) / units);
 }
 
-// Units of A beyond 32 rows of x: blocks of SHRINK_ROWS x STAGE_COLUMNS.
+// Units of A beyond 32 rows of x: blocks of SHRINK_ROWS x STAGE_COLUMNS for each thread block of a worker.
 struct ShrinkUnits {
     int units, workers;
 
     __device__ __forceinline__ ShrinkUnits(const Params& p, int all_workers) {
-        units = SMALL_BATCH ? 0 : (p.parts * RANK + SHRINK_ROWS - 1) / SHRINK_ROWS * (p.columns / STAGE_COLUMNS);
+        constexpr int SPAN = SHRINK_ROWS * CLUSTER;
+        units = SMALL_BATCH ? 0 : (p.parts * RANK + SPAN - 1) / SPAN * (p.columns / STAGE_COLUMNS);
         workers = min(all_workers, units);
     }
     __device__ __forceinline__ int start(int w) const { return units ? first_unit(units, workers, min(w, workers)) : 0; }
     __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
 };
 
-// The work of a thread block, stage by stage: beyond 32 rows of x units of A, then units of W, BLOCK_ROWS x STAGE_COLUMNS.
+// The work of a thread block, stage by stage: beyond 32 rows of x units of A, then units of W, BLOCK_ROWS x STAGE_COLUMNS. The
+// thread blocks of a worker have the same units, and in each other rows.
 struct Share {
-    int worker, workers, row_block, column_blocks;
+    int worker, workers, row_block, column_blocks, rank;  // in the cluster
     int first_shrink, shrinks, first, last;
 
     __device__ Share(const Params& p) {
-        row_block = blockIdx.x % p.row_blocks;
-        worker = blockIdx.x / p.row_blocks;
-        workers = gridDim.x / p.row_blocks;
+        rank = blockIdx.x % CLUSTER;
+        row_block = blockIdx.x / CLUSTER % p.row_blocks;
+        worker = blockIdx.x / CLUSTER / p.row_blocks;
+        workers = gridDim.x / CLUSTER / p.row_blocks;
         column_blocks = p.columns / STAGE_COLUMNS;
         first = start(p, worker), last = start(p, worker + 1);
         const ShrinkUnits a(p, workers);
@@ -93,7 +106,7 @@ struct Share {
     // workers, or one worker, so each has at least one of W's. B (A x) counts as units ahead of each row's, unless a worker could
     // then have nothing else.
     __device__ int start(const Params& p, int w) const {
-        const int rows = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int rows = (p.rows + SPAN_ROWS - 1) / SPAN_ROWS;
         const int more = rows * (column_blocks + EXPAND_UNITS) > (EXPAND_UNITS + 2) * workers ? EXPAND_UNITS : 0;
         const ShrinkUnits a(p, workers);
         const int place = first_unit(rows * (column_blocks + more) + a.units, workers, w) - a.start(w);
@@ -104,7 +117,7 @@ struct Share {
 };
 
 // How a row of blocks is split: `count` successive workers have parts. Those whose last row it is own sums of it, which they add
-// up: all but, maybe, the last worker. With one chunk the first worker owns all.
+// up: all but, maybe, the last worker. With one chunk, or with many rows, the first worker owns all.
 struct RowSplit {
     int me, count, owners;
 
@@ -119,13 +132,16 @@ struct RowSplit {
         while (share.start(p, first) > begin) first--;
         while (share.start(p, after) < end) after++;
         me = share.worker - first, count = after - first;
-        owners = CHUNKS > 1 ? count - (share.start(p, after) > end) : 1;
+        owners = CHUNKS > 1 && !MANY_ROWS ? count - (share.start(p, after) > end) : 1;
     }
     __device__ __forceinline__ int owner(int chunk) const { return chunk * owners / CHUNKS; }
     // Where part `i` sends its sums. A worker that owns none may also send those of its last row.
     __device__ __forceinline__ uint4* sums(const Params& p, int i) const {
-        const int block = (int)blockIdx.x + (i - me) * p.row_blocks + (i < owners ? (int)gridDim.x : 0);
+        const int block = (int)blockIdx.x + (i - me) * p.row_blocks * CLUSTER + (i < owners ? (int)gridDim.x : 0);
         return p.sums + (size_t)block * (BLOCK_ROWS * ROWS / 4);
+    }
+    __device__ __forceinline__ int* arrived(const Params& p, int i) const {
+        return p.arrived + (int)blockIdx.x + (i - me) * p.row_blocks * CLUSTER;
     }
 };
 
@@ -136,8 +152,8 @@ struct Expansion {
     int first, tiles;
 
     __device__ __forceinline__ Expansion(const Params& p, int row) {
-        const int low = p.mode == SILU ? 0 : part_of(p, row * BLOCK_ROWS);
-        const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * BLOCK_ROWS, p.rows) - 1);
+        const int low = p.mode == SILU ? 0 : part_of(p, row * SPAN_ROWS);
+        const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * SPAN_ROWS, p.rows) - 1);
         first = low * RANK_TILES, tiles = SMALL_BATCH ? 0 : (high + 1 - low) * RANK_TILES;
     }
     __device__ __forceinline__ int stages() const { return (tiles + EXPAND_TILES - 1) / EXPAND_TILES; }
@@ -145,7 +161,7 @@ struct Expansion {
 
 // The stages in the order in which one thread copies them. A step takes no integer division.
 struct StageIterator {
-    int i, row, column, expansion;  // unit and, if not 0, the number of the stage of A x behind it
+    int i, row, column, expansion;  // unit and, if not 0, the number of the stage behind it, of A x or with many rows of out
 
     __device__ __forceinline__ explicit StageIterator(const Share& share) : i(0), expansion(0) { enter(share); }
     __device__ __forceinline__ void enter(const Share& share) {
@@ -153,7 +169,9 @@ struct StageIterator {
     }
     __device__ __forceinline__ void advance(const Params& p, const Share& share) {
         const bool ends = i >= share.shrinks && (column + 1 == share.column_blocks || i + 1 == share.stages());
-        if (!SMALL_BATCH && RANK && ends && row * share.column_blocks >= share.first && expansion < Expansion(p, row).stages()) {
+        const int whole = MANY_ROWS && column + 1 == share.column_blocks;
+        if (!SMALL_BATCH && (RANK || MANY_ROWS) && ends && row * share.column_blocks >= share.first &&
+            expansion < Expansion(p, row).stages() + whole) {
             expansion++;
             return;
         }

@@ -24,17 +24,26 @@ class KernelVariant:
 
     `stages` of the pipeline bound the bytes in flight. `registers` is the limit of a thread, up to 32 rows.
     `one_per_sm`: two thread blocks of a launch never share a multiprocessor; each asks for more memory than it needs.
+    `cluster`: thread blocks of a worker; two share what they copy of x, and each has other rows of W.
+    `row_blocks` of x are what it is meant for; the last variant takes any number.
     """
 
     x_tiles: int
     stages: int
     registers: int = 0
     one_per_sm: bool = False
+    cluster: int = 1
+    row_blocks: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of x that a thread block multiplies."""
         return 8 * self.x_tiles
+
+    @property
+    def many_rows(self) -> bool:
+        """Whether it is the kernel for more than 256 rows."""
+        return self.cluster > 1
 
     @property
     def columns(self) -> int:
@@ -62,11 +71,15 @@ class KernelVariant:
         return max(self.stages * stage + 1024 + exchanged + shrunk, ONE_PER_SM_BYTES if self.one_per_sm else 0)
 
     def workers(self, blocks: int, most: int) -> int:
-        """Thread blocks that share `blocks` of W; `most` fit onto the GPU.
+        """Workers that share `blocks` of W of a row block; `most` thread blocks of it fit onto the GPU.
 
-        Beyond 32 rows, stages of A replace some of W's. Half as many thread blocks as blocks leave each at least one.
+        Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
         """
-        return min(most, blocks if self.small_batch else max(blocks // 2, 1))
+        return min(most // self.cluster, blocks if self.small_batch else max(blocks // 2, 1))
+
+    def blocks(self, rows: int, columns: int) -> int:
+        """Blocks of W [rows, columns] that workers divide."""
+        return -(-rows // (layout.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
     def shrink_split(self, columns: int, lora_columns: int, workers: int, processors: int) -> tuple[int, int]:
         """How A x of `columns` columns of x is divided: the senders of sums of 16 rows of A, and the blocks of a span.
@@ -80,7 +93,7 @@ class KernelVariant:
             span = -(-blocks // most)
             return -(-blocks // span), span
         blocks = columns // self.columns
-        units = -(-lora_columns // SHRINK_ROWS) * blocks
+        units = -(-lora_columns // (SHRINK_ROWS * self.cluster)) * blocks
         units_each = max(1, units // workers)
         return 2 * min(blocks, blocks // units_each + 2), 0
 
@@ -99,7 +112,7 @@ class KernelVariant:
 #: By rows of x, for small and for large layers; the last serves any number of rows, in row blocks of its own height.
 #: Up to 16 rows, a thread block of a small layer and one of a large layer share a multiprocessor, so that the next
 #: layer's weights are copied while this one ends. Two of a kind don't: memory keeps small layers' apart, registers
-#: large ones'.
+#: large ones'. Up to 384 rows, two row blocks of 192 are fewer products than two of 256.
 VARIANTS = (
     (
         KernelVariant(1, stages=4, registers=96, one_per_sm=True),
@@ -113,6 +126,8 @@ VARIANTS = (
     (KernelVariant(8, stages=4),) * 2,
     (KernelVariant(16, stages=5),) * 2,
     (KernelVariant(32, stages=3),) * 2,
+    (KernelVariant(24, stages=3, cluster=2, row_blocks=2),) * 2,
+    (KernelVariant(32, stages=3, cluster=2, row_blocks=2),) * 2,
 )
 #: Rows of x that one row block has at most.
 MOST_ROWS = VARIANTS[-1][0].rows
@@ -120,6 +135,6 @@ MOST_ROWS = VARIANTS[-1][0].rows
 
 def variant_for(rows: int, layer_rows: int, columns: int, processors: int) -> tuple[KernelVariant, int]:
     """The variant for `rows` rows of x and a layer [layer_rows, columns], and the blocks of W that it divides."""
-    small, large = next((pair for pair in VARIANTS if rows <= pair[0].rows), VARIANTS[-1])
-    blocks = -(-layer_rows // layout.BLOCK_ROWS) * (columns // small.columns)
+    small, large = next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
+    blocks = small.blocks(layer_rows, columns)
     return (large if blocks >= _LARGE_LAYER_STAGES * processors else small), blocks

@@ -20,7 +20,7 @@ from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.transfer import upload
 
 #: Tokens of a graph, padding included.
-BUCKETS = (32, 64, 128, 256, 512, 768, 1024)
+BUCKETS = (32, 64, 128, 256, 384, 512, 768, 1024)
 #: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
 MOST_PROMPTS = 32
 

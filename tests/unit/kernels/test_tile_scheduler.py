@@ -15,7 +15,7 @@ from qerl.kernels.w4a16.variants import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-BY_TILES = {pair[0].x_tiles: pair for pair in VARIANTS}
+BY_NAME = {f"{pair[0].x_tiles} in clusters of {pair[0].cluster}": pair for pair in VARIANTS}
 RANKS = (0, 16, 64, 128)
 BLOCK_ROWS, EXPAND_TILES = 128, 8
 PLAIN, SILU = 0, 2
@@ -39,20 +39,21 @@ PART = """
 #define X_TILES {x_tiles}
 #define RANK {rank}
 #define STAGES {stages}
-namespace tiles{x_tiles}_rank{rank}_stages{stages} {{
+#define CLUSTER {cluster}
+namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster} {{
 #include "{source}"
 }}
-extern "C" void sizes_{x_tiles}_{rank}_{stages}(int* out) {{
-    using namespace tiles{x_tiles}_rank{rank}_stages{stages};
+extern "C" void sizes_{x_tiles}_{rank}_{stages}_{cluster}(int* out) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster};
     int sizes[] = {{STAGE_COLUMNS, LOCAL, ROWS, 32 * (WARPS + 1 + SHRINK_WARPS), CHUNKS}};
     std::copy(sizes, sizes + 5, out);
 }}
-extern "C" int share_{x_tiles}_{rank}_{stages}(const int* shape, int worker, int* out, int* stages) {{
-    using namespace tiles{x_tiles}_rank{rank}_stages{stages};
+extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}(const int* shape, int worker, int* out, int* stages) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster};
     Params p{{}};
     p.rows = shape[0], p.columns = shape[1], p.parts = shape[2], p.mode = shape[3];
     std::copy(shape + 4, shape + 7, p.part_end);
-    p.row_blocks = shape[7], gridDim.x = shape[7] * shape[8], blockIdx.x = worker * shape[7];
+    p.row_blocks = shape[7], gridDim.x = shape[7] * shape[8] * CLUSTER, blockIdx.x = worker * shape[7] * CLUSTER;
     const Share share(p);
     const RowSplit of_last(p, share);
     const int units[] = {{share.first_shrink, share.shrinks, share.first, share.last}};
@@ -69,6 +70,7 @@ extern "C" int share_{x_tiles}_{rank}_{stages}(const int* shape, int worker, int
 #undef X_TILES
 #undef RANK
 #undef STAGES
+#undef CLUSTER
 """
 
 
@@ -76,10 +78,10 @@ extern "C" int share_{x_tiles}_{rank}_{stages}(const int* shape, int worker, int
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scheduler")
     source = Path(variants.__file__).with_name("tile_scheduler.cu")
-    compiled = {(v.x_tiles, rank, v.stages) for pair in VARIANTS for v in pair for rank in RANKS}
+    compiled = {(v.x_tiles, rank, v.stages, v.cluster) for pair in VARIANTS for v in pair for rank in RANKS}
     parts = [
-        PART.format(x_tiles=x_tiles, rank=rank, stages=stages, source=source)
-        for x_tiles, rank, stages in sorted(compiled)
+        PART.format(x_tiles=x_tiles, rank=rank, stages=stages, cluster=cluster, source=source)
+        for x_tiles, rank, stages, cluster in sorted(compiled)
     ]
     (folder / "scheduler.cpp").write_text(PRELUDE + "".join(parts))
     target = folder / "scheduler.so"
@@ -105,11 +107,11 @@ class Work:
 def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
     """All thread blocks' of a row block of x, and blocks of a row of blocks of W."""
     rows, of_row = ends[-1], columns // variant.columns
-    blocks = -(-rows // BLOCK_ROWS) * of_row
+    blocks = variant.blocks(rows, columns)
     workers = variant.workers(blocks, processors // row_blocks)
     shape = [rows, columns, len(ends), mode, *(ends + [rows] * 3)[:3], row_blocks, workers]
     given = (ctypes.c_int * 9)(*shape)
-    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}")
+    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}")
     chunks = sizes_of(library, variant, rank)[4]
     found = []
     for worker in range(workers):
@@ -124,14 +126,15 @@ def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
 
 def sizes_of(library, variant, rank):
     out = (ctypes.c_int * 5)()
-    getattr(library, f"sizes_{variant.x_tiles}_{rank}_{variant.stages}")(out)
+    getattr(library, f"sizes_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}")(out)
     return list(out)
 
 
-def parts_of(row, ends, mode):
+def parts_of(variant, row, ends, mode):
     if mode == SILU:
         return 2
-    first, last = row * BLOCK_ROWS, min((row + 1) * BLOCK_ROWS, ends[-1]) - 1
+    span = BLOCK_ROWS * variant.cluster
+    first, last = row * span, min((row + 1) * span, ends[-1]) - 1
     return sum(end > first and begin <= last for begin, end in zip([0, *ends], ends, strict=False))
 
 
@@ -141,8 +144,10 @@ def expected_stages(work, variant, rank, ends, mode, of_row):
         row, column = divmod(unit, of_row)
         stages.append((0, row, column, 0))
         ends_here = column == of_row - 1 or unit == work.units[-1]
-        if rank and not variant.small_batch and ends_here and row * of_row in work.units:
-            count = -(-parts_of(row, ends, mode) * rank // 16 // EXPAND_TILES)
+        if not variant.small_batch and ends_here and row * of_row in work.units:
+            count = -(-parts_of(variant, row, ends, mode) * rank // 16 // EXPAND_TILES)
+            # In clusters a row that one worker has is finished in a stage of its own.
+            count += variant.cluster > 1 and column == of_row - 1
             stages += [(0, row, column, number + 1) for number in range(count)]
     return stages
 
@@ -150,14 +155,14 @@ def expected_stages(work, variant, rank, ends, mode, of_row):
 def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
     found, of_row = works(library, variant, rank, ends, columns, mode, processors, row_blocks)
     # Each unit once, in the thread blocks' order, and at least one for each.
-    assert [unit for work in found for unit in work.units] == list(range(-(-ends[-1] // BLOCK_ROWS) * of_row))
+    assert [unit for work in found for unit in work.units] == list(range(variant.blocks(ends[-1], columns)))
     assert all(work.units for work in found)
-    rows_of_a = 0 if variant.small_batch else -(-len(ends) * rank // SHRINK_ROWS)
+    rows_of_a = 0 if variant.small_batch else -(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))
     assert [unit for work in found for unit in work.shrinks] == list(range(rows_of_a * of_row))
     for number, work in enumerate(found):
         row = work.units[-1] // of_row
         members = [i for i, one in enumerate(found) if one.units[0] // of_row <= row <= one.units[-1] // of_row]
-        alone = len(work.chunk_owners) == 1
+        alone = len(work.chunk_owners) == 1 or variant.cluster > 1
         owners = [members[0]] if alone else [i for i in members if found[i].units[-1] // of_row == row]
         assert (work.me, work.count, work.owners) == (members.index(number), len(members), len(owners))
         # Those who own parts of a row have nothing to do behind it.
@@ -179,26 +184,26 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("x_tiles", BY_TILES)
+@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, x_tiles, rank):
-    for variant in set(BY_TILES[x_tiles]):
+def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, name, rank):
+    for variant in set(BY_NAME[name]):
         for row_blocks in (1, 2):
             check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
 
 
-@pytest.mark.parametrize("x_tiles", BY_TILES)
-def test_so_it_is_for_any_shape(library, x_tiles):
-    chance = random.Random(x_tiles)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_so_it_is_for_any_shape(library, name):
+    chance = random.Random(BY_NAME[name][0].x_tiles)
     for _ in range(60):
         parts = chance.randint(1, 3)
         ends = [128 * chance.randint(1, 30)]
         while len(ends) < parts:
             ends.append(ends[-1] + 128 * chance.randint(1, 10))
         columns = 256 * chance.randint(1, 20)
-        check(
-            library, BY_TILES[x_tiles][0], chance.choice(RANKS), ends, columns, PLAIN, chance.choice((132, 114, 7, 1))
-        )
+        variant = BY_NAME[name][0]
+        processors = chance.choice((132, 114, 7, variant.cluster))
+        check(library, variant, chance.choice(RANKS), ends, columns, PLAIN, processors)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -214,13 +219,13 @@ def test_sizes_are_those_of_the_kernel(library, variant, rank):
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-@pytest.mark.parametrize("x_tiles", [8, 16, 32])
+@pytest.mark.parametrize("name", [name for name, (variant, _) in BY_NAME.items() if not variant.small_batch])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, x_tiles, rank):
+def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, name, rank):
     ends, columns, mode = LAYERS[layer]
-    variant = BY_TILES[x_tiles][0]
+    variant = BY_NAME[name][0]
     found, of_row = check(library, variant, rank, ends, columns, mode, 132)
     places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), 132)
-    for row in range(-(-len(ends) * rank // SHRINK_ROWS)):
+    for row in range(-(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))):
         senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
         assert 2 * (senders[-1] - senders[0] + 1) <= places
