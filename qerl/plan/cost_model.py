@@ -33,9 +33,9 @@ FLOPS, FLOPS_CHECKPOINTING = 6, 8
 #: Whose rollouts stand in for those of a format that was not measured: both are unpacked in the same kernels.
 STAND_IN = {"mxfp4": "nvfp4"}
 ASSUMED = (
-    "Rollouts: the best rate of a measured batch that isn't larger, of whatever model and training, with a time a "
-    "token that grows with the parameters and doesn't shrink for fewer; MXFP4 as NVFP4. "
-    f"Updates: {FLOPS} operations a parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing) at "
+    "Rollouts run at the best measured rate among batches that aren't larger, of any model and training. Time per "
+    "token grows with the parameters, but doesn't shrink for smaller models; MXFP4 counts as NVFP4. "
+    f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing) at "
     f"{UTILIZATION:.0%} of the device's bf16 peak."
 )
 

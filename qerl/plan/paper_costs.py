@@ -167,7 +167,7 @@ def by_table(plan: Plan, machine: str) -> pd.DataFrame:
     rows = {name: needs.of(name) for name in [*plan.tables, *plan.figures] if name in NAMES}
     every = Need(set(plan.runs), set(plan.evaluations), set(plan.config.benches))
     taken = reduce(or_, rows.values(), Need())
-    rows |= {"none of the paper": every - taken, "all, each once": every}
+    rows |= {"outside the paper": every - taken, "all, shared work once": every}
     costs = Costs(machine)
     return pd.DataFrame([{"table, figure": _title(name), **_row(plan, need, costs)} for name, need in rows.items()])
 
@@ -188,7 +188,7 @@ def _row(plan: Plan, need: Need, costs: Costs) -> dict[str, Any]:
     }
     whole = total(hours.values())
     return {
-        "takes": _names(plan, need),
+        "experiments, measurements": _names(plan, need),
         "runs": len(runs),
         **{k: str(h) for k, h in {**hours, "all, h": whole}.items()},
     }
@@ -200,17 +200,17 @@ def _names(plan: Plan, need: Need) -> str:
     benches = [name for name in plan.config.benches if name in need.benches]
     if len(need.runs) == len(plan.runs) and len(benches) == len(plan.config.benches):
         return f"{len(plan.runs)} runs, {len(plan.evaluations)} evaluations, {len(benches)} measurements"
-    return ", ".join(f"`{name}`" for name in [*experiments, *benches]) or "nothing of its own"
+    return ", ".join(f"`{name}`" for name in [*experiments, *benches]) or "nothing to run"
 
 
 def page(plan: Plan, machine: str) -> str:
     """The costs by table as Markdown, with the meaning of the numbers."""
     lines = [
         f"# GPU-hours of {plan.config.name}, by table and figure",
-        f"`qerl plan CONFIG --by table` prints this page. Hours are of one {machine.upper()} and at most: every "
-        "completion at its longest. Numbers without a mark are at measured speeds (results/reference/speeds.csv), "
-        "those after ~ are estimates, for what nobody measured. Starting, loading, compiling and quantization are not "
-        "counted. What several tables take is counted in the row of each.",
+        f"`qerl plan CONFIG --by table` prints this page. Hours are upper limits for one {machine.upper()}: every "
+        "completion counts at its longest. Numbers without a mark follow from measured speeds "
+        "(results/reference/speeds.csv). Numbers after ~ are estimates, where no speed was measured. Time to start, "
+        "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
         by_table(plan, machine).to_markdown(index=False, disable_numparse=True),
         f"Estimates. {ASSUMED}",
         "\n".join(f"* {line}" for line in [disk_total(plan), *omitted(plan)]),
