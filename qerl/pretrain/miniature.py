@@ -70,15 +70,15 @@ def pretrain(
 ) -> dict[str, Any]:
     """Train the miniature on the train splits of prepared `datasets` and write a Hugging Face checkpoint to `target`.
 
-    Computes in float32, saves bfloat16. Returns what pretrain.json holds: steps, parameters, the loss and the accuracy
-    at each check, and the saved policy's accuracy on each data set. Raises `PretrainError` if that of the first data
-    set lies outside `settings.accepted`.
+    Computes in float32, on a GPU if there is one, and saves bfloat16. Returns what pretrain.json holds: steps,
+    parameters, the loss and the accuracy at each check, and the saved policy's accuracy on each data set. Raises
+    `PretrainError` if that of the first data set lies outside `settings.accepted`.
     """
     sets = {name: _load(datasets[name]) for name in settings.datasets}
     tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
     examples = [_example(tokenizer, data, problem) for data in sets.values() for problem in data.train]
     torch.manual_seed(settings.seed)
-    model = build_model(settings, tokenizer)
+    model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
     model.bfloat16().float()
     final = {name: accuracy(make_sampler(model, tokenizer), tokenizer, data, settings) for name, data in sets.items()}
@@ -206,6 +206,7 @@ def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
     for row, example in enumerate(batch):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
         targets[row, example.prompt - 1 : len(example.ids) - 1] = torch.tensor(example.ids[example.prompt :])
+    ids, targets = ids.to(model.device), targets.to(model.device)
     wanted = targets >= 0
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
