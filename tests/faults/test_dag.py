@@ -15,7 +15,7 @@ import yaml
 from qerl.settings.config import merged
 from tests.jobs import processes_of
 from tests.tiny import tiny_qwen2
-from tests.workflow.conftest import Tree, copy_tree
+from tests.workflow.conftest import CORES, Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -68,7 +68,7 @@ def wait_for(found):
 
 def start(tree: Tree, *arguments: str) -> subprocess.Popen:
     """Snakemake in the background."""
-    command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
+    command = [sys.executable, "-m", "snakemake", *CORES, *arguments]
     return subprocess.Popen(
         command, cwd=tree.folder, env=tree.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -13,6 +13,8 @@ import snakemake.cli
 from tests.forks import call
 
 ROOT = Path(__file__).parents[2]
+#: Jobs of one thread, whatever they ask for: threads that wait for a core that another test has would wait busily.
+CORES = ("--cores", "2", "--max-threads", "1")
 
 
 class Tree:
@@ -31,7 +33,7 @@ class Tree:
         return variables
 
     def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        run = call(partial(self._main, ["--cores", "2", *arguments]), self.folder, self.environment)
+        run = call(partial(self._main, [*CORES, *arguments]), self.folder, self.environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
 
