@@ -1,1 +1,1 @@
-"""Samplers: the protocol, the eager sampler of CPUs, the GPU engine and vLLM."""
+"""Samplers: the protocol, the eager sampler for CPUs, the engine for GPUs, and vLLM."""

@@ -1,4 +1,4 @@
-"""The native sampler: it reads the policy's own tensors, so there is nothing to merge, copy or synchronise."""
+"""The eager sampler. It reads the policy's own tensors, so nothing is merged, copied or synchronised."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 
 
 def uniforms(seed: int, sequence: int, count: int) -> np.ndarray:
-    """`count` uniform draws of one sequence, a function of (seed, sequence) alone; float64 in [0, 1)."""
+    """`count` uniform draws for one sequence, float64 in [0, 1), a function of (seed, sequence) alone."""
     key = np.array([seed, sequence], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token a row by inverting the cumulative distribution.
+    """Sample one token per row by inverting the cumulative distribution.
 
     logits [B, V], uniform [B] float64 in [0, 1) -> tokens [B] int64, log-probabilities [B] float32 under the
-    distribution at the sampling temperature, before top-k and top-p cut it.
+    distribution at the sampling temperature, before truncation by top-k and top-p.
     """
     logprobs = _logprobs(logits, params)
     tokens = _invert(logprobs.double().exp(), uniform, params) if params.temperature else logits.argmax(-1)
@@ -40,7 +40,7 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
         return _search(probs.cumsum(-1), uniform)
     sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
     cumulative = sorted_probs.cumsum(-1)
-    # A token stays while the mass before it is under top_p: the smallest set that reaches it.
+    # A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
     kept = (cumulative - sorted_probs) < params.top_p
     if params.top_k:
         kept[:, params.top_k :] = False
@@ -49,14 +49,14 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
 
 
 def _search(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First index whose cumulative mass exceeds the draw. Draws are below 1, so the token there has mass."""
+    """The first index whose cumulative mass exceeds the draw. Draws are below 1, so that token has mass."""
     target = (uniform * cumulative[:, -1])[:, None]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
 
 
 @dataclass
 class _Batch:
-    """Sequences that are decoded together; rows shrink as sequences finish."""
+    """Sequences that are decoded together; their number falls as sequences finish."""
 
     rows: torch.Tensor  # [B] index of each row's sequence
     tokens: torch.Tensor  # [B] last token
@@ -81,14 +81,14 @@ class _Record:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop token or the limit ended it."""
+        """Whether a stop token or the limit ended the sequence."""
         return self.finished or len(self.token_ids) >= self.limit
 
 
 def _record(
     records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: frozenset[int]
 ) -> torch.Tensor:
-    """Append a token to each unfinished sequence; return which rows go on, [B] bool."""
+    """Append a token to each unfinished sequence; return which rows continue, [B] bool."""
     alive = []
     for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
         record = records[row]
@@ -101,12 +101,12 @@ def _record(
 
 
 class NativeSampler:
-    """Samples with a KV cache in plain PyTorch. The prompt of a group is computed once.
+    """Sampler in plain PyTorch with a KV cache. The prompt of a group is computed once.
 
     `max_sequences` bounds how many sequences are decoded together, and so the memory of the cache.
     """
 
-    #: The batch is compacted once this share of its rows has finished: copying the cache each time costs more.
+    #: The share of finished rows at which the batch is compacted; doing it at each end would copy the cache too often.
     compact_at = 0.25
 
     def __init__(self, policy: Policy, max_sequences: int = 512) -> None:
@@ -115,19 +115,19 @@ class NativeSampler:
 
     @property
     def served(self) -> str:
-        """Engine, kernel and weights, in words."""
+        """Description of the sampler and its weights, for results."""
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
         dtype = str(self.policy.lm.dtype).removeprefix("torch.")
         return f"native, PyTorch on {' '.join([*packed, 'unpacked to', dtype]) if packed else dtype}"
 
     def sync(self) -> None:
-        """Do nothing: this sampler reads the policy itself."""
+        """Do nothing, since this sampler reads the policy's tensors."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`."""
         if not all(len(prompt) for prompt in prompts):
-            raise ValueError("a prompt without tokens can't be continued")
+            raise ValueError("a prompt has no tokens; give each at least one")
         completions: list[list[Completion]] = []
         stride = max(self.max_sequences // params.count, 1)
         with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
@@ -138,7 +138,7 @@ class NativeSampler:
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, start: int
     ) -> list[list[Completion]]:
-        """Completions of a part of the prompts, which begins at prompt `start`."""
+        """Completions of a part of the prompts, the first of which has index `start`."""
         total, first = len(prompts) * params.count, (params.first + start) * params.count
         draws = np.stack([uniforms(params.seed, first + row, params.max_tokens) for row in range(total)])
         uniform = torch.from_numpy(draws).to(self.policy.device)
@@ -166,7 +166,7 @@ class NativeSampler:
         return torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:
-        """Left-padded prompts through the model once; the cache is then repeated for the group."""
+        """Compute left-padded prompts once, and repeat the cache for each completion of their groups."""
         device, longest = self.policy.device, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -181,7 +181,7 @@ class NativeSampler:
         return batch, logits.repeat_interleave(count, 0)
 
     def _decode(self, batch: _Batch, tokens: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        """Feed the sampled tokens; logits [B, V] of what follows."""
+        """Feed the sampled tokens; returns logits [B, V] of the next ones."""
         batch.tokens = tokens
         if (~alive).sum() >= self.compact_at * len(alive):
             batch.keep(alive)

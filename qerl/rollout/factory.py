@@ -1,4 +1,4 @@
-"""The sampler that the settings ask for."""
+"""The choice of a sampler by the settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from qerl.settings.rollout import EngineSettings
 
 
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
-    """A sampler of `policy`, which it shares tensors with (native) or was handed a copy of (vLLM).
+    """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
-    A GPU is served by the native engine, a CPU by the native sampler in plain PyTorch.
-    `max_sequences` bounds what these decode together; `vllm.max_sequences` does for vLLM.
+    `engine: native` is the engine on a GPU and the eager sampler on a CPU. `max_sequences` bounds the sequences that
+    these decode together; `vllm.max_sequences` does so for vLLM.
     """
     if settings.engine == "vllm":
         from qerl.rollout.vllm.in_process import VllmSampler

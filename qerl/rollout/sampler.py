@@ -1,4 +1,4 @@
-"""What every sampler offers: completions with the log-probabilities of the policy that sampled them."""
+"""The protocol of samplers, which return completions with log-probabilities of the policy that sampled them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qerl.policy.policy import Policy
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How `count` completions of each prompt are drawn.
+    """Parameters for drawing `count` completions of each prompt.
 
-    The completion c of prompt p depends on (seed, first + p's index, c) and the policy alone: a batch may be drawn in
-    parts. `temperature=0` is greedy.
+    Completion c of prompt p depends only on the policy and on (seed, first + index of p, c), so a batch may be drawn
+    in parts. `temperature=0` is greedy.
     """
 
     max_tokens: int
@@ -25,17 +25,17 @@ class SamplingParams:
     seed: int = 0
     #: Index of the first prompt in the whole batch.
     first: int = 0
-    #: Stop tokens end nothing: every completion has `max_tokens` tokens, as benches need it.
+    #: Ignore stop tokens, so that every completion has `max_tokens` tokens; for benches.
     ignore_eos: bool = False
-    #: Tokens of each completion of each prompt, at most `max_tokens`. A sampler learns of such an end as of a stop
-    #: token: when it comes.
+    #: Number of tokens of each completion of each prompt, at most `max_tokens`. Samplers treat such an end as a stop
+    #: token, which they don't know in advance.
     lengths: tuple[tuple[int, ...], ...] | None = None
-    #: Tokens of each completion of each prompt, which come in place of drawn ones, with the policy's log-probabilities.
-    #: They end the completion as `lengths` do.
+    #: Tokens of each completion of each prompt, which replace the drawn ones and get the policy's log-probabilities.
+    #: They end a completion as `lengths` do.
     replay: tuple[tuple[tuple[int, ...], ...], ...] | None = None
 
     def limit(self, prompt: int, completion: int) -> int:
-        """Tokens after which a completion ends if no stop token comes before."""
+        """The number of tokens after which a completion ends, unless a stop token ends it earlier."""
         if self.replay:
             return min(len(self.replay[prompt][completion]), self.max_tokens)
         return min(self.lengths[prompt][completion], self.max_tokens) if self.lengths else self.max_tokens
@@ -54,15 +54,15 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Draws completions from a policy, until one of its stop tokens or `max_tokens`."""
+    """Draws completions from a policy, each until one of the policy's stop tokens or `max_tokens`."""
 
     @property
     def served(self) -> str:
-        """Engine, kernel and weights that completions come from, in words: it goes into results."""
+        """Description of engine, kernels and weights, which results store."""
         ...
 
     def sync(self) -> None:
-        """Take over the policy's adapter and norms, noise included, as they are now."""
+        """Update the sampler to the policy's present adapter and norms, noise included."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -71,11 +71,11 @@ class Sampler(Protocol):
 
 
 def refuse_lengths(params: SamplingParams) -> None:
-    """Raise ValueError if completions have lengths or tokens of their own; for samplers that can't give them."""
+    """Raise ValueError if `params` sets lengths or tokens; for samplers that don't support them."""
     if params.lengths is not None or params.replay is not None:
-        raise ValueError("this sampler draws freely, with one limit for all completions; use the native engine")
+        raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
 
 
 def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:
-    """Tokens that end a completion."""
+    """The tokens that end a completion."""
     return frozenset() if params.ignore_eos else frozenset(policy.stop_token_ids)

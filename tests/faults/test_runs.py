@@ -172,7 +172,9 @@ def test_a_server_that_is_killed_while_it_samples_is_named(run):
     url = f"http://127.0.0.1:{here.recv()}"
     policy = with_adapter(run.base, AdapterSettings(rank=4, train_norms=False), "float32", 0, torch.device("cpu"))
     sampler = VllmServerSampler(policy, VllmSettings(url=url, adapters=run.folder / "adapters"))
-    with pytest.raises(ConfigError, match=rf"{url} broke off .*start it and then the run again: it goes on from its"):
+    with pytest.raises(
+        ConfigError, match=rf"{url} closed the connection .*restart it and then the run, which continues"
+    ):
         sampler.generate([[5, 6]], SamplingParams(max_tokens=4))
     server.join(10)
     with pytest.raises(ConfigError, match="no vLLM server answers"):

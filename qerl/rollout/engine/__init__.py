@@ -1,1 +1,1 @@
-"""The GPU engine: fused products over the policy's own tensors, a paged KV cache, CUDA graphs."""
+"""The GPU engine: fused matrix products on the policy's own tensors, a paged KV cache, and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Decode steps of any batch size: CUDA graphs on a GPU, eager elsewhere."""
+"""Decode steps of any batch size, as CUDA graphs on a GPU and eagerly elsewhere."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def bucket_of(rows: int) -> int:
-    """The batch size that serves `rows`: few sizes, so few graphs."""
+    """The least batch size of a graph that has room for `rows`; few sizes keep graphs few."""
     return next((size for size in _SMALL if size >= rows), -(-rows // 128) * 128)
 
 
 class DecodeGraphs:
-    """Runs the decoder on slots; each (bucket, splits, truncated, replayed) is captured when it is first needed.
+    """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
 
-    `whole`: every step has the size for all slots, so that no product depends on how many sequences are left.
-    `memory`: the pool of the graphs' memory, None where there are no graphs.
+    `whole`: every step has the batch size of all slots, so that no product depends on the number of active sequences.
+    `memory`: the memory pool of the graphs, None without graphs.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
-        """`count` steps of the slots `chosen`; no wait for the device."""
+        """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
         if not count:
             return
         bucket = bucket_of(self._state.count if self._whole else len(chosen))
@@ -59,7 +59,7 @@ class DecodeGraphs:
                 self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated, replayed
             )
             if self._memory is not None:
-                rows.fill_(self._state.count)  # capturing runs the step on the idle slot alone
+                rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
                 eager = captured(eager, self._memory)
             self._captured[key] = eager
         return self._captured[key]

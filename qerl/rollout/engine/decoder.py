@@ -1,4 +1,4 @@
-"""A policy's blocks for prompts and for decode steps: products fused, over its own weights and a paged KV cache."""
+"""A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qerl.policy.policy import Policy
 from qerl.settings.base import ConfigError
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
-#: Their frequencies depend on the length of the text.
+#: Types of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = ("dynamic", "longrope")
 
 
@@ -45,7 +45,7 @@ class _Block:
 
 
 class Decoder:
-    """The policy's blocks, head and draw. Norms and noise are read in place, adapters at each `sync`."""
+    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`."""
 
     def __init__(self, policy: Policy) -> None:
         config = policy.lm.config
@@ -71,29 +71,31 @@ class Decoder:
 
     @property
     def width(self) -> int:
-        """Features of a hidden state."""
+        """Number of features of a hidden state."""
         return int(self._embedding.shape[1])
 
     @property
     def linears(self) -> list[FusedLinear]:
-        """All products of a step."""
+        """All matrix products of a step."""
         return [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)] + [self._head]
 
     @property
     def heads(self) -> Heads:
-        """Attention heads of a block; all blocks have the same."""
+        """Attention heads of a block; they are the same in all blocks."""
         return self._blocks[0].heads
 
     def new_cache(self, pages: int, size: int) -> Tensor:
-        """A cache [layers, pages, 2, Hkv, size, D] in the model's dtype; zeros: masked tokens are multiplied by 0."""
+        """A KV cache [layers, pages, 2, Hkv, size, D] in the model's dtype. It is zeroed, because attention multiplies
+        masked tokens by 0.
+        """
         shape = (len(self._blocks), pages, 2, self.heads.kv, size, self.heads.dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Take over adapters and biases as they are now; RuntimeError if the policy's tensors were moved."""
+        """Copy the policy's present adapters and biases. Raises RuntimeError if the policy's tensors were moved."""
         if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
-            raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new one")
+            raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new sampler")
         if self._sync is None:
             # Without adapters there may be nothing to capture.
             in_graph = self.device.type == "cuda" and self._adapted
@@ -117,12 +119,14 @@ class Decoder:
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
-        """Prepare for sequences of up to `tokens`; captured graphs that read the table before are void if it grows."""
+        """Extend the rotary table to sequences of `tokens`. If it grows, graphs that were captured before are
+        invalid.
+        """
         if tokens > len(self._rope[0]):
             self._rope = self._rope_table(tokens)
 
     def _rope_table(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, D / 2] of the model's own rotary module, rounded to its dtype as it does."""
+        """Cosines and sines [tokens, D / 2] from the model's rotary module, rounded to the model's dtype as there."""
         positions = torch.arange(tokens, device=self.device)[None]
         cos, sin = self._model.rotary_emb(self._embedding[:1, None], positions)
         half = cos.shape[-1] // 2
@@ -138,7 +142,7 @@ class Decoder:
         truncated: bool,
         replayed: bool,
     ) -> None:
-        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots stay as they are."""
+        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change."""
         ops = self.operations
         x = self._embedding[state.token[rows]]
         x = self._through_blocks(
@@ -149,7 +153,7 @@ class Decoder:
         ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
-        """Hidden states [prompts, H] behind the last block, of each prompt's last token.
+        """Hidden states [prompts, H] after the last block, at each prompt's last token.
 
         `cache` then holds the keys and values of all tokens.
         """
@@ -163,7 +167,7 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, H] behind the last block."""
+        """Logits [B, V] of hidden states [B, H] after the last block."""
         logits = hidden.new_empty(len(hidden), self._vocabulary)
         self._head(self._normed(hidden, self._norm), logits)
         return logits
@@ -175,7 +179,7 @@ class Decoder:
         attend: Callable[[Tensor, Tensor, Heads], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states behind the last block, of the rows `wanted` of x [B, H] or of all; x is overwritten.
+        """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x.
 
         `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads.
         """
@@ -185,7 +189,7 @@ class Decoder:
             block.qkv(normed, qkv)
             attended = attend(qkv, layer_cache, block.heads)
             if wanted is not None and block is self._blocks[-1]:
-                # Nothing reads the other rows behind the last attention.
+                # After the last attention nothing reads the other rows.
                 x, attended = x[wanted], attended[wanted]
             block.out(attended, x, residual=True)
             normed = self._normed(x, block.mlp_norm)
@@ -201,13 +205,13 @@ class Decoder:
 def _check(config: Any) -> None:
     kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
     if kind not in ARCHITECTURES:
-        raise ConfigError(f"the native engine knows {', '.join(ARCHITECTURES)}, not {kind!r}; use engine=vllm")
+        raise ConfigError(f"the native engine supports {', '.join(ARCHITECTURES)}, not {kind!r}; use engine=vllm")
     if rope.get("rope_type") in _CHANGING_ROPE:
         raise ConfigError(f"the native engine has no {rope['rope_type']} rotary positions; use engine=vllm")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ConfigError("the native engine has no sliding-window attention; use engine=vllm")
     if getattr(config, "hidden_act", "silu") != "silu":
-        raise ConfigError("the native engine knows SiLU only as the activation; use engine=vllm")
+        raise ConfigError("the native engine supports only SiLU as the activation; use engine=vllm")
 
 
 def _block(layer: Any, config: Any, dtype: torch.dtype) -> _Block:
@@ -232,7 +236,7 @@ def _heads(attention: Any, config: Any) -> Heads:
 
 
 def _norm(norm: Any) -> _Norm:
-    """A norm with its noise; the policy's trained copy where PEFT keeps one."""
+    """A norm with its noise; PEFT's trained copy if there is one."""
     if isinstance(norm, ModulesToSaveWrapper):
         norm = norm.modules_to_save[POLICY_ADAPTER]
     return _Norm(norm.weight, getattr(norm, "noise", None), norm.variance_epsilon)

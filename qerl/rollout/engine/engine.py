@@ -1,4 +1,4 @@
-"""The native engine: it samples with fused products over the policy's own tensors, in CUDA graphs on a GPU."""
+"""The native engine, which samples with fused products on the policy's own tensors, in CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 
-#: Tokens of prompts that are computed together.
+#: The most prompt tokens that are computed together.
 PREFILL_TOKENS = 8192
-#: Share of the free memory that the cache may take where no size is set.
+#: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6
 _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
 
 
 class EngineSampler:
-    """Samples from the policy's own weights. Cache and CUDA graphs stay from call to call until `release`.
+    """Samples from the policy's own weights. Cache and CUDA graphs persist between calls until `release`.
 
-    `max_sequences` bounds how many sequences are decoded together; others wait and take the place of ended ones.
+    `max_sequences` bounds how many sequences are decoded together; others wait and replace finished ones.
     """
 
     def __init__(self, policy: Policy, settings: NativeSettings, max_sequences: int = 512) -> None:
@@ -41,14 +41,14 @@ class EngineSampler:
         self._decoder = Decoder(policy)
         self._pool: Pool | None = None
         self._bounded = False
-        #: Bytes of the newest KV cache, released or not.
+        #: Bytes of the latest KV cache, whether it is released or not.
         self.cache_bytes = 0
-        #: Time of the newest rollout by phase.
+        #: Time of the latest rollout by phase.
         self.phases = RolloutPhases()
 
     @property
     def served(self) -> str:
-        """Engine, kernels and weights, in words."""
+        """Description of engine, kernels and weights, for results."""
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
         kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
@@ -60,7 +60,7 @@ class EngineSampler:
         return self._pool is None
 
     def sync(self) -> None:
-        """Take over the adapter; norms and noise are read in place."""
+        """Copy the policy's present adapter; norms and noise are read in place."""
         self._decoder.sync()
 
     def release(self) -> None:
@@ -70,13 +70,13 @@ class EngineSampler:
             torch.cuda.empty_cache()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`. It takes over the adapter as `sync` does, so none can be forgotten.
+        """See `Sampler`. It syncs first, so that no caller can forget to.
 
-        Raises ConfigError where the cache can't hold a sequence, torch.OutOfMemoryError with what to lower where the
-        GPU's memory is used up.
+        Raises ConfigError if the cache can't hold a sequence. Raises torch.OutOfMemoryError, naming the settings to
+        lower, if the GPU's memory doesn't suffice.
         """
         if not all(len(prompt) for prompt in prompts):
-            raise ValueError("a prompt without tokens can't be continued")
+            raise ValueError("a prompt has no tokens; give each at least one")
         if not prompts:
             return []
         self.sync()
@@ -93,7 +93,7 @@ class EngineSampler:
 
     @property
     def _scarce(self) -> bool:
-        """Whether the cache has all the memory that it may take, and could use more. An update then needs it."""
+        """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
         return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -110,11 +110,11 @@ class EngineSampler:
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
         if pool.pages.available != pool.pages.count - 1:
-            raise RuntimeError("the rollout ended with pages of the KV cache still held: a defect of the engine")
+            raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
 
     def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
-        """The present pool if it suffices, or a new one."""
+        """The existing pool if it suffices, else a new one."""
         sequences = self.max_sequences
         if not self.settings.batch_invariant:
             sequences = min(sequences, len(prompts) * params.count)
@@ -139,19 +139,19 @@ class EngineSampler:
         page_bytes = len(decoder) * 2 * heads.kv * PAGE * heads.dim * decoder.dtype.itemsize
         affordable = self._cache_bytes() // page_bytes
         self._bounded = affordable < wanted
-        # Powers of two, so that a rollout a little longer than the last needs no new graphs.
+        # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
         state = DecodeState.empty(sequences, tokens, pages_each, decoder.device)
         cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
         self.cache_bytes = cache.nbytes
-        # Graphs follow one another, so they can share their memory.
+        # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         steps = DecodeGraphs(decoder, state, cache, sampling, self.settings.batch_invariant, memory)
         return Pool(decoder, state, cache, Pages(len(cache[0]), PAGE), sampling, steps, Prefill(decoder, cache, memory))
 
     def _cache_bytes(self) -> int:
-        """The most bytes that the cache may have."""
+        """The largest allowed size of the cache in bytes."""
         if self.settings.kv_cache_gib is not None:
             return int(self.settings.kv_cache_gib * 2**30)
         if self.policy.device.type != "cuda":

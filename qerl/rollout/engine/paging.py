@@ -1,4 +1,4 @@
-"""Pages of the KV cache and their holders, on the host."""
+"""Reference counts of the KV cache's pages, kept on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Pages:
-    """`count` pages of `size` tokens, shared by reference. Page 0 is never handed out: it takes what nobody reads."""
+    """`count` pages of `size` tokens with reference counts. Page 0 is reserved for writes that nobody reads."""
 
     def __init__(self, count: int, size: int) -> None:
         self.size = size
@@ -16,7 +16,7 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Number of pages without a holder."""
+        """Number of free pages."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
@@ -24,9 +24,11 @@ class Pages:
         return -(-tokens // self.size)
 
     def take(self, number: int) -> list[int]:
-        """`number` pages with one holder each; RuntimeError where fewer are available, which callers check first."""
+        """`number` free pages, each with one holder. Raises RuntimeError if fewer are free; callers check that
+        first.
+        """
         if number > self.available:
-            raise RuntimeError(f"{number} pages asked for, {self.available} available")
+            raise RuntimeError(f"{number} pages of the KV cache are requested, but only {self.available} are free")
         taken = [self._free.pop() for _ in range(number)]
         for page in taken:
             self._holders[page] = 1
@@ -40,7 +42,7 @@ class Pages:
         return list(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from the pages. Pages without one are available again."""
+        """Remove a holder from the pages. Pages without a holder are free again."""
         for page in pages:
             self._check_held(page)
             self._holders[page] -= 1
@@ -49,4 +51,4 @@ class Pages:
 
     def _check_held(self, page: int) -> None:
         if not self._holders[page]:
-            raise RuntimeError(f"page {page} of the KV cache is held by nobody")
+            raise RuntimeError(f"page {page} of the KV cache has no holder")

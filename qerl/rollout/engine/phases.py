@@ -1,4 +1,4 @@
-"""Time of a rollout by phase: prompts, decode steps by the number of sequences, and what lies between them."""
+"""Time of a rollout by phase: prefill, decode steps by batch size, and the time between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl.rollout.engine.cuda_graphs import bucket_of
 
 @dataclass
 class DecodeTime:
-    """Decode steps of batches of one size; `sequences` adds up the sequences of all steps, padding left out."""
+    """Decode steps at one batch size; `sequences` is the sum of their sequences, without padding."""
 
     steps: int = 0
     sequences: int = 0
@@ -25,10 +25,10 @@ class DecodeTime:
 
 @dataclass
 class RolloutPhases:
-    """Seconds of a rollout on the device by phase, and those that the host waited meanwhile.
+    """Seconds of a rollout on the device by phase, and seconds that the host waited meanwhile.
 
-    `prefill`: prompts and first tokens, in `prefills` parts. `decode`: by batch size. `between`: the device copies
-    results, or has nothing to do until the host launches more. `host_wait`: the host waits for results.
+    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `between`: the device copies
+    results, or is idle until the host launches more. `host_wait`: the host waits for results.
     """
 
     prefill: float = 0.0
@@ -40,7 +40,7 @@ class RolloutPhases:
 
 @dataclass(frozen=True)
 class _Mark:
-    """The end of a phase. `sequences` and `steps` are those of a decode phase."""
+    """The end of a phase. `sequences` and `steps` are set for a decode phase."""
 
     phase: str
     time: torch.cuda.Event | float
@@ -49,7 +49,7 @@ class _Mark:
 
 
 class PhaseClock:
-    """Marks the ends of a rollout's phases in the device's stream. A mark costs no wait."""
+    """Marks the ends of a rollout's phases in the device's stream, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -75,7 +75,7 @@ class PhaseClock:
         self._waited += time.perf_counter() - start
 
     def phases(self) -> RolloutPhases:
-        """The time of each phase, after the device came to the last mark."""
+        """The time of each phase; waits until the device has reached the last mark."""
         phases = RolloutPhases(host_wait=self._waited)
         for before, after in pairwise(self._marks):
             seconds = _seconds(before.time, after.time)

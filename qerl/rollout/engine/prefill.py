@@ -1,7 +1,7 @@
-"""Prompts through the decoder's blocks, one behind the other, their keys and values into pages.
+"""Prefill: prompts are packed into one row for the decoder's blocks, and their keys and values written to pages.
 
-Up to 1,024 tokens launching takes longer than computing: all launches are captured in CUDA graphs, one for each of a
-few numbers of tokens. More tokens keep the GPU busy while the next products are launched.
+Up to 1,024 tokens, launching kernels takes longer than computing, so all launches are captured in CUDA graphs, one for
+each of a few numbers of tokens. More tokens keep the GPU busy while the host launches the next products.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MOST_PROMPTS = 32
 
 
 def bucket_of(tokens: int, prompts: int) -> int | None:
-    """The size of the graph that serves `tokens` of `prompts`; None where none does."""
+    """The size of the smallest graph with room for `tokens` of `prompts`; None if there is none."""
     return next((size for size in BUCKETS if size >= tokens), None) if prompts <= MOST_PROMPTS else None
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """Computes `hidden` [MOST_PROMPTS, H], of each prompt's last token, of what `row` holds."""
+    """Replaying it computes `hidden` [MOST_PROMPTS, H], at each prompt's last token, from the prompts in `row`."""
 
     row: Tensor
     hidden: Tensor
@@ -40,20 +40,22 @@ class _Graph:
 
 
 class Prefill:
-    """Computes prompts for a cache [layers, pages, 2, Hkv, PAGE, D]; a graph is captured when it is first needed.
+    """Computes prompts into a cache [layers, pages, 2, Hkv, PAGE, D]; graphs are captured at their first use.
 
-    `memory`: the pool of the graphs' memory, None where there are no graphs.
+    `memory`: the memory pool of the graphs, None without graphs.
     """
 
     def __init__(self, decoder: Decoder, cache: Tensor, memory: Any) -> None:
         self._decoder, self._cache, self._memory = decoder, cache, memory
         self._graphs: dict[int, _Graph] = {}
-        # Attention in float32 goes prompt by prompt, whose lengths a graph doesn't know.
+        # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures = memory is not None and cache.element_size() == 2
 
     @torch.no_grad()
     def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [prompts, V] after each prompt, whose `pages` of the cache then hold it; no wait for the device."""
+        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, and does
+        not wait for the device.
+        """
         lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
         tokens, page = sum(lengths), self._cache.shape[-2]
         bucket = bucket_of(tokens, len(prompts)) if self._captures else None

@@ -1,4 +1,4 @@
-"""The schedule of sequences: continuous refill over a paged cache, with a group's prompt computed once."""
+"""The scheduler of sequences: continuous batching on a paged cache, with a group's prompt computed once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.transfer import Download, upload
 from qerl.rollout.sampler import Completion, SamplingParams
 
-#: Decode steps between two looks at which sequences have ended; a look is answered while the next steps run.
+#: Decode steps between two checks for finished sequences; a check's result arrives while the next steps run.
 CHECK_EVERY = 8
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Device memory of a sampler: cache and slots, with who holds the cache's pages, steps and prompts over both."""
+    """A sampler's device memory (cache and slots), the cache's page counts, and the decode and prefill graphs on it."""
 
     decoder: Decoder
     state: DecodeState
@@ -39,9 +39,9 @@ class Pool:
 
 @dataclass
 class _Sequence:
-    """An unfinished completion. `tokens` and `logprobs` are those that the host has received.
+    """An unfinished completion. `tokens` and `logprobs` are those that have arrived on the host.
 
-    `drawn` counts those of the steps that were launched; a stop token may have ended it before.
+    `drawn` is the number of tokens of all launched steps; a stop token may have ended the completion earlier.
     """
 
     index: int
@@ -62,7 +62,7 @@ class _Sequence:
 
 @dataclass
 class _Group:
-    """Completions that wait to continue the same tokens; `pages` and `logits` once these were computed."""
+    """Completions that wait to continue the same tokens; `pages` and `logits` are set once these are computed."""
 
     prompt: list[int]
     waiting: deque[_Sequence]
@@ -86,11 +86,11 @@ class Scheduler:
         self._free = list(range(pool.state.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
         self._done: dict[int, _Sequence] = {}
-        #: What the device has been asked for: positions of the slots of sequences, and what they drew.
+        #: Downloads in flight: the slots' positions, and the tokens and log-probabilities of sequences.
         self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
         self._fetched: deque[tuple[Sequence[_Sequence], Download]] = deque()
         groups = [self._group(number, list(prompt)) for number, prompt in enumerate(prompts)]
-        # The longest first, so that the batch's tail is short.
+        # The longest prompts first, so that the batch's tail is short.
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
     def _group(self, number: int, prompt: list[int]) -> _Group:
@@ -100,7 +100,7 @@ class Scheduler:
 
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[Completion]]:
-        """Draw all completions, in the order of the prompts."""
+        """Draw all completions; returns them in the order of the prompts."""
         while self._queue or self._active:
             self._admit()
             self._decode()
@@ -115,7 +115,7 @@ class Scheduler:
     # --- sequences enter ---
 
     def _admit(self) -> None:
-        """Fill free slots with waiting sequences, as far as there are pages; draw their first token."""
+        """Fill free slots with waiting sequences as long as pages are free, and draw their first tokens."""
         fresh: list[_Group] = []
         starting: list[tuple[_Sequence, _Group]] = []
         copies: list[tuple[int, int]] = []
@@ -142,7 +142,9 @@ class Scheduler:
         self.clock.end("prefill")
 
     def _has_room(self, group: _Group, starting: int) -> bool:
-        """Whether the next sequence of `group` finds pages, and each sequence before it one more to grow."""
+        """Whether enough pages are free for the next sequence of `group`, and for each one before it to grow by a
+        page.
+        """
         pages, others = self._pool.pages, len(self._active) + starting
         cost = 0 if group.pages else pages.needed(len(group.prompt))
         cost += len(group.waiting) > 1 and len(group.prompt) % pages.size > 0
@@ -154,9 +156,9 @@ class Scheduler:
         return cost + others <= pages.available
 
     def _hand_over(self, group: _Group, sequence: _Sequence) -> list[tuple[int, int]]:
-        """Give the sequence the prompt's pages: whole ones are shared, one that it will write to is copied.
+        """Give the sequence the prompt's pages: full ones are shared, and a partly filled one is copied.
 
-        Returns the copies to make, (from, to). The last sequence of a group takes over what the group held.
+        Returns the copies to make as (from, to). The last sequence of a group receives the group's own pages.
         """
         pages = self._pool.pages
         if not group.waiting:
@@ -175,7 +177,7 @@ class Scheduler:
                 layer[target] = layer[source]
 
     def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
-        """Put sequences into their slots and draw their first token."""
+        """Write sequences to their slots and draw their first tokens."""
         state = self._pool.state
         sequences = [sequence for sequence, _ in starting]
         for sequence in sequences:
@@ -215,7 +217,7 @@ class Scheduler:
     # --- sequences go on ---
 
     def _decode(self) -> None:
-        """Launch the next steps of all sequences; those that have all their tokens then leave."""
+        """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
         most = self._params.max_tokens
         count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
         self._grow(count)
@@ -227,13 +229,15 @@ class Scheduler:
         self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
 
     def _grow(self, steps: int) -> None:
-        """Pages for the tokens of `steps` steps; the sequences that started last make way where there are too few."""
+        """Take pages for the tokens of `steps` steps; if too few are free, interrupt the sequences that started
+        last.
+        """
         pages, grown = self._pool.pages, False
         for sequence in list(self._active.values()):
             most = min(steps, self._params.max_tokens - sequence.drawn)
             missing = pages.needed(sequence.length - 1 + most) - len(sequence.pages)
             if missing > pages.available:
-                self._catch_up()  # some may have ended
+                self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
                 self._interrupt(next(reversed(self._active.values())))
             if missing > 0 and sequence.slot in self._active:
@@ -244,9 +248,9 @@ class Scheduler:
             self._upload_pages()
 
     def _interrupt(self, sequence: _Sequence) -> None:
-        """Take a sequence off the device; it goes on later from its tokens so far, which are computed anew.
+        """Remove a sequence from its slot. It continues later, after prefill of its prompt and tokens so far.
 
-        The host has caught up before, so the sequence hasn't ended. In no other case does the device wait.
+        The host has caught up before, so the sequence isn't finished. Only here does the device wait for the host.
         """
         self._pool.state.position[sequence.slot] = IDLE
         self._fetch([sequence])
@@ -257,7 +261,7 @@ class Scheduler:
     # --- sequences leave ---
 
     def _collect(self) -> None:
-        """Look which sequences have ended, while the device goes on: the answer is taken after the next steps."""
+        """Request which sequences have finished, without waiting: the result is read after the next steps."""
         if self._active:
             self._looks.append((dict(self._active), Download.of(self._pool.state.progress[0, :-1])))
         while len(self._looks) > 1:
@@ -266,14 +270,14 @@ class Scheduler:
             self._store(*self._fetched.popleft())
 
     def _catch_up(self) -> None:
-        """Wait for the device and take all that it was asked for."""
+        """Wait for the device and read all downloads in flight."""
         while self._looks:
             self._see(*self._looks.popleft())
         while self._fetched:
             self._store(*self._fetched.popleft())
 
     def _see(self, active: dict[int, _Sequence], positions: Download) -> None:
-        """End what has ended of the sequences that were in the slots; some may have left since."""
+        """End the finished ones of the sequences that were in the slots; some may have left since."""
         with self.clock.waiting():
             position = positions.wait().tolist()
         self._end([s for slot, s in active.items() if self._active.get(slot) is s and position[slot] == IDLE])
@@ -285,7 +289,7 @@ class Scheduler:
             self._done[sequence.index] = sequence
 
     def _fetch(self, sequences: Sequence[_Sequence]) -> None:
-        """Begin to fetch what the sequences drew on the device, before others take their slots."""
+        """Start the download of the sequences' tokens and log-probabilities, before others use their slots."""
         if not sequences:
             return
         state, most = self._pool.state, max(s.drawn for s in sequences)
@@ -312,7 +316,7 @@ class Scheduler:
 
 
 def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
-    """Groups in parts of at most `most` tokens, or of one group."""
+    """Groups in batches of at most `most` tokens, or of one larger group."""
     batch: list[_Group] = []
     tokens = 0
     for group in groups:
@@ -326,7 +330,10 @@ def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
 
 
 def pages_for(prompts: Sequence[Sequence[int]], max_tokens: int, sequences: int) -> tuple[int, int]:
-    """Pages of the longest sequence alone, and those with which no sequence ever waits; page 0 and a copy included."""
+    """Pages that the longest sequence alone needs, and pages with which no sequence ever waits.
+
+    Both include page 0 and a page to copy.
+    """
     longest = max(map(len, prompts)) + max_tokens
     each = -(-longest // PAGE)
     return each + 2, (each + 1) * sequences + each + 2

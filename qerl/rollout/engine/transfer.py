@@ -1,4 +1,4 @@
-"""Small tensors between host and device without a wait for what the device still has to do."""
+"""Copies of small tensors between host and device that don't wait for the device's queued work."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` (a list or an array) on the device. From pageable memory the host would wait for the stream."""
+    """`values` (a list or array) as a tensor on the device, copied from pinned memory so that the host doesn't wait."""
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @dataclass(frozen=True)
 class Download:
-    """A tensor on its way to the host: what it holds when the device comes to this point of its stream."""
+    """A copy of a tensor to the host, with its values at this point of the device's stream."""
 
     _host: Tensor
     _event: torch.cuda.Event | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Download:
-        """Begin to fetch `tensor`."""
+        """Start to copy `tensor`."""
         if tensor.device.type != "cuda":
             return cls(tensor.clone(), None)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -35,11 +35,11 @@ class Download:
 
     @property
     def arrived(self) -> bool:
-        """Whether it is here."""
+        """Whether the copy is complete."""
         return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
-        """The tensor, once it is here."""
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

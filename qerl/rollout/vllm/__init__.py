@@ -1,1 +1,1 @@
-"""vLLM as a sampler: in this process or as a server, with adapter and norms kept in step."""
+"""vLLM as a sampler, in this process or as a server, with synced adapter and norms."""

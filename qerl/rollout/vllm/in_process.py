@@ -1,4 +1,4 @@
-"""vLLM as a sampler: an engine within this process, fed with the adapter and the norms in memory."""
+"""vLLM as a sampler: an engine in this process that receives adapter and norms as tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from qerl.settings.base import ConfigError
 from qerl.settings.rollout import VllmSettings
 
 _ENVIRONMENT = {
-    # The engine in this process: weights are handed over as tensors.
+    # The engine runs in this process, so that it receives weights as tensors.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The older of two model runners: its sampler can be asked for untruncated log-probabilities (`vllm_hooks`).
+    # The older of two model runners, whose sampler can return untruncated log-probabilities (`worker_hooks`).
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # On a CPU, leave the threads of this process, which also trains, where they are.
+    # On a CPU, vLLM must not bind the threads of this process, which also trains.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _INSTALL = "vLLM isn't installed; README.md (One GPU) tells how, or use rollout.engine=native"
@@ -37,7 +37,7 @@ _INSTALL = "vLLM isn't installed; README.md (One GPU) tells how, or use rollout.
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One hand-over of weights: seconds, bytes sent, and the checksum that policy and engine agree on."""
+    """One sync: seconds, bytes sent, and the checksum on which policy and engine agree."""
 
     seconds: float
     bytes: int
@@ -53,7 +53,7 @@ def _import_vllm() -> Any:
         if error.name != "vllm":
             raise
         raise ConfigError(_INSTALL) from None
-    # Refuses releases that it wasn't tested with, before an engine starts.
+    # Importing it raises an error for untested releases of vLLM, before an engine starts.
     import qerl.rollout.vllm.worker_hooks  # noqa: F401
 
     return vllm
@@ -62,9 +62,10 @@ def _import_vllm() -> Any:
 class VllmSampler:
     """Samples with an in-process vLLM engine that starts from the policy's base checkpoint.
 
-    `sync` hands adapter, norms and noise over; it is called once here. `kernel` names what multiplies by the weights,
-    `weights` says what the engine holds ("nvfp4", or "nvfp4 as bfloat16" where the device has no kernel for it).
-    Raises `ConfigError` where vLLM is missing, of an untested release, or can't serve the format.
+    `sync` sends adapter, norms and noise; the constructor calls it once. `kernel` names the kernel of the weights'
+    products. `weights` is the format in the engine ("nvfp4", or "nvfp4 as bfloat16" if the device has no kernel for
+    it).
+    Raises `ConfigError` if vLLM is missing, is an untested release, or doesn't support the weight format.
     """
 
     def __init__(self, policy: Policy, settings: VllmSettings) -> None:
@@ -96,7 +97,7 @@ class VllmSampler:
 
     @property
     def served(self) -> str:
-        """Engine, kernel and weights, in words."""
+        """Description of engine, kernel and weights, for results."""
         return f"vLLM {self._vllm.__version__}, {self.kernel} on {self.weights}"
 
     def _engine_arguments(self) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class VllmSampler:
             "max_num_seqs": self.settings.max_sequences,
             "enable_sleep_mode": self.settings.sleep,
             "enforce_eager": self.settings.eager or self._cpu,
-            # All completions of a prompt read its cache.
+            # All completions of a prompt share its cache.
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
@@ -125,21 +126,23 @@ class VllmSampler:
         }
 
     def _no_compiler(self) -> AbstractContextManager:
-        """vLLM compiles small helpers even where it is told not to, which takes a C++ compiler on a CPU."""
+        """Disable torch.compile on a CPU: vLLM compiles small helpers even in eager mode, which needs a C++
+        compiler.
+        """
         return torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """What the first rank answers; all of them must answer the same."""
+        """Call a method on all ranks and return the result, which must be the same on each."""
         first, *others = self.engine.collective_rpc(method, args=arguments)
         if any(other != first for other in others):
-            raise RuntimeError(f"the ranks of vLLM answer differently to {method}: a defect of qerl")
+            raise RuntimeError(f"the ranks of vLLM return different results of {method}: a defect of qerl")
         return first
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`."""
         refuse_lengths(params)
         if not all(len(prompt) for prompt in prompts):
-            raise ValueError("a prompt without tokens can't be continued")
+            raise ValueError("a prompt has no tokens; give each at least one")
         self._wake()
         requests = [self._request(params, params.first + index) for index in range(len(prompts))]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -173,19 +176,19 @@ class VllmSampler:
 
         from qerl.rollout.vllm.worker_hooks import ADAPTER_ID
 
-        # The engine holds this id already and so never looks for a file.
+        # The engine already has an adapter of this id, so it never opens the path.
         return LoRARequest("qerl", ADAPTER_ID, "in memory")
 
     def _wake(self) -> None:
         if self._asleep:
-            torch.cuda.empty_cache()  # what the update had and PyTorch keeps is what the engine takes back
+            torch.cuda.empty_cache()  # the engine needs the memory that PyTorch reserved for the update
             self.engine.wake_up()
             self._asleep = False
 
     def sync(self) -> None:
-        """Hand the policy's adapter and `w + z` over; what the engine had cached with the old ones is dropped.
+        """Send the policy's adapter and norms `w + z` to the engine, and reset its prefix cache.
 
-        Raises RuntimeError if the engine then holds other values than the policy.
+        Raises RuntimeError if the engine's values then differ from the policy's.
         """
         self.last_sync = self._sync()
         report = self.last_sync
@@ -200,19 +203,19 @@ class VllmSampler:
             config, norms = adapter_config(self.policy), norm_weights(self.policy)
             lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
             targets = sorted(config.target_modules or []) if config else []
-            if self.settings.tensor_parallel > 1:  # to other processes, which have other GPUs
+            if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
                 lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
             pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
             sent = checksum({**norms, **lora})
             if different := [name for name in sent if sent[name] != pushed[name]]:
-                raise RuntimeError(f"vLLM holds other values than the policy for {different[0]}: a defect of qerl")
+                raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")
             if not self.engine.reset_prefix_cache():
-                raise RuntimeError("vLLM kept its prefix cache: it is still at work on requests")
+                raise RuntimeError("vLLM didn't reset its prefix cache, because requests are still running")
         size = sum(t.numel() * t.element_size() for t in (*norms.values(), *lora.values()))
         return SyncReport(elapsed.value, size, sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16])
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and release its memory."""
         self.engine.llm_engine.engine_core.shutdown()
         del self.engine
 
@@ -224,16 +227,16 @@ def _completion(choice: Any) -> Completion:
 
 @contextmanager
 def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[tuple[Path, str]]:
-    """The folder that the engine loads, and what it then holds.
+    """The folder that the engine loads, and the format of the weights in the engine.
 
-    vLLM has no kernels for 4-bit weights on a CPU: there it gets an unpacked copy, which is gone after the start.
+    vLLM has no kernels for 4-bit weights on a CPU. There it loads an unpacked copy, which is deleted afterwards.
     """
     if weights == "bf16" or policy.device.type != "cpu":
         _check_served(weights)
         yield folder, weights
         return
     dtype = str(policy.lm.dtype).removeprefix("torch.")
-    log.warning("vLLM has no kernel for %s on a CPU: it gets the weights unpacked to %s", weights, dtype)
+    log.warning("vLLM has no kernel for %s on a CPU: it loads the weights unpacked to %s", weights, dtype)
     with TemporaryDirectory() as scratch:
         write_dense(folder, Path(scratch), policy.lm.dtype)
         yield Path(scratch), f"{weights} as {dtype}"

@@ -1,7 +1,7 @@
-"""A running vLLM server as a sampler: OpenAI's completions API, adapters loaded by name from a shared folder.
+"""A running vLLM server as a sampler: OpenAI's completions API, with adapters loaded from a shared folder.
 
 Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and `vllm serve BASE --enable-lora --max-lora-rank R
---generation-config vllm`. It has no call to change norms, so that neither trained norms nor noise reach it.
+--generation-config vllm`. Its API can't change norms, so it supports neither trained norms nor noise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from qerl.settings.rollout import VllmSettings
 
 
 class VllmServerSampler:
-    """Samples from a server that serves the policy's base; `sync` saves the adapter and has the server load it.
+    """Samples from a server that serves the policy's base; `sync` saves the adapter and makes the server load it.
 
-    Raises `ConfigError` where the server can't be reached or refuses, or where it would sample from another policy.
+    Raises `ConfigError` if the server can't be reached, returns an error, or would sample from another policy.
     """
 
     def __init__(self, policy: Policy, settings: VllmSettings) -> None:
@@ -48,15 +48,15 @@ class VllmServerSampler:
 
     @property
     def served(self) -> str:
-        """Engine and weights, in words."""
+        """Description of engine and model, for results."""
         return f"vLLM server, {self._model}"
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`; the log-probabilities of a server are those at temperature 1."""
+        """See `Sampler`; a server's log-probabilities are those at temperature 1."""
         refuse_lengths(params)
         if params.temperature not in (0.0, 1.0):
             raise ConfigError(
-                f"a vLLM server tells log-probabilities at temperature 1, not {params.temperature:g}; "
+                f"a vLLM server returns log-probabilities at temperature 1, not {params.temperature:g}; "
                 "set sampling.temperature to 1 or 0, or use engine=vllm"
             )
         requests = [self._request(prompt, params, params.first + index) for index, prompt in enumerate(prompts)]
@@ -83,7 +83,7 @@ class VllmServerSampler:
         }
 
     def sync(self) -> None:
-        """Let the server load the adapter as it is now, under a new name, and forget the one before."""
+        """Make the server load the present adapter under a new name, and unload the previous one."""
         if any(norm.noise.any() for norm in noisy_norms(self.policy)):
             raise ConfigError("a vLLM server can't take noise; set noise.schedule=off or use engine=vllm")
         if self.policy.peft is None:
@@ -104,7 +104,7 @@ class VllmServerSampler:
             self._loaded = None
 
     def close(self) -> None:
-        """Let the server forget the adapter."""
+        """Make the server unload the adapter, and delete its files."""
         self._forget()
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -117,10 +117,10 @@ class VllmServerSampler:
             raise ConfigError(f"{self._url}{path} answered {error.code}: {error.read().decode()[:300]}") from None
         except URLError as error:
             raise ConfigError(f"no vLLM server answers at {self._url} ({error.reason}); check vllm.url") from None
-        except (HTTPException, ConnectionError) as error:  # it had accepted the question
+        except (HTTPException, ConnectionError) as error:  # the server had accepted the request
             raise ConfigError(
-                f"the vLLM server at {self._url} broke off ({type(error).__name__}); see its log, start it and then "
-                "the run again: it goes on from its last checkpoint"
+                f"the vLLM server at {self._url} closed the connection ({type(error).__name__}); see its log, restart "
+                "it and then the run, which continues from its last checkpoint"
             ) from None
         return json.loads(text) if text.startswith("{") else text
 

@@ -1,4 +1,4 @@
-"""The tensors that a sampler with its own weights must receive: the present adapter and norms."""
+"""The tensors that a sampler with its own copy of the weights must receive: the present adapter and norms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "base_model.model."
 
 
 def adapter_config(policy: Policy) -> LoraConfig | None:
-    """PEFT's configuration of the policy's adapter; None where it has none."""
+    """PEFT's configuration of the policy's adapter, or None without an adapter."""
     if policy.peft is None:
         return None
     config = policy.peft.peft_config[POLICY_ADAPTER]
@@ -30,7 +30,7 @@ def adapter_config(policy: Policy) -> LoraConfig | None:
 def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     """A [rank, in] and B [out, rank] of every adapted layer by PEFT's name, in `dtype`.
 
-    B carries PEFT's factor alpha / rank; the product with it happens in float32 and is rounded once.
+    B is multiplied by PEFT's factor alpha / rank, in float32, and rounded once.
     """
     tensors = {}
     for name, layer in policy.lm.named_modules():
@@ -43,7 +43,7 @@ def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def norm_weights(policy: Policy) -> dict[str, Tensor]:
-    """`w + z` [features], float32, of the two norms of every block, by the weight's name in the base's checkpoint."""
+    """`w + z` [features], float32, for both norms of every block, by the weight's name in the base's checkpoint."""
     return {
         f"model.layers.{index}.{role}.weight": norm.weight.detach().float() + norm.noise
         for index, role, norm in _active_norms(policy.lm)
@@ -51,7 +51,7 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def noisy_norms(policy: Policy) -> list[NoisyRMSNorm]:
-    """The active norms."""
+    """The active norms: PEFT's trained copies where there are any."""
     return [norm for _, _, norm in _active_norms(policy.lm)]
 
 

@@ -1,8 +1,8 @@
-"""All code that uses vLLM's internals. It runs only inside vLLM's worker.
+"""All code that uses vLLM's internals. It runs only in vLLM's worker.
 
-vLLM loads `WorkerExtension` by its name (`worker_extension_cls`), in the process of the worker. Importing this module
-there registers `Float32RMSNorm` in place of vLLM's RMSNorm (`CustomOp.register_oot`) before the model is built; it acts
-only in engines that ask for it by `ADDITIONAL_CONFIG`.
+vLLM loads `WorkerExtension` by its name (`worker_extension_cls`) in the worker's process. Importing this module there
+registers `Float32RMSNorm` instead of vLLM's RMSNorm (`CustomOp.register_oot`), before the model is built. It changes
+only engines with `ADDITIONAL_CONFIG`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from qerl.settings.base import ConfigError
 
-#: Releases whose internals were read and whose results were tested.
+#: Releases of vLLM with which these hooks were tested.
 TESTED = ("0.24", "0.31")
 _FLOAT32_NORMS = "qerl_float32_norms"
 ADDITIONAL_CONFIG = {_FLOAT32_NORMS: True}
@@ -31,17 +31,17 @@ ADAPTER_ID = 1
 
 if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
     raise ConfigError(
-        f"qerl pushes weights into vLLM {' and '.join(TESTED)}, and vLLM {vllm.__version__} is installed; install a "
+        f"engine=vllm needs vLLM {' or '.join(TESTED)}, but vLLM {vllm.__version__} is installed; install a "
         "tested release, or use rollout.engine=native or vllm-server"
     )
 
 
 @RMSNorm.register_oot(name="RMSNorm")
 class Float32RMSNorm(RMSNorm):
-    """RMSNorm whose weight is float32 whatever the model's dtype, so that noise added to it isn't rounded away.
+    """RMSNorm with a float32 weight for any dtype of the model, so that noise added to it isn't rounded away.
 
-    vLLM's fused CUDA kernel needs weight and input of one dtype. For others its operator uses the definition in
-    PyTorch, which the compiler fuses. It normalises and multiplies in float32 and rounds once, as `NoisyRMSNorm` does.
+    vLLM's fused CUDA kernel needs weight and input of one dtype. Otherwise vLLM uses its definition in PyTorch, which
+    the compiler fuses. It normalises and multiplies in float32 and rounds once, as `NoisyRMSNorm` does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,10 +51,10 @@ class Float32RMSNorm(RMSNorm):
 
 
 class UntruncatedSampler(Sampler):
-    """Log-probabilities at the sampling temperature, before top-k and top-p cut the distribution."""
+    """vLLM's sampler with log-probabilities at the sampling temperature, before truncation by top-k and top-p."""
 
     def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As vLLM's; it computes "processed" log-probabilities, which are renormalised over what was kept."""
+        """Sample as vLLM, whose own "processed" log-probabilities are renormalised over the kept tokens."""
         truncated = sampling_metadata.top_k is not None or sampling_metadata.top_p is not None
         if not truncated or sampling_metadata.all_greedy or sampling_metadata.max_num_logprobs is None:
             return super().sample(logits, sampling_metadata, *args, **kwargs)
@@ -64,44 +64,45 @@ class UntruncatedSampler(Sampler):
 
 
 def checksum(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """A 64-bit sum over each tensor's bits, every element weighed by its place; equal tensors have equal sums."""
+    """A 64-bit sum of each tensor's elements as integers, weighted by position; equal tensors have equal sums."""
     alike: dict[tuple, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         alike[tensor.shape, tensor.dtype].append(name)
-    # Tensors of one shape go together: a model has hundreds, and each call to the GPU costs.
+    # Tensors of one shape are stacked, since a model has hundreds, and each kernel launch takes time.
     sums = torch.cat([_bit_sums(torch.stack([tensors[name] for name in names])) for names in alike.values()])
     order = (name for names in alike.values() for name in names)
     return dict(zip(order, sums.tolist(), strict=True))
 
 
 def _bit_sums(stacked: Tensor) -> Tensor:
-    """[N, ...] of a 2- or 4-byte dtype to [N] int64, modulo 2^64."""
+    """Checksums [N] int64, modulo 2^64, of a tensor [N, ...] with a dtype of 2 or 4 bytes."""
     width = torch.int32 if stacked.element_size() == 4 else torch.int16
     bits = stacked.detach().flatten(1).view(width).long()
     return (bits * (2 * torch.arange(bits.shape[1], device=bits.device) + 1)).sum(1)
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker; called through `LLM.collective_rpc`."""
+    """Methods that vLLM adds to its worker, called through `LLM.collective_rpc`."""
 
     model_runner: Any
     device: torch.device
 
     def qerl_prepare(self) -> str:
-        """Install the sampler; returns which kernels multiply by the weights of the blocks."""
+        """Install the sampler; returns the name of the kernel that computes the blocks' products."""
         stock = self.model_runner.sampler
         self.model_runner.sampler = UntruncatedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
         return _kernel(self._qerl_blocks()[0].self_attn.qkv_proj)
 
     def qerl_lora_dtype(self) -> torch.dtype:
-        """The dtype in which the engine holds adapters."""
+        """The dtype of adapters in the engine."""
         return self.model_runner.lora_manager.lora_config.lora_dtype
 
     def qerl_push(self, lora: dict[str, Tensor], rank: int, targets: list[str], norms: dict[str, Tensor]) -> dict:
-        """Replace the adapter by `lora` (PEFT's names, scaling included) and the norms' weights by `norms`, by name.
+        """Replace the adapter by `lora` (PEFT's names, B already scaled) and the norms' weights by `norms`, by name.
 
-        Returns the checksum of what the engine holds afterwards, under the same names. Of several ranks each holds its
-        part of an adapter: the checksum is then of the whole that came, or -1 where the part here isn't of it.
+        Returns the checksums of the engine's tensors afterwards, under the same names. With several ranks, each has a
+        part of the adapter: the checksum is then that of the whole tensor in `lora`, or -1 if this rank's part differs
+        from it.
         """
         with torch.no_grad():
             for name, tensor in norms.items():
@@ -124,7 +125,7 @@ class WorkerExtension:
 
     def _qerl_replace_adapter(self, lora: dict[str, Tensor], rank: int, targets: list[str]) -> None:
         manager = self.model_runner.lora_manager._adapter_manager
-        # Scaling 1, since it is in B already: vLLM would multiply B in place, be it the caller's own tensor.
+        # Scaling 1, since B is already scaled: vLLM would multiply B in place, even if it is the caller's tensor.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=targets)
         dtype = self.qerl_lora_dtype()
         model = LoRAModel.from_lora_tensors(ADAPTER_ID, lora, helper, device=str(self.device), dtype=dtype)
@@ -133,7 +134,7 @@ class WorkerExtension:
         manager.activate_adapter(ADAPTER_ID)
 
     def _qerl_parts(self, lora: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """By the names of `lora`: the part of each tensor that is this rank's, and the view that its kernels read."""
+        """By the names of `lora`: this rank's part of each tensor, and the view that the engine's kernels read."""
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(ADAPTER_ID)
         layers = {}
@@ -150,7 +151,7 @@ class WorkerExtension:
 
 
 def _cut(module: Any, matrix: str, tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """This rank's part of a layer's matrices (several in a packed layer), by vLLM's own rule for the layer."""
+    """This rank's part of a layer's matrices (several in a packed layer), cut by vLLM's rule for the layer."""
     if module.tp_size == 1 or not any(tensor is not None for tensor in tensors):
         return tensors
     cut = module.slice_lora_a if matrix == "lora_A" else module.slice_lora_b
@@ -158,7 +159,7 @@ def _cut(module: Any, matrix: str, tensors: list[Tensor | None]) -> list[Tensor 
 
 
 def _kernel(layer: nn.Module) -> str:
-    """Names of the method, scheme and kernel of a linear layer, as far as the engine tells them apart."""
+    """Names of the quantization method, scheme and kernel of a linear layer, as far as the engine has them."""
     base = getattr(layer, "base_layer", layer)
     scheme = getattr(base, "scheme", None)
     parts: Iterable[Any] = (base.quant_method, scheme, getattr(scheme, "kernel", None))

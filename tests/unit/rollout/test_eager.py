@@ -180,7 +180,7 @@ def test_completions_end_at_their_lengths(policy):
 
 def test_a_sampler_with_one_limit_refuses_lengths():
     refuse_lengths(SamplingParams(max_tokens=12))
-    with pytest.raises(ValueError, match="one limit for all completions"):
+    with pytest.raises(ValueError, match="supports no lengths"):
         refuse_lengths(SamplingParams(max_tokens=12, lengths=((3,),)))
 
 
