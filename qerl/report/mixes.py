@@ -33,7 +33,10 @@ def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
     write_table(mix_table(mixes), out / "mixes", caption_text(_SPEED, records))
     phases = phase_table(mixes)
     if not phases.empty:
-        write_table(phases, out / "mix-phases", caption_text(_PHASES, records), phases.map(_text))
+        shown = phases.map(_text).assign(
+            steps=phases["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
+        )
+        write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:

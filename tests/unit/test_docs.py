@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from qerl.report import grid
+from qerl.report.mixes import mix_table
+from qerl.results.speed_readers import load_mixes
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ROOT / "results/reference/h200/shapes"
@@ -45,6 +47,14 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
         [f"{max(vllm[count]):,.0f}" for count in counts],
         [f"{ratios.loc[('nvfp4', 'faster of BF16, NVFP4'), count]:.2f}" for count in counts],
     ]
+
+
+def test_the_rollout_of_the_readme_is_that_of_the_workflow():
+    rows = mix_table(load_mixes(sorted(SHAPES.glob("mix-*-7B-*.json")))).set_index(["engine", "weights"])
+    ours, theirs = rows.loc[("native", "nvfp4")], rows.loc[("vllm", "bf16")]
+    speeds = [f"{row['tokens_per_second']:,.0f}" for row in (ours, theirs)]
+    asked = "7B rollout of mixed lengths"
+    assert readme_row(asked) == [[speeds[0]], [speeds[1]], [f"{ours['speedup']:.2f}"]]
 
 
 def test_the_step_of_the_readme_is_that_of_the_workflow():

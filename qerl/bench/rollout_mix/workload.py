@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,23 +83,27 @@ def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
     lengths = {"prompt_tokens": workload.prompt_tokens, "completion_tokens": workload.completion_tokens}
     about = {"bench": "rollout_mix", "work": job.work.model_dump(mode="json"), **lengths}
     before = gpu_state() if torch.cuda.is_available() else None
+    with ExitStack() as running:  # to close an engine takes seconds: the result is written before
+        figures = _figures(job.work, workload, start, running)
+        gpu = {"before": before, "after": gpu_state()} if torch.cuda.is_available() else None
+        result = {**about, **figures, "gpu": gpu, "provenance": Provenance.of_now(job.work.seed)}
+        write(job.out, RolloutMixResult.model_validate(result))
+
+
+def _figures(
+    work: Mix, workload: Workload, start: Callable[[Workload], MixEngine], running: ExitStack
+) -> dict[str, Any]:
+    """The timed rollouts of an engine, which `running` closes."""
     try:
-        figures = {"status": OK, **_timed(job.work, workload, start)}
+        with seconds() as ready:
+            engine = start(workload)
+        running.callback(engine.close)
+        first, *runs = [_run(work, workload, engine, round_) for round_ in range(1 + work.repeats)]
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        figures = {"status": "out of memory"}
-    gpu = {"before": before, "after": gpu_state()} if torch.cuda.is_available() else None
-    result = {**about, **figures, "gpu": gpu, "provenance": Provenance.of_now(job.work.seed)}
-    write(job.out, RolloutMixResult.model_validate(result))
-
-
-def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine]) -> dict[str, Any]:
-    with seconds() as ready:
-        engine = start(workload)
-    with closing(engine):
-        first, *runs = [_run(work, workload, engine, round_) for round_ in range(1 + work.repeats)]
+        return {"status": "out of memory"}
     taken = {"ready_seconds": ready.value, "first_seconds": first.seconds}
-    return {"sampler": engine.description, **taken, "runs": runs}
+    return {"status": OK, "sampler": engine.description, **taken, "runs": runs}
 
 
 def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRun:
