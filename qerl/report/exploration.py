@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from qerl.results.paired import PairedDifference
+import pandas as pd
+
+from qerl.results.outcomes import differences
+from qerl.results.paired import PairedDifference, holm, paired_difference
 
 #: Primary comparisons: an arm less another one. The numbers of the protocol's arms stand beside them.
 PRIMARY: dict[str, tuple[str, str]] = {
@@ -25,6 +28,18 @@ SMALLEST_EFFECT = 0.02
 LEVEL = 0.05
 
 Verdict = Literal["exploration", "recovers what quantization lost", "mismatch", "none", "undecided"]
+
+
+def compared(frame: pd.DataFrame) -> tuple[dict[str, PairedDifference], dict[str, float]]:
+    """The comparisons of one outcome, and the p values of the primary ones after Holm's correction.
+
+    `frame` has one experiment, data set and k (`qerl.results.outcomes.outcomes`). Comparisons of arms that it lacks are
+    left out.
+    """
+    arms = set(frame["arm"])
+    present = {name: pair for name, pair in {**PRIMARY, **MISMATCH}.items() if arms.issuperset(pair)}
+    comparisons = {name: paired_difference(differences(frame, *pair)) for name, pair in present.items()}
+    return comparisons, holm({name: comparisons[name].p for name in PRIMARY if name in comparisons})
 
 
 def verdicts(comparisons: Mapping[str, PairedDifference], adjusted: Mapping[str, float]) -> list[Verdict]:
