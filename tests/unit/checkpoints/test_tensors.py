@@ -17,11 +17,14 @@ SLACK = 16 * MB
 MEASURE = """
 import json, sys
 from pathlib import Path
-from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
-from qerl.checkpoints.folder import read_headers
-from qerl.checkpoints.tensors import stream
-from qerl.quantization.writer import write_packed
-from qerl.quantization.checkpoint import quantization_report
+from qerl.host.imports import imports
+with imports():
+    import bitsandbytes, llmcompressor.entrypoints.model_free.converter
+    from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
+    from qerl.checkpoints.folder import read_headers
+    from qerl.checkpoints.tensors import stream
+    from qerl.quantization.writer import write_packed
+    from qerl.quantization.checkpoint import quantization_report
 
 tiny, big, out = map(Path, sys.argv[1:4])
 

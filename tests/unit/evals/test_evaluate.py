@@ -438,12 +438,14 @@ def test_harnesses_refuse_likelihoods(tokenizer):
 OFFLINE = """
 import socket
 from pathlib import Path
+from qerl.host.imports import imports
 
 def refuse(*args, **kwargs):
     raise AssertionError(f"network access: {args}")
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-from tests.unit.evals.test_evaluate import *
+with imports():
+    from tests.unit.evals.test_evaluate import *
 
 tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
 solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}

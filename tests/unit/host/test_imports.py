@@ -138,7 +138,7 @@ def test_training_needs_no_harness_and_evaluation_no_quantizer(without, missing,
 
 #: Hides the modules of its first argument, then uses the library on the checkpoint and into the folder of the others.
 BARE = """
-import json, sys
+import gc, json, sys
 from importlib.machinery import PathFinder
 
 hidden, model, folder = set(json.loads(sys.argv[1])), *sys.argv[2:]
@@ -149,6 +149,7 @@ class Bare(PathFinder):
         return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+gc.disable()  # it would look through the imports
 from typer.testing import CliRunner
 from qerl.cli.commands import app
 

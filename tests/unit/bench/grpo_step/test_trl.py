@@ -27,7 +27,9 @@ import torch
 import vllm._custom_ops
 vllm._custom_ops._supports_onednn = False
 torch.cpu._is_amx_tile_supported = lambda: False
-from qerl.bench.grpo_step.trl import measure_step
+from qerl.host.imports import imports
+with imports():
+    from qerl.bench.grpo_step.trl import measure_step
 from qerl.jobs.dispatch import parse_job
 measure_step(parse_job(sys.argv[1]))
 """
