@@ -64,9 +64,10 @@ MUTATIONS = {
     ),
     "a slower rollout: probabilities computed a hundred times": Mutation(
         "qerl/rollout/eager.py",
-        "    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
+        "    return torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
         "    for _ in range(100):\n"
-        "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n",
+        "        logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)\n"
+        "    return logprobs\n",
         ("rollout against baseline",),
     ),
     "a slower update: each weight unpacked ten times": Mutation(

@@ -161,7 +161,7 @@ def graded(tokenizer, folder, out, answers, split="test"):
     """The score of 64 completions of each problem; `answers(problem, repeat)` is the text."""
     asked = read_split(folder, split)
     numbers = {
-        tuple(prompt_ids(tokenizer, p.question, read_meta(folder)["instruction"])): (p, i) for i, p in enumerate(asked)
+        tuple(prompt_ids(tokenizer, p.question, read_meta(folder).instruction)): (p, i) for i, p in enumerate(asked)
     }
     sampler = Scripted(tokenizer, numbers, lambda problem, _, repeat: answers(problem, repeat))
     settings = EvaluationSettings(

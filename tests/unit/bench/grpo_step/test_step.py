@@ -32,8 +32,8 @@ def measured(tmp_path_factory):
     out, rollouts = tmp_path_factory.mktemp("step") / "out.json", []
 
     class Kept(Collector):
-        def collect(self, step, position):
-            rollouts.append(super().collect(step, position))
+        def collect(self, *arguments):
+            rollouts.append(super().collect(*arguments))
             return rollouts[-1]
 
     with pytest.MonkeyPatch.context() as patch:
