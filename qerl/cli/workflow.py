@@ -40,7 +40,7 @@ def keys() -> None:
 
 @app.command(rich_help_panel=PANEL)
 def where(config: Path, keys: Keys = None) -> None:
-    """Print the folder that the results of a configuration go to."""
+    """Print the folder of a configuration's results."""
     typer.echo(_plan(config, keys).folder)
 
 
@@ -57,14 +57,14 @@ def _plan(config: Path, keys: list[str] | None) -> Plan:
 def show_plan(
     config: Path,
     keys: Keys = None,
-    machine: Annotated[str, typer.Option(help="Whose measured speeds the hours are estimated from.")] = "h200",
+    machine: Annotated[str, typer.Option(help="The machine whose measured speeds give the hours.")] = "h200",
     by: Annotated[
-        Literal["run", "table"], typer.Option(help="`table`: what each table and figure of the paper takes.")
+        Literal["run", "table"], typer.Option(help="`table`: one row per table and figure of the paper.")
     ] = "run",
-    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each run.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each run as a line of JSON.")] = False,
 ) -> None:
-    """Print the table of runs: what each is, what it costs at most and whether it is done."""
+    """Print the table of runs: the settings, the largest cost and the state of each."""
     from qerl.plan import fitting
     from qerl.plan.paper_costs import by_table, page
     from qerl.plan.run_table import disk, sheet, totals
@@ -89,7 +89,7 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
     shown = {
         "run": "run",
         "steps": "steps",
-        "completions": "a step",
+        "completions": "per step",
         "gpus": "GPUs",
         "rollout_hours": "rollouts, h",
         "update_hours": "updates, h",
@@ -111,7 +111,7 @@ def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
 
 @app.command(rich_help_panel=PANEL)
 def lock(config: Path) -> None:
-    """Ask the hub which commits and files a configuration means, and write them to its lock file."""
+    """Write the commits and file hashes of a configuration's models and data sets on the hub to its lock file."""
     from qerl.data.hub_lock import write_lock
     from qerl.settings.config import Config
 
@@ -121,9 +121,9 @@ def lock(config: Path) -> None:
 @app.command(rich_help_panel=PANEL)
 def grid(
     config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
-    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of what isn't finished.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
-    """List the jobs of a configuration's `shapes` and how far they are."""
+    """List the jobs of a configuration's `shapes` with their state."""
     import pandas as pd
 
     from qerl.plan.jobs import Jobs
@@ -159,7 +159,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 
 @gate_app.command()
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
-    """Make what the gates measured last the baseline of this class of machines, in a git commit of its own."""
+    """Commit the last measurements of the gates as the baseline of this class of machines."""
     from qerl.gates.accept import accept
 
     typer.echo(accept(_plan(config, keys)))
@@ -167,7 +167,7 @@ def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
 
 @app.command(rich_help_panel=PANEL)
 def summary(root: Path) -> None:
-    """Print the main table of a folder of results, and where everything lies."""
+    """Print the main table of a folder of results, and the paths of all results."""
     from qerl.report.summary import print_summary
 
     print_summary(root)

@@ -119,7 +119,7 @@ def disk_total(plan: Plan) -> str:
 def omitted(plan: Plan) -> list[str]:
     """The arms that the configuration leaves out."""
     return [
-        f"left out of {name}: {arm}: {reason}"
+        f"{name} leaves out {arm}: {reason}"
         for name, experiment in plan.config.experiments.items()
         for arm, reason in experiment.omitted.items()
     ]

@@ -39,9 +39,9 @@ _STEP = {"bf16": 2.0, "nf4": 3.0}
 _MEMORY = {"7B": 12.0, "14B": 18.0, "32B": 32.0}
 _COLUMNS = ["goal", "at_least", "at_most", "unit", "reached", "reached_low", "reached_high", "met", "machine", "commit"]
 _TITLE = (
-    "Goals beside what the measured points reach: decoding with LoRA, prompts of 128 tokens, 256 decoded; GRPO steps "
+    "Goals beside the measured values: decoding with LoRA, prompts of 128 tokens, 256 tokens decoded; GRPO steps "
     "of 16 prompts × 8 completions of 1,024 tokens. 95 % intervals: percentile bootstrap of the medians over the "
-    f"repeats. The files may be of several hosts, which differ by some 3 %. {NOT_MEASURED}: not measured"
+    f"repeats. The values may come from several hosts, which differ by some 3 %. {NOT_MEASURED}: not measured"
 )
 
 
@@ -60,7 +60,7 @@ def write_goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame, 
     table = goals(points, steps, mixes)
     if set(table["reached"]) == {NOT_MEASURED}:
         return
-    texts = [{"asked": _asked(row), "reached": _reached(row)} for row in table.to_dict("records")]
+    texts = [{"limit": _limit(row), "reached": _reached(row)} for row in table.to_dict("records")]
     shown = pd.concat([table["goal"], pd.DataFrame(texts), table[["met", "commit"]]], axis=1)
     of = table[table["commit"] != ""].assign(commit=table["commit"].str.split(", ")).explode("commit")
     write_table(table, stem, caption_text(_TITLE, of), shown)
@@ -161,7 +161,7 @@ def _sequences(count: int) -> str:
     return "1 sequence" if count == 1 else f"{count} sequences"
 
 
-def _asked(row: Row) -> str:
+def _limit(row: Row) -> str:
     least = not np.isnan(row["at_least"])
     return f"{'≥' if least else '≤'} {_text(row['at_least'] if least else row['at_most'], row['unit'])}"
 

@@ -35,12 +35,12 @@ _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
 _CROSSES = (
-    "crosses 1 at: the number of sequences, interpolated over its logarithm; > n: NVFP4 is the faster at all numbers, "
+    "ratio is 1 at: number of sequences, interpolated over its logarithm; > n: NVFP4 is faster at all numbers, "
     "≤ n: at none"
 )
 _FLOOR = (
-    "the floor is the least time of a step, its bytes over the bandwidth of a copy or its FLOPs over the rate of a "
-    "BF16 product, both measured in the same job; NF4 counts with double quantization"
+    "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
+    "rate of BF16 products, both measured in the same job; NF4 has double quantization"
 )
 
 
@@ -87,7 +87,7 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     measured = f"by number of sequences; {_lengths(points)}"
     title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
     _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
-    cost = f"Decode speed with an adapter over that without {measured}. {_INTERVAL}. {_DASH}"
+    cost = f"Decode speed with an adapter over the speed without one, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(adapters(points), out / f"adapters-{lengths}", cost, points, times)
     for rank, group in points.groupby("rank"):
         grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
@@ -96,7 +96,7 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
 
 
 def _write_contexts(points: pd.DataFrame, out: Path, tokens: str) -> None:
-    measured = f"by tokens of the prompt and number of sequences; {tokens} decoded"
+    measured = f"by prompt length and number of sequences; {tokens} tokens decoded"
     title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
     _write_counts(crossover(points), out / f"contexts-{tokens}", title, points, times)
     for rank, group in points.groupby("rank"):
@@ -110,23 +110,23 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
     _write_counts(decode_table(points, size), out / f"decode-{of}", speed, points, three_digits)
     share = f"Floor over measured time of a decode step (%), {measured}; {_FLOOR}. {_SAMPLES}. {_DASH}"
     _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
-    lead = f"Decode speed of the native engine over vLLM's, {measured}, the same rank. {_INTERVAL}. {_DASH}"
+    lead = f"Decode speed of the native engine over vLLM's at the same rank, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(ratio_table(points, size), out / f"ratio-{of}", lead, points, times)
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
-    medians = f"Seconds of a GRPO step, prompts × completions of each, prompt + completion tokens. {_SAMPLES}"
+    medians = f"Seconds of a GRPO step; work: prompts × completions of each, prompt + completion tokens. {_SAMPLES}"
     write_table(step_table(steps), out / "steps", caption_text(medians, steps[["machine", "commit"]]))
     parts = (
-        "Memory of a GRPO step at its highest peak by part, GB of 10^9 bytes; the parts without the KV cache make up "
-        "the column of that name, a part that a system doesn't tell is in rest. A cache with less memory than it could "
-        "use is given back before the update, so that the highest peak may be the rollout's"
+        "Memory of a GRPO step at its highest peak by part, in GB (10^9 bytes). The parts except the KV cache add up "
+        "to the column without KV cache; rest includes parts that a system doesn't report. A cache with less memory "
+        "than it could use is released before the update, so that the highest peak may be the rollout's"
     )
     write_table(memory_table(steps), out / "memory", caption_text(parts, steps[["machine", "commit"]]))
 
 
 def _lengths(points: pd.DataFrame) -> str:
-    return f"prompts of {points['prompt'].iloc[0]} tokens, {points['tokens'].iloc[0]} decoded"
+    return f"prompts of {points['prompt'].iloc[0]} tokens, {points['tokens'].iloc[0]} tokens decoded"
 
 
 def _write_counts(

@@ -31,7 +31,7 @@ _ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
 _STEP_TABLES = ("table5", "table6", "table7", "table8")
 #: Gradient checkpointing by the step's stored `recompute`; a step whose system chooses by itself has neither value.
 _CHECKPOINTING = {"true": "on", "false": "off"}
-_COUNTED = {"sequences": "sequences at once", "prompts": f"prompts of {READINGS['prompts']} completions"}
+_COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READINGS['prompts']} completions"}
 
 
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
@@ -77,11 +77,11 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
 def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> None:
     sized = bench.dropna(subset="size_bytes")
     frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(sized, "weights in memory")])
-    _write(frame, stem, f"GRPO step beside the paper's {reading}; sizes of ours are those in memory", bench)
+    _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
 
 
 def _told(table: str, system: str, reading: str) -> str:
-    return f"Table {table.removeprefix('table')}: {system}, its batch size as {_COUNTED[reading]}"
+    return f"Table {table.removeprefix('table')}: {system}, batch size read as {_COUNTED[reading]}"
 
 
 def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:

@@ -132,7 +132,7 @@ def _value(point: Row | None, column: str) -> float | str:
         return NOT_MEASURED
     if point["status"] != OK:
         return str(point["status"])
-    return "no ceilings" if np.isnan(point[column]) else float(point[column])
+    return "no floor" if np.isnan(point[column]) else float(point[column])
 
 
 def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: Iterable[Row | None]) -> Row:

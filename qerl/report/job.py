@@ -29,9 +29,10 @@ CAPTIONS = {
 
 
 _SCORED = (
-    "GSM8K (%): of bases the strict match of lm-eval's stock task, of trained policies the answer between tags, at the "
-    "prompt of training: what the paper's scripts score, so that a Δ compares two prompts, as the paper's does. "
-    "Strict, flexible: the stock task's matches; own prompt: that of training; of every row"
+    "GSM8K (%) is the score of the paper's scripts: for bases the strict match of lm-eval's stock task, for trained "
+    "policies the answer between tags at the prompt of training. A Δ thus compares two prompts, as the paper's does. "
+    "For every row, strict and flexible are the stock task's matches, and own prompt is the score at the prompt of "
+    "training"
 )
 
 
@@ -157,7 +158,7 @@ def _paper_caption(name: str, frame: pd.DataFrame, stored: StoredResults) -> str
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
-    methods += ["A difference has the interval of ours, less the printed number"] * bool(methods)
+    methods += ["A difference is ours minus the printed number, with the interval of ours"] * bool(methods)
     return ". ".join([printed.TABLES[name], *methods, _stamp(stored.stamps(), stored.runs())]) + "."
 
 

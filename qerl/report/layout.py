@@ -91,7 +91,7 @@ def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     lines = [
         {
             "key": cell["metric"],
-            "for": _scope(cell),
+            "applies to": _scope(cell),
             "paper": _printed(cell, letters),
             "ours": _ours(cell),
             "difference": _change(cell),

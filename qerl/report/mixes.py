@@ -13,15 +13,15 @@ from qerl.report.ratios import Row, faster, ratio
 from qerl.report.tables import caption_text, write_table
 
 _SPEED = (
-    "Rollouts of completions of mixed lengths, the same for all engines: tokens a second end to end, median "
+    "Rollouts of completions of mixed lengths, the same for all engines: tokens per second end to end, median "
     "[quartiles] of the repeats. Admission, prefill and the tail of the last sequences count. The speed-up is over "
-    "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). s until ready: "
-    "until the engine takes requests; s, first rollout: with what it compiles and captures"
+    "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). Start-up: until "
+    "the engine takes requests; first rollout: with the kernels that it compiles and the graphs that it captures"
 )
 _PHASES = (
     "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size of "
-    "batch, and the mean number of sequences in them. Between: the device copies results, or waits for the host. "
-    "Around: before the first launch and after the last"
+    "batch, and the mean number of sequences in them. Between steps: the device copies "
+    "results, or waits for the host. Before and after: before the first launch and after the last"
 )
 _SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "status", "tokens_per_second"]
 _TIMES = ["seconds", "ready_seconds", "first_seconds"]
@@ -84,12 +84,12 @@ def _phases(row: Row) -> Iterator[Row]:
     for decode in reversed(phases.decode):
         figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
         parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
-    parts.append({"phase": "between", "seconds": phases.between})
-    parts.append({"phase": "around", "seconds": whole - sum(part["seconds"] for part in parts)})
+    parts.append({"phase": "between steps", "seconds": phases.between})
+    parts.append({"phase": "before and after", "seconds": whole - sum(part["seconds"] for part in parts)})
     for part in parts:
         per_step = 1e3 * part["seconds"] / part["steps"] if "steps" in part else np.nan
-        yield {**key, **part, "share": 100 * part["seconds"] / whole, "ms a step": per_step}
-    yield {**key, "phase": "the host waits meanwhile", "seconds": phases.host_wait}
+        yield {**key, **part, "share": 100 * part["seconds"] / whole, "ms/step": per_step}
+    yield {**key, "phase": "host waits during these", "seconds": phases.host_wait}
 
 
 def _text(value: object) -> str:

@@ -281,7 +281,7 @@ def commit_text(records: pd.DataFrame) -> str:
 def seeds_text(trained: pd.DataFrame) -> str:
     """The number of runs per arm as text, from the columns `run` and `KEY`."""
     seeds = sorted(set(trained.groupby(KEY)["run"].nunique())) or [0]
-    return f"Seeds an arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
+    return f"Seeds per arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
 
 
 def write_table(

@@ -118,7 +118,7 @@ def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
         assert result["data_uri"].startswith(f"data:{kind}")
         assert "Machine: " in result["caption"]
         assert "Commit: test" in result["caption"]
-    assert "Seeds an arm: 1" in results["results/micro/tables/accuracy.html"]["caption"]
+    assert "Seeds per arm: 1" in results["results/micro/tables/accuracy.html"]["caption"]
 
 
 def _value(page: str, name: str):

@@ -1,4 +1,4 @@
-# The plan of the configuration, and how rules look their jobs up in it. What follows from the plan alone lies in qerl/plan.
+# The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/plan.
 import re
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ from qerl.results import paths
 
 
 def read_plan(given: dict):
-    """`--configfile` replaces the default configuration whole; `--config` sets single top-level keys.
+    """`--configfile` replaces the whole default configuration; `--config` sets single top-level keys.
 
     The default is the miniature's, and for `--config model=FOLDER` that of real models.
     """
@@ -40,18 +40,18 @@ def read_plan(given: dict):
 
 
 def refuse_what_cannot_run() -> None:
-    """What comes from the hub must be pinned, and engines be there, before any job starts; a dry run may come first."""
+    """Refuse unpinned files of the hub and missing engines before any job starts. A dry run doesn't call this."""
     try:
         check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
         environments = workflow.deployment_settings.deployment_method
-        if not environments:  # else jobs have some of their own
+        if not environments:  # else jobs have environments of their own
             check_engines(PLAN)
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
 
 def print_settings() -> None:
-    """What was chosen by the model, for people to read before it starts."""
+    """Print the settings that follow from the model, for people to read before any job starts."""
     for line in fitting(PLAN):
         print(line, file=sys.stderr)
 
@@ -84,8 +84,8 @@ def own_file(dataset: str) -> list:
     return [ancient(str(own))] if own else []
 
 
-# Parameters of a rule. Snakemake reruns a job when one of them isn't what it was, unless its function asks for `input`: so
-# the job itself asks for it, and what decides its result stands beside it, as do the code and the user's own files.
+# Parameters of a rule. Snakemake reruns a job when one of them changes, unless its function asks for `input`. So the whole
+# job asks for `input`, and separate parameters have all that decides its result: settings, code and the user's own files.
 
 
 def job(rule: str):
@@ -94,7 +94,7 @@ def job(rule: str):
 
 
 def decides(rule: str):
-    """What of a job decides its result."""
+    """The part of a job that decides its result."""
     return lambda wildcards: JOBS.of(rule, *wildcards).deciding
 
 

@@ -47,7 +47,7 @@ rule gate_stored:
         "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
-# It takes the whole machine, so that nothing else runs beside it.
+# This rule takes the whole machine, so that nothing else runs beside it.
 rule gate_speed:
     input:
         baselines=FILES.baselines,
@@ -99,7 +99,7 @@ rule verdict:
         "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
-# The file is there only if every gate passes.
+# The file exists only if every gate passes.
 rule gate:
     input:
         FILES.gates / paths.VERDICT,

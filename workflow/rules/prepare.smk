@@ -65,7 +65,7 @@ rule fetch_model:
         "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
-# First of all that is ready. No input of `quantize`: other lengths would make each format, and so each run, anew.
+# Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
 rule check_model:
     input:
         model=lambda wildcards: dense(JOBS.checks[wildcards.check].model),

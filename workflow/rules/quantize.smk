@@ -1,5 +1,4 @@
-# A base in each weight format, with a report on its size and error. bf16 is the source itself, linked. AWQ reads a data
-# set besides.
+# A base in each weight format, with a report on its size and error. bf16 is a link to the source. AWQ also reads a data set.
 
 
 rule quantize:

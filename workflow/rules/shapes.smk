@@ -1,13 +1,13 @@
-# The speed grid: a job a file of points. Tables and figures are made of the files there are, measured here or committed, so
-# that they can be made anew where there is no GPU; the target shapes_measure measures.
+# The speed grid: each job makes one file of points. Tables and figures use the files that exist, measured here or committed,
+# so that they can be made without a GPU; the target shapes_measure measures.
 
 
 wildcard_constraints:
     point=one_of(JOBS.points),
 
 
-# It takes a GPU and that GPU's part of the cores: with `gpu` set to how many there are, as many run at a time. The module goes
-# on with what a killed one left in work/.
+# This rule takes one GPU and that GPU's share of the cores, so as many jobs run at a time as `gpu` says. A job continues
+# with the points that a killed one left in work/.
 rule shape_point:
     output:
         FILES.points / file_of("{point}"),

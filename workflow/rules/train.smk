@@ -1,6 +1,6 @@
-# Reinforcement learning, one job a run. Checkpoints lie in work/, outside of the outputs: a killed job goes on from them.
-# SIGKILL (137) is answered by another try, of three, while Snakemake waits for one (it is the shell's parent); an error of
-# its own would only come again.
+# Reinforcement learning, one job per run. Checkpoints are in work/, outside of the outputs; a killed job continues from them.
+# A job ended by SIGKILL (137) runs up to three times, as long as its Snakemake lives (the shell's parent). Any other error is
+# final, because it would only occur again.
 
 
 rule train:

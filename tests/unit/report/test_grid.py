@@ -80,7 +80,7 @@ def test_floor_table_is_the_share_of_each_point(tmp_path):
         decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
     ]
     table = grid_tables.floor_table(speed_readers.load_points(files), "7B")
-    assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no ceilings"]
+    assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no floor"]
     assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
 
 
@@ -249,7 +249,7 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     assert {path.name for path in out.iterdir()} == wanted
     text = (out / "decode-7B-128x256.md").read_text()
     assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
-    assert "prompts of 128 tokens, 256 decoded" in text
+    assert "prompts of 128 tokens, 256 tokens decoded" in text
     assert f"Commit: {PROVENANCE['commit'][:12]}" in text
     assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B-128x256.md").read_text()
     assert pd.read_csv(out / "decode-7B-128x256.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]

@@ -86,11 +86,11 @@ def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
 def test_phases_add_up_to_the_rollout(files):
     table = mixes.phase_table(speed_readers.load_mixes(files)).set_index("phase")
     assert table["share"].sum() == pytest.approx(100.0)
-    assert table.loc["around", "seconds"] == pytest.approx(4.0 - 3.75)
-    assert table.loc["decode, batch of 4", "ms a step"] == pytest.approx(1e3 * 2 / 300)
-    assert table.loc["prefill and first tokens", "ms a step"] == pytest.approx(250.0)
+    assert table.loc["before and after", "seconds"] == pytest.approx(4.0 - 3.75)
+    assert table.loc["decode, batch of 4", "ms/step"] == pytest.approx(1e3 * 2 / 300)
+    assert table.loc["prefill and first tokens", "ms/step"] == pytest.approx(250.0)
     assert list(table.index[:3]) == ["prefill and first tokens", "decode, batch of 4", "decode, batch of 2"]
-    assert table.loc["the host waits meanwhile", "seconds"] == 2.5
+    assert table.loc["host waits during these", "seconds"] == 2.5
 
 
 def test_a_rollout_out_of_memory_is_a_row(tmp_path, files):

@@ -67,7 +67,7 @@ def test_the_page_of_the_main_table_is_a_narrow_table_for_each_data_set(paths, t
     table = pd.read_csv(tmp_path / "accuracy.csv").set_index(["weights", "training"])
     assert noisy[2].startswith(f"{100 * table.loc[('nvfp4', 'lora+aqn'), 'arithmetic/accuracy']:.1f} [")
     caption = (tmp_path / "accuracy.txt").read_text().strip()
-    for told in ("Machine: Test CPU, 2 cores.", "Seeds an arm: 3.", "Commit: 0123456789ab."):
+    for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3.", "Commit: 0123456789ab."):
         assert told in caption
     assert f"<p>{caption}</p>" in text
 
@@ -84,8 +84,8 @@ def test_a_page_escapes_text():
 def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
     machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
     job.make_figure("reward", paths, tmp_path)
-    assert (tmp_path / "reward.txt").read_text() == f"{machine} Seeds an arm: 3. {commit}\n"
-    assert job.figure_stamp("accuracy", job.StoredResults(paths)) == f"{machine} Seeds an arm: 3. {commit}"
+    assert (tmp_path / "reward.txt").read_text() == f"{machine} Seeds per arm: 3. {commit}\n"
+    assert job.figure_stamp("accuracy", job.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
     assert job.figure_stamp("throughput", job.StoredResults(paths)) == f"{machine} {commit}"
 
 
@@ -110,7 +110,7 @@ def test_the_start_page_shows_the_main_table_and_captions_what_it_promises(paths
     assert start.rows == Tables(files[0].read_text()).rows
     for text in (rendered("table.rst", files, table="accuracy"), rendered("figure.rst", files, figure="accuracy")):
         assert "95 % intervals" in text
-        for told in ("Machine: Test CPU, 2 cores.", "Seeds an arm: 3", "Commit: 0123456789ab."):
+        for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3", "Commit: 0123456789ab."):
             assert text.count(told) == 1
 
 

@@ -300,7 +300,7 @@ def test_files_of_every_table(tmp_path, tree, name):
     markdown, tex = ((tmp_path / f"{name}.{suffix}").read_text() for suffix in ("md", "tex"))
     csv = pd.read_csv(tmp_path / f"{name}.csv")
     assert csv["status"].notna().all()
-    assert re.search("Machine: .*Seeds an arm: .*Commit: ", (tmp_path / f"{name}.txt").read_text())
+    assert re.search("Machine: .*Seeds per arm: .*Commit: ", (tmp_path / f"{name}.txt").read_text())
     assert len({line.count("|") for line in markdown.splitlines() if line.startswith("|")}) == 1
     letters = set(re.findall(r" \(([a-z])\)", markdown.partition("\n\n")[0]))
     assert letters == set(re.findall(r"^- \(([a-z])\)", markdown, re.MULTILINE))
@@ -322,7 +322,7 @@ def test_files_of_every_figure(tmp_path, tree, name):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"{name}.svg").stat().st_size > 2500
     told = (tmp_path / f"{name}.txt").read_text()
-    assert "nothing is measured" in told or re.search(r"^Machine: .*Seeds an arm: .*Commit: ", told)
+    assert "nothing is measured" in told or re.search(r"^Machine: .*Seeds per arm: .*Commit: ", told)
 
 
 def drawn(paths: list, figure: str, panel: int):

@@ -218,7 +218,7 @@ def test_files_of_a_table(tmp_path):
     assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()
     markdown = (tmp_path / "tables" / "accuracy.v1.md").read_text()
     assert "Machine: Test CPU, 2 cores." in markdown
-    assert "Seeds an arm: 3." in markdown
+    assert "Seeds per arm: 3." in markdown
     assert "arithmetic 100 x 2" in markdown
     assert "| NVFP4     | LoRA + AQN |" in markdown
     latex = (tmp_path / "tables" / "accuracy.v1.tex").read_text()
