@@ -1,58 +1,75 @@
 """The same DAG on a checkpoint and a file of problems that the project didn't make."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
+from qerl.jobs import dispatch
 from qerl.plan import plan_from
+from qerl.plan.jobs import Jobs
 from tests.tiny import tiny_llama, tiny_qwen2
 
-from .conftest import copy_tree
+from .conftest import Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-@pytest.mark.parametrize(
-    ("make", "folder", "target"),
-    [
-        (tiny_qwen2, "Own-Model-0.1B", "tables/accuracy.md"),
-        (tiny_llama, "Own Model's", "evaluate/main-nvfp4-lora-seed0/result.json"),
-    ],
-)
-def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch, make, folder, target):
-    model = make(tmp_path / folder, shard_size="60KB")
+RUN = "main-nvfp4-lora-seed0"
+
+
+def given(tree: Tree, model: Path, problems: Path) -> tuple[str, ...]:
+    """Arguments of a run of one arm on a model and problems, which are made; figures and speeds are test_dag.py's."""
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert len(list(model.glob("*.safetensors"))) > 1
     rows = [
         {"question": f"A crate holds {n} pears. How many do 2 crates hold?", "answer": f"2*{n}={2 * n}\n#### {2 * n}"}
         for n in range(3, 60)
     ]
-    problems = tmp_path / "pears.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = copy_tree(tmp_path / "tree")
-    # Every kind of rule but measurements and figures, which test_dag.py has.
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     values["experiments"]["main"]["arms"] = {"nvfp4-lora": {"weights": "nvfp4"}}
-    (tree.folder / "own.yaml").write_text(yaml.safe_dump(values | {"benches": {}}))
-    keys = ("--config", f"model={model}", f"problems={problems}")
+    file = problems.with_name("own.yaml")
+    file.write_text(yaml.safe_dump(values | {"benches": {}}))
+    return "--config", f"model={model}", f"problems={problems}", "--configfile", str(file), "--"
+
+
+def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch):
+    tree, problems = copy_tree(tmp_path / "tree"), tmp_path / "pears.jsonl"
+    model = tiny_llama(tmp_path / "Own Model's", shard_size="60KB")
+    keys = given(tree, model, problems)
     monkeypatch.chdir(tree.folder)
-    planned = plan_from({"model": model, "problems": problems}, tree.folder / "own.yaml")
-    name, [run] = planned.folder, planned.runs.values()
-    tree.snakemake(f"{name}/{target}", "--configfile", "own.yaml", *keys)
-    results = tree.folder / name
+    planned = plan_from({"model": model, "problems": problems}, tmp_path / "own.yaml")
+    results, [run] = Path(planned.folder), planned.runs.values()
+    tree.snakemake(*keys, f"{results}/evaluate/{RUN}/result.json")
     assert not (results / "models").exists()
-    trained = json.loads((results / "train/main-nvfp4-lora-seed0/run.json").read_text())
+    trained = json.loads((results / f"train/{RUN}/run.json").read_text())
     assert trained["settings"]["model"] == run.settings.model
     assert run.settings.model.startswith("Own-Model")
     assert trained["settings"]["dataset"] == "pears"
-    evaluation = json.loads((results / "evaluate/main-nvfp4-lora-seed0/result.json").read_text())
+    evaluation = json.loads((results / f"evaluate/{RUN}/result.json").read_text())
     assert list(evaluation["tasks"]) == ["pears"]
     sizes = json.loads((results / "data/pears/dataset.json").read_text())["rows"]
-    assert sum(sizes.values()) == len(rows)
+    assert sum(sizes.values()) == len(problems.read_text().splitlines())
     assert evaluation["tasks"]["pears"]["problems"] == sizes["test"]
-    assert target != "tables/accuracy.md" or "pears" in (results / target).read_text()
+    # The table of what there is: bases are evaluated as policies are.
+    jobs = Jobs(planned)
+    jobs.files.listed.write_text("".join(f"{file}\n" for file in jobs.files.stored if Path(file).exists()))
+    dispatch.run(jobs.table("accuracy"))
+    assert "pears" in (results / "tables/accuracy.md").read_text()
+
+
+def test_all_of_own_models_table_is_planned(tmp_path, tree, monkeypatch):
+    model, problems = tiny_qwen2(tmp_path / "Own-Model-0.1B", shard_size="60KB"), tmp_path / "pears.jsonl"
+    keys = given(tree, model, problems)
+    monkeypatch.chdir(tree.folder)
+    results = plan_from({"model": model, "problems": problems}, tmp_path / "own.yaml").folder
+    assert tree.planned(*keys, f"{results}/tables/accuracy.md") == {
+        **{"prepare_data": 1, "check_model": 2, "quantize": 2, "train": 1, "evaluate": 3},
+        **{"list_results": 1, "tables": 1},
+    }
 
 
 def test_a_model_without_a_configuration_is_planned_with_that_of_real_models(tmp_path, tree):

@@ -3,13 +3,18 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from qerl.__main__ import main
 from qerl.settings.data import INSTRUCTIONS
+from tests.forks import call
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 
@@ -33,22 +38,49 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run_blocks(text: str, folder: Path, **variables: str) -> str:
-    """Write the blocks that begin with the name of a file, run the others in order; what they print."""
-    said = ""
+def blocks(text: str, folder: Path) -> list[tuple[str, str]]:
+    """Write the blocks that begin with the name of a file; languages and texts of the others, in order."""
+    others = []
     for language, block in BLOCK.findall(text):
         # As it stands but for its length.
         block = block.replace("steps: 200", "steps: 3").replace('"steps": 200', '"steps": 3').replace("1024", "6")
         if named := re.match(r"# ([\w.]+\.(?:py|yaml))\n", block):
             (folder / named[1]).write_text(block)
-            continue
-        command = ["bash", "-ec", block] if language == "sh" else [sys.executable, "-c", block]
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", **variables}
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, block + run.stdout + run.stderr
+        else:
+            others.append((language, block))
+    return others
+
+
+def environment(**variables: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", **variables}
+
+
+def in_a_shell(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    command = ["bash", "-ec", block]
+    run = subprocess.run(command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, block + run.stdout + run.stderr
+    return run
+
+
+def in_forks(language: str, block: str, folder: Path) -> str:
+    """Run a block of Python, or each command of a block of `qerl`; what they print."""
+    said = ""
+    for text in block.splitlines() if language == "sh" else [block]:
+        run = call(partial(in_this_process, language, text), folder, environment())
+        assert run.returncode == 0, text + run.stdout + run.stderr
         said += run.stdout
     return said
+
+
+def in_this_process(language: str, text: str) -> None:
+    torch.set_num_threads(1)
+    if language == "python":
+        exec(text, {"__name__": "__main__"})
+        return
+    command, *sys.argv[1:] = shlex.split(text, comments=True)
+    assert command == "qerl"
+    main()
 
 
 def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
@@ -57,7 +89,10 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
     model = tiny_qwen2(folder / "qwen")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     into_cache(model, "models--Qwen--Qwen2.5-1.5B-Instruct", home)
-    said = run_blocks(section("Train a model on your GPU"), folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    [(_, block)] = blocks(section("Train a model on your GPU"), folder)
+    train, others = block.split("\n", 1)
+    in_a_shell(train, folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    said = in_forks("sh", others, folder)
     assert said.count("A crate holds 7 pears.") == 1
     assert len((folder / "runs/gsm8k/metrics.jsonl").read_text().splitlines()) == 3
     assert (folder / "runs/gsm8k/eval/result.json").is_file()
@@ -65,8 +100,11 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
 
 
 def test_one_run_by_hand(folder):
-    said = run_blocks(section("One run by hand"), folder)
-    assert "WARNING" not in said, "of a library, which a user can do nothing about"
+    [(_, block)] = blocks(section("One run by hand"), folder)
+    shell = in_a_shell(block, folder)
+    said = shell.stdout
+    warnings = [line for line in (said + shell.stderr).splitlines() if "WARNING" in line]
+    assert all("WARNING qerl: " in line for line in warnings), "of a library, which a user can do nothing about"
     run = folder / "runs/first"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()
@@ -86,14 +124,16 @@ def library(own: bool) -> str:
 
 
 def test_as_a_library(folder):
-    said = run_blocks(library(own=False), folder)
+    [block] = blocks(library(own=False), folder)
+    said = in_forks(*block, folder)
     assert "completion_length" in said
     assert "trained Interval(mean=" in said
     assert (folder / "runs/second/trained/result.json").is_file()
 
 
 def test_a_reward_and_a_data_set_of_ones_own(folder):
-    run_blocks(library(own=True), folder)
+    [block] = blocks(library(own=True), folder)
+    in_forks(*block, folder)
     metrics = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").open()]
     assert all(row["reward"] < 0.2 for row in metrics)
     assert "What is" in (folder / "runs/own/data/train.jsonl").read_text()
