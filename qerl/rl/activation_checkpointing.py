@@ -1,7 +1,7 @@
-"""Recomputation in an update, which saves memory: as little as memory requires.
+"""Recomputation in an update, which saves memory; as little is recomputed as memory allows.
 
-Blocks compute their activations again in the backward pass (gradient checkpointing), logits are computed anew, tile by
-tile, and packed weights are unpacked anew in each pass.
+Three things can be recomputed: activations of blocks in the backward pass (gradient checkpointing), logits tile by
+tile, and unpacked weights in each pass.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from qerl.layers.dropout import set_keys
 from qerl.layers.packed_linear import dense_weights, unpacked_bytes
 from qerl.policy.policy import Policy
 
-#: Share of the free memory that is counted on; the rest is for fragments, unpacked weights and tiles of logits.
+#: Share of the free memory that may be used; the rest is for fragmentation, unpacked weights and tiles of logits.
 USABLE = 0.85
-#: Activations are measured on rows of so many and of twice as many tokens.
+#: Activations are measured on rows of this many and of twice as many tokens.
 MEASURED_TOKENS = 64
 
 
 @dataclass
 class Saved:
-    """The bytes saved in a block, counted while it lasts."""
+    """The bytes saved for the backward pass in a `with` block, counted while it runs."""
 
     bytes: int = 0
 
 
 @contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
-    """Bytes of all storages that are kept for the backward pass, each counted once, without `model`'s weights."""
+    """Count the bytes of all storages saved for the backward pass, each once, without those of `model`'s weights."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = Saved()
 
@@ -69,34 +69,34 @@ def _row_bytes(policy: Policy, tokens: int) -> int:
     positions = torch.arange(tokens, device=policy.device)[None]
     set_keys(policy.lm, [(0,)], [tokens])
     with policy.autocast(), saved_for_backward(policy.lm) as saved:
-        # Its result holds what was counted until the end: a storage that is freed early could be counted as another.
+        # The result keeps all counted storages alive: the address of a freed one could be reused and not be counted.
         _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))
     return saved.bytes
 
 
 def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -> int:
-    """How many of `count` blocks must compute their activations again so that all fit into `free` bytes.
+    """The number of blocks, of `count`, that must recompute their activations so that all fit into `free` bytes.
 
-    `kept` is the bytes of a block that keeps its activations, `recomputed` of one that keeps its input alone. The block
-    whose backward pass runs needs its activations and about as much for their gradients, recomputed or not.
+    A block needs `kept` bytes if it keeps its activations, and `recomputed` bytes if it keeps only its input. The block
+    whose backward pass runs needs its activations and about as much for their gradients in either case.
     """
     missing = count * kept - (free - 2 * kept)
     return min(count, max(0, math.ceil(missing / (kept - recomputed))))
 
 
 def _recompute_first(lm: PreTrainedModel, count: int) -> None:
-    """Recompute the first blocks: when the backward pass reaches them, the others' activations are gone."""
+    """Recompute the first blocks, since the backward pass reaches them after the others' activations are freed."""
     for place, block in enumerate(blocks(lm)):
         block.gradient_checkpointing = place < count
 
 
 def free_bytes() -> float:
-    """Bytes that activations may take."""
+    """Bytes of memory that activations may use."""
     return USABLE * allocatable_bytes()
 
 
 class Recomputation:
-    """Chooses for each update and micro-batch what to recompute, from the memory that is free just before it."""
+    """Chooses what to recompute for each update and micro-batch, by the memory that is free just before it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -110,13 +110,13 @@ class Recomputation:
         return count
 
     def keeps_logits(self, tokens: int) -> bool:
-        """Whether the logits of all of `tokens` fit beside their activations in all blocks."""
+        """Whether the logits of `tokens` fit into memory beside the activations of all blocks."""
         return self._needed(tokens, free_bytes() - self._logits(tokens)) == 0
 
     def weights(self, tokens: int) -> AbstractContextManager[None]:
-        """Keep packed weights unpacked during the block, for an update of micro-batches of up to `tokens`.
+        """A context that keeps packed weights unpacked, for an update of micro-batches of up to `tokens`.
 
-        They are kept only if they fit beside activations and logits, which cost more to compute again.
+        They are kept only if they fit beside activations and logits, whose recomputation takes longer.
         """
         lm = self.policy.lm
         free = free_bytes() - self._logits(tokens) - unpacked_bytes(lm, lm.dtype)

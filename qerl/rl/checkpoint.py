@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, written completely or not at all, and refused if they belong to another run."""
+"""Training checkpoints, which are written completely or not at all, and refused if they belong to another run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class ResumeError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run in a folder of its own."""
+    """The checkpoints of one run, in a folder that no other run uses."""
 
     folder: Path
-    #: Identifies settings, code, base and data; a checkpoint with another one is refused.
+    #: Identifies settings, code, base and data; a checkpoint with another fingerprint is refused.
     fingerprint: str
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("step-*.pt"))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step`, then delete all but the last two. A failed write deletes none."""
+        """Write the state after `step`, then delete all checkpoints but the last two. A failed write deletes none."""
         partial = self.folder / "partial"
         digested = None
         try:
@@ -50,7 +50,7 @@ class Checkpoints:
                 partial.unlink()
             raise ResumeError(
                 f"can't write the checkpoint of step {step} to {self.folder} ({cause.strerror}); make room, or make "
-                "the folder writable, and start again: the run goes on from the checkpoint before"
+                "the folder writable, and start again: the run continues from the previous checkpoint"
             ) from error
         for old in self._files()[:-KEEP]:
             old.unlink()
@@ -63,19 +63,19 @@ class Checkpoints:
         newest = files[-1]
         if damage := _damage(newest):
             raise ResumeError(
-                f"{newest} {damage}; delete it to go on from the one before (without one: from the start)"
+                f"{newest} {damage}; delete it to continue from the previous checkpoint, or else from the start"
             )
         try:
             state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
         except UnpicklingError:
-            raise ResumeError(f"{newest} holds more than tensors and numbers; delete it") from None
+            raise ResumeError(f"{newest} contains other data than tensors and numbers; delete it") from None
         if state["fingerprint"] != self.fingerprint:
             raise ResumeError(f"{newest} belongs to a run with other settings; delete {self.folder} to start anew")
         return state
 
 
 class _Digested:
-    """A file that computes the SHA-256 of its content, and keeps an error that torch.save may hide."""
+    """A file that computes the SHA-256 of its content, and keeps a write error, which torch.save may hide."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -95,7 +95,7 @@ class _Digested:
 
 
 def _damage(path: Path) -> str | None:
-    """The reason why a checkpoint is damaged, if it is. Its last bytes are the SHA-256 of the others."""
+    """The reason why a checkpoint can't be used, or None. Its last bytes are the SHA-256 of all others."""
     digest, rest = hashlib.sha256(), b""
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Data parallelism: the processes of a run, started by torchrun's launcher and joined by accelerate.
+"""Data parallelism: the processes of a run, started by torchrun's launcher and connected by accelerate.
 
-Every process holds the whole policy. It samples and scores its share of a step's problems, sees all completions, takes
-its share of the micro-batches, and adds up gradients with the others before the optimizer's step.
+Every process has the whole policy. It samples and scores its share of a step's problems, receives all completions,
+computes its share of the micro-batches, and sums gradients with the others before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Processes:
-    """This process among those of its run. Without a launcher it is the only one."""
+    """This process and the others of its run. Without a launcher it is the only one."""
 
     def __init__(self) -> None:
         self._state = PartialState(cpu=not torch.cuda.is_available())
@@ -79,7 +79,7 @@ def check_processes(count: int) -> None:
     """Raise `ConfigError` with the reason unless a run can start this number of processes here."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "a run starts its processes itself: set `processes` in its settings, and call it without torchrun"
+            "a run starts its own processes; set `processes` in its settings, and call it without torchrun"
         )
     gpus = torch.cuda.device_count()
     if gpus and gpus < count:
@@ -87,7 +87,7 @@ def check_processes(count: int) -> None:
 
 
 def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `count` new processes of this machine, or for one process in this one."""
+    """Call `function(*arguments)` in `count` new processes on this machine, or in this process if `count` is 1."""
     check_processes(count)
     if count == 1:
         function(*arguments)
@@ -96,7 +96,7 @@ def run_in_processes(count: int, function: Callable[..., None], *arguments: Any)
 
 
 def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    # Here, because most runs have one process.
+    # Imported here, because most runs have one process.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -120,8 +120,8 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGKILL:
             raise KilledError(
-                f"process {rank} of {count} was killed, as the kernel does when memory is used up; start the run "
-                "again, with fewer processes if that was why: it goes on from its last checkpoint"
+                f"process {rank} of {count} was killed, possibly because memory ran out; start the run again, with "
+                "fewer processes if so: it continues from its last checkpoint"
             ) from error
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
@@ -133,6 +133,6 @@ def _start(count: int, call: bytes) -> None:
 
         function, arguments = pickle.loads(call)
     configure_logging()
-    # The launcher's processes would each take all cores.
+    # Otherwise each process would use all cores.
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))
     function(*arguments)

@@ -1,4 +1,4 @@
-"""Runs that end early, out of memory or out of time. Either counts as a result if the experiment says so."""
+"""Runs that end early, out of memory or over their time limit; an experiment may count both as results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class TimeLimitError(RuntimeError):
-    """A run has used its time. The message is one sentence for the user."""
+    """A run has exceeded its time limit. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure: its kind in the words of a table, and its message."""
+    """A failure: its kind, as tables show it, and its message."""
 
     kind: str
     reason: str
@@ -33,7 +33,7 @@ class Failure:
 
 @contextmanager
 def noted(work: Path, time_limit: float | None) -> Iterator[None]:
-    """Write a note in `work` of a failure that can be a result, and raise it again. Each process has its own note."""
+    """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
     try:
         yield
     except (*OUT_OF_MEMORY, TimeLimitError) as error:

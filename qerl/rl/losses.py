@@ -1,4 +1,4 @@
-"""Policy losses over [N, T] figures of tokens, zero off the mask. Shapes: N sequences, T completion tokens."""
+"""Policy losses of per-token values [N, T], which are zero off the mask: N sequences, T completion tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from qerl.settings.training import LossSettings
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The whole batch that a micro-batch is part of: its losses add up to that of the batch."""
+    """Sizes of the whole batch, by which the losses of its micro-batches are normalized so that they sum to its
+    loss.
+    """
 
     sequences: int
-    #: Completion tokens that carry a loss.
+    #: Completion tokens that contribute to the loss.
     tokens: float
-    #: Most tokens that a completion may have.
+    #: The most tokens that a completion may have.
     longest: int
     micro_batches: int
 
@@ -30,30 +32,30 @@ class LossInputs:
     old_logprobs_NT: torch.Tensor
     #: Advantages of sequences [N, 1] or of tokens [N, T] (ppo).
     advantages_NT: torch.Tensor
-    #: 1.0 where a token counts.
+    #: 1.0 where a token contributes to the loss.
     mask_NT: torch.Tensor
-    #: Log-probabilities of the reference policy, for the KL. None where the loss has no KL.
+    #: Log-probabilities of the reference policy, for the KL; None without KL.
     reference_logprobs_NT: torch.Tensor | None = None
-    #: Weights [N, T] or [N, 1] (see `importance_weights`); None for weights of 1.
+    #: Importance weights [N, T] or [N, 1] (`importance_weights`); None for weights of 1.
     importance_NT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """The loss of a micro-batch, its share of that of the batch, and counts of clipped ratios without a gradient."""
+    """The loss of a micro-batch, as its share of the batch's loss, and counts of clipped ratios without gradient."""
 
     loss: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
-    #: How many ratios there are: of tokens, or of sequences for gspo.
+    #: The number of ratios: one per token, or for gspo one per sequence.
     ratios: torch.Tensor
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) -> LossOutputs:
-    """Clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
+    """The clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
 
-    The losses differ in two things. gspo has one ratio per sequence, the others one per token. `_reduce` has the
-    normalizations.
+    The losses differ in the ratio, which gspo has per sequence and the others per token, and in the normalization
+    (`_reduce`).
     """
     ratio, advantages_NT, mask_NT = _ratio(inputs, settings), inputs.advantages_NT, inputs.mask_NT
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -77,7 +79,7 @@ def _ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
 def _count_clipped(
     ratio: torch.Tensor, inputs: LossInputs, settings: LossSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The number of ratios that the clip holds back, below and above, and of all ratios."""
+    """The numbers of ratios clipped below, clipped above, and of all ratios."""
     counted = torch.ones_like(ratio) if settings.name == "gspo" else inputs.mask_NT
     low = (ratio < 1 - settings.clip_low) & (inputs.advantages_NT < 0)
     high = (ratio > 1 + settings.clip_high) & (inputs.advantages_NT > 0)
@@ -88,8 +90,8 @@ def _reduce(loss_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
     """The micro-batch's share of the batch's loss.
 
     grpo, gspo: mean over tokens, then over sequences. dapo, ppo: mean over the tokens of the whole batch. dr_grpo: sum
-    over tokens by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch, then over
-    micro-batches (what the released scripts run as DAPO; it depends on how the batch is split).
+    over tokens divided by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch,
+    then over micro-batches. The released scripts run bnpo as DAPO; it depends on how the batch is split.
     """
     if settings.name in ("grpo", "gspo"):
         return (loss_NT.sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / whole.sequences
@@ -108,10 +110,10 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 def importance_weights(
     trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
 ) -> torch.Tensor | None:
-    """Weights without gradient that correct for a sampler that isn't the trainer's policy; None for `off`.
+    """Weights without gradient that correct for the mismatch of sampler and trainer; None for `off`.
 
-    The weight is pi_trainer / pi_sampler of each token [N, T] or of the whole sequence [N, 1]. Above the cap,
-    `truncate` cuts it to the cap, and `mask` drops the token or sequence.
+    A weight is pi_trainer / pi_sampler of a token [N, T] or of a whole sequence [N, 1]. Weights above the cap are set
+    to the cap by `truncate`, and to 0 by `mask`, which drops the token or sequence.
     """
     if settings.correction == "off":
         return None
@@ -148,6 +150,6 @@ def ratio_sums(
 def mismatch(
     trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over tokens of KL(sampler || trainer) by the k3 estimator, and the largest token ratio either way."""
+    """The sum over tokens of KL(sampler || trainer) by the k3 estimator, and the largest token ratio, either way."""
     delta = (trainer_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
     return k3(delta).sum(), torch.exp(delta.abs().max())

@@ -1,4 +1,4 @@
-"""Warnings about rewards that teach nothing, with a completion that shows why."""
+"""Warnings about rewards that give no gradient, with a completion as an example."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from qerl.rl.rollouts import Group, Rollout, Task
 from qerl.settings.base import UserError
 from qerl.settings.run import RunSettings
 
-#: So many steps in a row without a difference in reward are said to teach nothing.
+#: The number of consecutive steps without a difference in reward that causes a warning.
 PATIENCE = 3
-#: Characters of a completion's end that are shown.
+#: The number of characters of a completion's end that a warning shows.
 _SHOWN = 200
 
 
 class NoSignalError(UserError):
-    """Rewards teach nothing, and the run is set to stop then. The message is one sentence for the user."""
+    """Rewards give no gradient, and `on_no_signal` is `stop`. The message is for the user."""
 
 
 class Watch:
-    """Watches the rollouts of a run, and warns at most once that they teach nothing."""
+    """Watches the rollouts of a run, and warns at most once that their rewards give no gradient."""
 
     def __init__(self, settings: RunSettings, task: Task) -> None:
         self.settings = settings
@@ -29,10 +29,9 @@ class Watch:
         self._told = False
 
     def look(self, step: int, rollout: Rollout, writes: bool = True) -> None:
-        """Warn, in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
+        """Warn in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
 
-        It does so at the first step if no completion has a readable answer, and later after `PATIENCE` steps of equal
-        rewards.
+        The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
         """
         self._looked += 1
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
@@ -80,12 +79,12 @@ class Watch:
 
 
 def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
-    """Whether rewards differ where they are compared: within groups, or for ppo with each completion's value."""
+    """Whether the rewards give a gradient: they differ within a group, or for ppo within the batch."""
     return metrics["reward/std"] > 0 if settings.loss.name == "ppo" else metrics["reward/equal_groups"] < 1
 
 
 def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
-    """Log the rewards of a finished run, so that a run without a signal doesn't look like a success."""
+    """Log the rewards of a finished run, and warn if none of its steps had a gradient."""
     said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} steps"
     if any(_teaches(row, settings) for row in rows):
         log.info("%s", said)

@@ -1,7 +1,7 @@
 """Adaptive Quantization Noise (paper section 3.3): noise on the RMSNorm weights of each block.
 
-`w + z` in the input norm perturbs q, k and v with one z. In the post-attention norm it perturbs gate and up with
-another (Eq. 10 to 12). o, down and the final norm get none.
+In the input norm `w + z` perturbs q, k and v with the same z. In the post-attention norm, another z perturbs gate and
+up (Eq. 10 to 12). o, down and the final norm get no noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qerl.settings.training import NoiseSettings
 
 
 def standard_normal(seed: int, step: int, layer: int, role: int, size: int, completion: int = 0) -> torch.Tensor:
-    """`size` float32 draws from N(0, 1) that depend on the key alone: the same on every rank, sampler and restart."""
+    """`size` float32 draws from N(0, 1), a function of the arguments alone: equal on all ranks and after a restart."""
     counter = np.array([0, completion, layer, role], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
@@ -48,7 +48,7 @@ class Noise:
         self.seed = seed
 
     def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
-        """Layer, role and the norms there (PEFT keeps the original beside the trained copy: both carry the same z)."""
+        """Layer, role and its norms: with PEFT the original and the trained copy, which get the same z."""
         blocks = next(m for name, m in self._model.named_modules() if name.endswith("layers"))
         assert isinstance(blocks, nn.ModuleList)
         for index, layer in enumerate(blocks):
@@ -64,7 +64,7 @@ class Noise:
         for layer, role, norms in self._norms():
             if not norms:
                 raise RuntimeError(
-                    f"{ROLES[role]} of layer {layer} is no NoisyRMSNorm: call make_noisy before training"
+                    f"{ROLES[role]} of layer {layer} is not a NoisyRMSNorm; call make_noisy before training"
                 )
             drawn = standard_normal(self.seed, step, layer, role, norms[0].noise.numel(), completion)
             z = (scale if ROLES[role] in chosen else 0.0) * drawn
@@ -74,7 +74,7 @@ class Noise:
         return NoiseReport(scheduled, math.sqrt(squares))
 
     def clear(self) -> None:
-        """Remove the noise. The norms are then as before, bit for bit."""
+        """Remove the noise. The norms' outputs are then as before, bit for bit."""
         for _, _, norms in self._norms():
             for norm in norms:
                 norm.noise.zero_()

@@ -1,4 +1,4 @@
-"""Strength of Adaptive Quantization Noise by step (paper Eq. 8); imports no torch, since figures show it, too."""
+"""The strength of Adaptive Quantization Noise by step (paper Eq. 8); without torch, because figures use it too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from qerl.settings.training import NoiseSettings
 def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
     """Standard deviation of the noise at `step` (1-based) of `total_steps`.
 
-    The stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 carries no noise (Eq. 8). Where there are
-    fewer steps than stages (M < K), each step is a stage: k = step - 1, which ends before K - 1. `exponential`
-    is Eq. 8 as printed, whose last stage stops short of sigma_end; `exponential-reaching` spreads the exponent so that
-    stage K - 1 reaches it, as in the released code. The other decays, whose formulas the paper doesn't give, run from
-    sigma_start in stage 1 to sigma_end in stage K - 1. `constant` is sigma_start in every stage, 0 included.
+    With M steps and K stages, the stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 has no noise
+    (Eq. 8). With fewer steps than stages (M < K), each step is a stage: k = step - 1, which stays below K - 1.
+    `exponential` is Eq. 8 as printed, whose last stage does not reach sigma_end; `exponential-reaching` stretches the
+    exponent so that stage K - 1 reaches it, as in the released code. The paper gives no formulas for the other decays;
+    they run from sigma_start in stage 1 to sigma_end in stage K - 1. `constant` is sigma_start in every stage,
+    including stage 0.
     """
     if settings.schedule == "off":
         return 0.0

@@ -1,6 +1,6 @@
-"""Proximal policy optimization with a value function: advantages and the value's loss. N sequences, T tokens.
+"""PPO with a value function: advantages and the value's loss. Shapes: N sequences, T tokens.
 
-The policy's side is `qerl.rl.losses.policy_loss` with advantages [N, T]; the values come from `qerl.rl.value`.
+The policy's loss is `qerl.rl.losses.policy_loss` with advantages [N, T]; the values come from `qerl.rl.value`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 
 def terminal_rewards(rewards_N: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
-    """Rewards [N] of whole completions at their last token [N, T] float32, zero elsewhere.
+    """Per-token rewards [N, T] float32: a completion's reward [N] at its last token, zero elsewhere.
 
-    `mask` is 1.0 on completion tokens. A row without any loses its reward.
+    `mask` is 1.0 on completion tokens. A row without completion tokens loses its reward.
     """
     ahead = mask_NT.flip(1).cumsum(1).flip(1)
     return rewards_N[:, None].float() * mask_NT * (ahead == 1)
@@ -23,14 +23,14 @@ def terminal_rewards(rewards_N: torch.Tensor, mask_NT: torch.Tensor) -> torch.Te
 def gae(
     rewards_NT: torch.Tensor, values_NT: torch.Tensor, mask_NT: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimates (Schulman et al., arXiv 1506.02438, Eq. 16) and the returns that V is fitted to.
+    """Generalized advantage estimates (Schulman et al., arXiv 1506.02438, Eq. 16), and returns, the targets of V.
 
     A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V(s_{t+1}) - V(s_t); the return is A_t + V(s_t).
-    `values` [N, T] are of the states before each token. Both results are [N, T] float32 constants, zero off the mask.
+    `values` [N, T] belong to the states before each token. Both results are [N, T] float32 without gradient, zero off
+    the mask.
 
-    Every completion is an episode that ends with its last token, after which V is zero. This also holds for a
-    completion at the limit of tokens: its reward is final and isn't bootstrapped. Tokens off the mask don't count as
-    steps.
+    Every completion is an episode that ends with its last token, after which V is zero. This also holds for truncated
+    completions: their reward is final and isn't bootstrapped. Tokens off the mask don't count as steps.
     """
     rewards, values, steps = rewards_NT.float(), values_NT.float(), mask_NT.bool()
     advantage = following = torch.zeros_like(rewards[:, 0])
@@ -46,7 +46,7 @@ def gae(
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares of numbers. Those of micro-batches and processes add up to those of the batch.
+    """Count, sum and sum of squares, which add up over micro-batches and processes.
 
     The sums are float64, because the variance is a difference of two of them.
     """
@@ -57,7 +57,7 @@ class Moments:
 
     @classmethod
     def of(cls, values_NT: torch.Tensor, mask_NT: torch.Tensor) -> Moments:
-        """The moments of the entries on the mask."""
+        """The moments of the values on the mask."""
         chosen = values_NT[mask_NT.bool()].double()
         return cls(float(chosen.numel()), chosen.sum().item(), chosen.square().sum().item())
 
@@ -89,11 +89,11 @@ def value_loss(
     clip: float,
     whole_tokens: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped squared error of the values, and the share of tokens at which the clip holds the value back.
+    """The clipped squared error of the values, and the share of tokens whose value is clipped.
 
-    0.5 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2): the form of OpenAI's implementation of PPO, which
-    its paper (arXiv 1707.06347, Eq. 9) leaves out. Both are sums over the mask by the tokens of the whole batch, so
-    that micro-batches add up; only the loss has a gradient.
+    The error is 0.5 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2), as in OpenAI's implementation of PPO;
+    the paper (arXiv 1707.06347, Eq. 9) doesn't clip. Both results are sums over the mask divided by the tokens of the
+    whole batch, so that micro-batches add up. Only the loss has a gradient.
     """
     near = old_values_NT + (values_NT - old_values_NT).clamp(-clip, clip)
     errors, near_errors = (values_NT - returns_NT).square(), (near - returns_NT).square()

@@ -16,7 +16,7 @@ from qerl.settings.reward import RewardSettings
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as the reward sees it: its text, its length and the limit of its tokens."""
+    """The input of rewards: a completion's text, its number of tokens and their limit."""
 
     text: str
     tokens: int
@@ -24,12 +24,12 @@ class Answer:
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
-    """DAPO's soft penalty: 0 up to limit - buffer tokens, from there linearly down to -1 at the limit."""
+    """DAPO's soft penalty: 0 up to limit - buffer tokens, then falling linearly to -1 at the limit."""
     return min(0.0, (limit - buffer - tokens) / buffer) if buffer else 0.0
 
 
 def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
-    """The value of the user's `module:function` for a completion. A `ValueError` if it isn't a finite number."""
+    """The value of the user's `module:function` for a completion. Raises ValueError if it isn't a finite number."""
     value = call(function, answer, problem, key="reward.function", limit=timeout)
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(
@@ -46,9 +46,10 @@ def reward_parts(
     form: AnswerForm = "native",
     units: Collection[str] = (),
 ) -> dict[str, float]:
-    """correct, 0 or 1: the final answer is right. format, 0 or 1: it is stated once and in the form of the data set.
+    """The parts of a completion's reward, by name.
 
-    overlong, -1 to 0: see `overlong_penalty`. custom: the user's function, if the settings name one.
+    correct, 0 or 1: the final answer is right. format, 0 or 1: the answer is stated once, in the data set's form.
+    overlong, -1 to 0: see `overlong_penalty`. custom: the value of the user's function, if the settings name one.
     """
     parts = {
         "correct": float(is_correct(answer.text, problem.answer, record_format, form, units)),

@@ -1,4 +1,4 @@
-"""Rollouts: the choice of a step's problems, their completions, and the rewards of these."""
+"""Rollouts: the choice of a step's problems, their completions, and the completions' rewards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Task:
         return Task(read_split(data, "train"), meta.format, meta.instruction, meta.answer, tuple(meta.units))
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
-        """The task without problems over `rollout.max_prompt_tokens`. `DataError` if others don't fit `context`."""
+        """The task without problems longer than `rollout.max_prompt_tokens`. Raises DataError if any of the others
+        doesn't fit `context`.
+        """
         kept, most = self.problems, settings.max_prompt_tokens
         if most is not None:
             longer = longer_than(most, tokenizer, kept, self.instruction)
@@ -59,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one problem with their rewards."""
+    """The completions of one problem, with their rewards."""
 
     problem: Problem
     prompt: list[int]
@@ -70,13 +72,13 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ. Equal rewards have no advantage over each other and teach nothing."""
+        """Whether the rewards differ. Equal rewards have zero advantages and give no gradient."""
         return bool(differ(torch.tensor([self.rewards])))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The batch of one step, and statistics of all groups that were drawn for it."""
+    """The batch of one step, with metrics of all groups that were drawn for it."""
 
     samples: list[Sample]
     metrics: dict[str, float]
@@ -84,7 +86,7 @@ class Rollout:
 
 
 def problem_index(count: int, seed: int, position: int) -> int:
-    """The problem at a place of the endless sequence of epochs, each a permutation that depends on (seed, epoch)."""
+    """The problem's index at a position in an endless sequence of epochs, each a permutation by (seed, epoch)."""
     epoch, offset = divmod(position, count)
     key = np.array([seed, epoch], dtype=np.uint64)
     return int(np.random.Generator(np.random.Philox(key=key)).permutation(count)[offset])
@@ -100,7 +102,7 @@ class Behaviour:
 
 
 class Collector:
-    """Draws the batch of a step from a sampler. It keeps no state, so a continued run needs none."""
+    """Draws the batch of a step from a sampler. It has no state that a resumed run would need."""
 
     def __init__(self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task) -> None:
         if not task.problems:
@@ -112,10 +114,11 @@ class Collector:
         self.processes = Processes()
 
     def collect(self, step: int, position: int, behaviour: Behaviour | None = None) -> Rollout:
-        """The batch of `step`, the same in every process; `position` problems were taken before it.
+        """The batch of `step`, the same in every process; earlier steps have used `position` problems.
 
-        With `rollout.resample`, the next problems' groups replace groups of equal rewards while rounds are left. Groups
-        of equal rewards then fill the rest of the batch. Without a `behaviour` the temperature is that of the settings.
+        With `rollout.resample`, groups of equal rewards are replaced by groups of the next problems, in at most that
+        many rounds. If too few groups remain, groups of equal rewards fill the batch. Without a `behaviour` the
+        temperature is that of the settings.
         """
         rollout = self.settings.rollout
         behaviour = behaviour or Behaviour(rollout.sampling.temperature)
@@ -174,7 +177,7 @@ class Collector:
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
         advantages_PG = torch.zeros_like(rewards_PG)
-        if self.settings.loss.name != "ppo":  # whose advantages come from its values, in the update
+        if self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
             advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
         return [
             Sample(group.prompt, *of_completion)
@@ -184,7 +187,7 @@ class Collector:
 
 
 def step_seed(seed: int, step: int, round_: int = 0) -> int:
-    """The 64-bit seed of a run's seed, step and round. It is unique for seed < 2^32, step < 2^24, round < 2^8."""
+    """A 64-bit seed from a run's seed, step and round, unique for seed < 2^32, step < 2^24 and round < 2^8."""
     return (seed << 32) | (step << 8) | round_
 
 

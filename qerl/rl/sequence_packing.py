@@ -1,6 +1,6 @@
-"""From completions to packed micro-batches, and the log-probabilities of their tokens.
+"""Sequence packing: completions as packed micro-batches, and log-probabilities of their tokens.
 
-Shapes: N completions, T tokens of the longest, M tokens of all, L tokens of the packed row.
+Shapes: N completions, T tokens of the longest completion, M tokens of all completions, L tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qerl.rollout.sampler import Completion
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion with the inputs of its loss."""
+    """One completion with its prompt and the inputs of its loss."""
 
     prompt: list[int]
     completion: Completion
@@ -32,23 +32,23 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion.token_ids)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences in one row without padding, a prompt once before all its completions.
+    """Sequences in one row without padding, where a prompt precedes all its completions once.
 
-    The last token of a completion predicts no token of it, so it isn't in the row.
+    The row lacks the last token of each completion, which predicts nothing.
     """
 
-    index: list[int]  # place of each completion in the batch
+    index: list[int]  # index of each completion in the batch
     ids: torch.Tensor  # [1, L]
-    positions: torch.Tensor  # [1, L] place of each token in its own sequence
+    positions: torch.Tensor  # [1, L] position of each token in its sequence
     packing: Packing
-    keys: list[tuple[int, int]]  # of each piece: the same wherever it is packed, and of no other of the batch
-    states_M: torch.Tensor  # where in the row the hidden state that predicts a completion token stands
+    keys: list[tuple[int, int]]  # of each piece, unique in the batch and independent of the packing
+    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token
     targets_M: torch.Tensor  # completion tokens
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
     finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
@@ -57,7 +57,7 @@ class MicroBatch:
     advantages_N: torch.Tensor  # [N]
 
     def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
-        """Figures of the completion tokens as [N, T], zero off the mask."""
+        """Values of the completion tokens [M] as [N, T], zero off the mask."""
         empty = values_M.new_zeros(self.mask_NT.shape)
         return empty.masked_scatter(self.mask_NT.bool(), values_M)
 
@@ -68,7 +68,7 @@ def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tens
 
 
 def _digest(ids: list[int]) -> int:
-    """A hash of token ids. Equal prompts have the same hash, wherever a batch is cut."""
+    """A hash of token ids, so that the key of a prompt doesn't depend on how a batch is split."""
     return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
 
 
@@ -103,12 +103,12 @@ class _Row:
 
 
 def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
-    """The samples `index` grouped by their prompts. Samples of a group are neighbours."""
+    """The samples `index` grouped by prompt; samples of a group must be adjacent."""
     return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
 
 
 def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.device) -> MicroBatch:
-    """Pack the samples `index` of a batch together."""
+    """Pack the samples `index` of a batch into one row."""
     row = _Row()
     for group in _groups(samples, index):
         row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
@@ -132,15 +132,15 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
 
 
 def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
-    """Tokens of the row of one prompt and its completions."""
+    """Number of tokens in a row with one prompt and its completions."""
     return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
 
 
 def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
-    """Indices of the samples of each micro-batch, the largest first.
+    """Indices of the samples of each micro-batch, largest micro-batch first.
 
-    None has more than `max_tokens` tokens, or the even share if `parts` processes divide the batch. A longer completion
-    is alone. A group that fits stays together. A group that doesn't fit is cut, and each part has the prompt.
+    A micro-batch has at most `max_tokens` tokens, and at most an even share of the batch for each of `parts` processes.
+    A longer completion is alone. A group that fits isn't split. If a group is split, each piece has the prompt.
     """
     groups = list(_groups(samples, range(len(samples))))
     share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
@@ -172,7 +172,7 @@ def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[li
 
 
 def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
-    """The hidden states [M, H] that predict the completion tokens, in the base's dtype."""
+    """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
     with policy.autocast():
         return packed_hidden(policy.lm, batch.ids, batch.positions, batch.packing)[0][batch.states_M]
 
@@ -180,10 +180,10 @@ def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
 def logprobs_and_entropy(
     policy: Policy, batch: MicroBatch, temperature: float, keep_logits: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the completion tokens and entropy of the distributions that they come from.
+    """Log-probabilities of the completion tokens, and the entropy of the distribution at each token.
 
-    Both [N, T] float32 at the sampling temperature, zero on padding; the entropy, H = -sum pi log pi, carries no
-    gradient. `keep_logits`: as `keep` of `qerl.layers.linear_logprobs`.
+    Both are [N, T] float32 at the sampling temperature, zero on padding. The entropy, H = -sum pi log pi, has no
+    gradient. `keep_logits` is `keep` of `qerl.layers.linear_logprobs`.
     """
     head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
     logprobs, entropies = linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)

@@ -1,4 +1,4 @@
-"""A training run that reads and writes files."""
+"""A training run, from and to files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from qerl.settings.run import UNDECIDING, RunSettings
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
-    """The policy that a run starts from."""
+    """The policy with which a run starts."""
     if settings.method == "full":
         policy = trained_in_full(checkpoint)
     else:
@@ -48,10 +48,10 @@ def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
 
 
 def prepared(policy: Policy, settings: RunSettings) -> Policy:
-    """The policy with the additions that the settings' updates need, such as a value function."""
+    """The policy with what its updates need: a value function for ppo, and gradient checkpointing if set."""
     if settings.loss.name == "ppo":
         add_value(policy, settings.loss.ppo)
-    if settings.gradient_checkpointing is True:  # it takes effect in training mode, that is in updates
+    if settings.gradient_checkpointing is True:  # active only in training mode, and so in updates
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 
@@ -63,7 +63,7 @@ def make_trainer(
 
     `followed` is the metrics.jsonl of the run that a thermostat follows.
     """
-    Processes()  # each has a GPU of its own, chosen before anything is put there
+    Processes()  # selects this process's GPU before anything is allocated on one
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
@@ -77,16 +77,16 @@ def make_trainer(
 
 
 def _fingerprint(settings: RunSettings) -> str:
-    """Hash of everything that the configuration and the code determine of a run."""
+    """Hash of all settings and code that decide a run's results."""
     function = settings.reward.function
     text = settings.model_dump_json(exclude=UNDECIDING) + code_version("qerl.rl.train")
     return hashlib.sha256((text + (source_version(function) if function else "")).encode()).hexdigest()[:16]
 
 
 def _state_folder(job: TrainJob) -> Path:
-    """The folder of the run's state, named by its fingerprint and the content of its base and its problems.
+    """The folder of the run's state, named by its fingerprint and the content of its base and problems.
 
-    Times of files don't count, because they follow the clock, and copies may keep old ones.
+    Files' modification times don't count, because a clock may be wrong, and copies may keep old times.
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / DATASET, split_file(job.data, "train")]
@@ -98,14 +98,14 @@ def _state_folder(job: TrainJob) -> Path:
 def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
-    `job.work` survives a killed run, and the next start continues from it. Callers lock it
-    (`qerl.host.gpu_lease.alone`). Results appear in `job.out` only at the end. With `on_failure: row` they also appear
-    when the run is out of memory or over `time_limit`.
+    `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
+    (`qerl.host.gpu_lease.alone`). `job.out` is written only at the end; with `on_failure: row` also if the run is out
+    of memory or over `time_limit`.
     """
     forget(job.work)
     state = _state_folder(job)
     if not state.exists() and any(job.work.glob("*/step-*.pt")):
-        log.info("starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
+        log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
         run_in_processes(job.settings.processes, _train, job, state)
     except (RuntimeError, MemoryError):
@@ -118,7 +118,7 @@ def train_run(job: TrainJob) -> None:
 
 
 def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
-    """A result without a policy. Checkpoints stay: another attempt, with more memory or time, goes on from them."""
+    """Write a result without a policy. Checkpoints remain, so an attempt with more memory or time continues."""
     metrics = state / METRICS
     rows = metrics.read_text() if metrics.is_file() else ""
     status = f"{cause.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
@@ -131,7 +131,7 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
 
 
 def _train(job: TrainJob, state: Path) -> None:
-    """What each process of a run does."""
+    """Train in one process of a run; the first process writes the results."""
     with noted(state.parent, job.time_limit), seconds() as elapsed:
         trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
         rows = trainer.run(job.time_limit)
@@ -157,13 +157,13 @@ def _train(job: TrainJob, state: Path) -> None:
 
 
 def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
-    """Write policy and metrics, before run.json, which states that they are there."""
+    """Write policy and metrics. They must be on disk before run.json, which marks the run as finished."""
     try:
         trainer.policy.save(out / POLICY, base)
     except SafetensorError as error:
         raise ResumeError(
-            f"can't write the trained policy to {out} ({error}); make room and start again: the run goes on from its "
-            "last checkpoint"
+            f"can't write the trained policy to {out} ({error}); make room and start again: the run continues from "
+            "its last checkpoint"
         ) from error
     shutil.copyfile(trainer.metrics, out / METRICS)
     flush(out / POLICY)
@@ -175,7 +175,7 @@ def _named(job: TrainJob) -> dict[str, Any]:
 
 
 def _speeds(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over the steps, without the first one, which warms up, if there are others."""
+    """Medians over the steps, without the first one, a warm-up, if there are others."""
     warm = rows[1:] or rows
     step = [row["seconds/step"] for row in warm]
     quartiles = statistics.quantiles(step, n=4, method="inclusive") if len(step) > 1 else step * 3

@@ -1,4 +1,4 @@
-"""The loop of policy optimization (paper Algorithm 1): roll out with noise, update, log, checkpoint."""
+"""The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and t
 
 
 class Trainer:
-    """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has one."""
+    """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer."""
 
     def __init__(
         self, settings: RunSettings, policy: Policy, collector: Collector, checkpoints: Checkpoints, metrics: Path
@@ -43,13 +43,13 @@ class Trainer:
         self.temperature = settings.rollout.sampling.temperature
         #: Chooses the temperature of each step of a run that follows another one.
         self.thermostat: Thermostat | None = None
-        #: Looks at the rollouts of a run; steps that are only timed have none.
+        #: Watches the rollouts of a run; None in benches, which call `step`.
         self.watch: Watch | None = None
 
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
-        """Train to the last step; return the metrics of every step.
+        """Train to the last step, and return the metrics of all steps.
 
-        Raises `TimeLimitError` if the steps, those before a kill included, took longer than `time_limit` hours.
+        Raises `TimeLimitError` if all steps, including those before a kill, took longer than `time_limit` hours.
         """
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
@@ -67,18 +67,18 @@ class Trainer:
         return rows
 
     def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
-        # The longest of the processes: all must stop, or none.
+        # All processes must decide alike, so the longest time counts.
         if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
             return
         if self.processes.writes:
             self.checkpoints.save(len(rows), self._state(rows))
         raise TimeLimitError(
-            f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; with a "
-            "higher time_limit of its experiment it goes on from there"
+            f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; raise "
+            "time_limit of its experiment to continue"
         )
 
     def step(self, step: int, position: int) -> dict[str, float]:
-        """One rollout and its updates; `position` problems were taken before."""
+        """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems."""
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
             with seconds() as sync_time:
                 self.collector.sampler.sync()
@@ -120,7 +120,7 @@ class Trainer:
         try:
             return self.updater.update(step, samples, self.temperature)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(f"the GPU's memory is used up by the update; {_TO_LOWER}") from error
+            raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
 
     # --- state ---
 
@@ -138,9 +138,9 @@ class Trainer:
         self.updater.optimizer.load_state_dict(state["optimizer"])
         rows: list[dict[str, float]] = state["rows"]
         if self.processes.writes:
-            log.info("going on from step %d of %d", len(rows), self.settings.steps)
+            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
         return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:
-        """Write the whole file at each step, so that a killed run leaves no torn or repeated row."""
+        """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         write_rows(self.metrics, map(StepMetrics.model_validate, rows))

@@ -1,4 +1,4 @@
-"""The updates of a rollout: losses and gradients over micro-batches, shared among the processes of a run.
+"""The updates on a rollout: losses and gradients of micro-batches, which a run's processes share.
 
 Shapes: N sequences, T completion tokens.
 """
@@ -25,7 +25,10 @@ from qerl.settings.run import RunSettings
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
-    """AdamW over the trained tensors. Vectors (norms, biases) don't decay. `peak` is a group's learning rate."""
+    """AdamW over the trained tensors, without weight decay on vectors (norms, biases).
+
+    `peak` of a parameter group is its learning rate before the schedule.
+    """
     optimizer = settings.optimizer
     groups = []
     for of_value, rate in ((False, optimizer.learning_rate), (True, settings.loss.ppo.learning_rate)):
@@ -42,7 +45,7 @@ def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimiz
 
 
 def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
-    """The factor of the learning rate at a step, counted from 1: linear warm-up, then a cosine to zero."""
+    """The factor of the learning rate at a step (1-based): linear warm-up, then a cosine to zero."""
     warmup = math.ceil(warmup_ratio * total_steps)
     if step <= warmup:
         return step / warmup
@@ -52,7 +55,7 @@ def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
 
 @dataclass(frozen=True)
 class _ValueTargets:
-    """The targets of the value function in all updates of a rollout, both [N, T]."""
+    """The targets of the value function in all updates on a rollout, both [N, T]."""
 
     old_values_NT: torch.Tensor
     returns_NT: torch.Tensor
@@ -60,18 +63,18 @@ class _ValueTargets:
 
 @dataclass(frozen=True)
 class _Part:
-    """A micro-batch with what is known before the first update of its rollout."""
+    """A micro-batch with the inputs of its loss that are fixed before the first update on its rollout."""
 
     batch: MicroBatch
     step: int
-    mask_NT: torch.Tensor  # 1.0 on the tokens that carry a loss
+    mask_NT: torch.Tensor  # 1.0 on the tokens that contribute to the loss
     advantages_NT: torch.Tensor  # [N, 1], or for ppo [N, T]
     targets: _ValueTargets | None = None  # ppo
 
 
 @dataclass(frozen=True)
 class _Anchor:
-    """What the first update leaves to the further ones: the policy that sampled, as constants."""
+    """Constants that the first update computes for the further ones, by the policy that sampled."""
 
     old_NT: torch.Tensor
     reference_NT: torch.Tensor | None
@@ -79,7 +82,7 @@ class _Anchor:
 
 
 class DivergedError(ValueError):
-    """A run whose numbers left the range of floats. The message is one sentence for the user."""
+    """A gradient isn't finite. The message is one sentence for the user."""
 
 
 class Updater:
@@ -96,12 +99,12 @@ class Updater:
         self.recomputation = Recomputation(policy) if chosen else None
 
     def update(self, step: int, samples: list[Sample], temperature: float | None = None) -> dict[str, float]:
-        """All updates of one rollout; `samples` is the whole batch, the same in every process.
+        """Do all updates on one rollout, and return their metrics.
 
         `temperature` is that at which they were drawn, by default that of the settings.
 
-        Clipping and the value's loss are means over all updates; the other figures are those of the first, by the
-        policy that sampled.
+        `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
+        over all updates; the others come from the first update, by the policy that sampled.
         """
         self.temperature = temperature or self.settings.rollout.sampling.temperature
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
@@ -138,7 +141,7 @@ class Updater:
         return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
 
     def _parts(self, step: int, samples: list[Sample], rows: list[list[int]]) -> Iterator[_Part]:
-        """This process's micro-batches. They are sorted by length, so that taking turns shares the work evenly."""
+        """This process's micro-batches. Rows are sorted by length, so dealing them out in turn balances the work."""
         for number in range(self.processes.rank, len(rows), self.processes.count):
             batch = micro_batch(samples, rows[number], self.policy.device)
             mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
@@ -149,13 +152,13 @@ class Updater:
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         keep = self._choose_recomputed(part)
         batch = part.batch
-        # The same in every update of a rollout, in every process and after a restart.
+        # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
         set_keys(self.policy.lm, keys, batch.packing.lengths)
         return logprobs_and_entropy(self.policy, batch, self.temperature, keep)
 
     def _choose_recomputed(self, part: _Part) -> bool:
-        """Choose the blocks that the backward pass computes again; returns whether the logits are kept."""
+        """Choose the blocks that the backward pass recomputes; returns whether the logits are kept."""
         if self.recomputation is None or not torch.is_grad_enabled():
             return False
         tokens = part.batch.ids.numel()
@@ -173,9 +176,9 @@ class Updater:
             return self._forward(part)[0]
 
     def _first_update(self, parts: list[_Part], whole: BatchSize, stats: UpdateStats) -> tuple[list[_Anchor], float]:
-        """The update by the policy that sampled, whose log-probabilities are the old ones.
+        """Do the update by the policy that sampled, whose log-probabilities become the old ones.
 
-        Returns those, and the norm of the gradient.
+        Returns the anchors and the norm of the gradient.
         """
         anchors = []
         self.optimizer.zero_grad(set_to_none=True)
@@ -199,7 +202,7 @@ class Updater:
         self._optimize()
 
     def _backward(self, logprobs_NT: torch.Tensor, part: _Part, anchor: _Anchor, whole: BatchSize) -> UpdateStats:
-        """Add the gradient of a micro-batch; returns its share of the loss and counts what is clipped."""
+        """Add the gradient of a micro-batch; returns its share of the loss and its counts of clipped ratios."""
         inputs = LossInputs(
             logprobs_NT, anchor.old_NT, part.advantages_NT, part.mask_NT, anchor.reference_NT, anchor.importance_NT
         )
@@ -216,7 +219,7 @@ class Updater:
         return stats
 
     def _optimize(self) -> float:
-        """Add up the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping.
+        """Sum the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping.
 
         The value's gradient is clipped separately, so that a large error of the value doesn't shrink the policy's step.
         """
@@ -228,8 +231,8 @@ class Updater:
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
         if not all(torch.isfinite(norm) for norm in norms):
             raise DivergedError(
-                "the gradient is not finite, as the loss or a weight is NaN or infinite; lower optimizer.learning_rate "
-                "or use dtype=float32 (the last checkpoint, from before, is kept)"
+                "the gradient is not finite, because the loss or a weight is NaN or infinite; lower "
+                "optimizer.learning_rate or use dtype=float32 (the last checkpoint is kept)"
             )
         self.optimizer.step()
         return norms[0].item()
@@ -237,9 +240,9 @@ class Updater:
     # --- ppo ---
 
     def _estimate_advantages(self, parts: list[_Part]) -> tuple[list[_Part], dict[str, float]]:
-        """The parts with advantages and returns from the values before the first update, and metrics of these values.
+        """Micro-batches with advantages and returns by the values before the first update, and metrics of the values.
 
-        The explained variance says how well the values foresaw the returns.
+        The explained variance says how well the values predicted the returns.
         """
         ppo = self.settings.loss.ppo
         estimated = []
@@ -263,10 +266,10 @@ class Updater:
         return estimated, {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
 
     def _fit_values(self, part: _Part, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
-        """Add the gradient of the value's loss; returns that loss and the share of clipped values."""
+        """Add the gradient of the value's loss; returns the loss and the share of clipped values."""
         ppo = self.settings.loss.ppo
         self._choose_recomputed(part)
-        with value_adapter(self.policy):  # in the backward pass too, where blocks may be computed again
+        with value_adapter(self.policy):  # also around the backward pass, which may recompute blocks
             now_NT = values(self.policy, part.batch)
             loss, clipped = value_loss(
                 now_NT, targets.old_values_NT, targets.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens
@@ -276,7 +279,9 @@ class Updater:
 
 
 def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateStats:
-    """Entropy of the policy that sampled, and its differences from the sampler and from the reference."""
+    """Statistics of the policy that sampled: its entropy, its mismatch with the sampler, and its KL to the
+    reference.
+    """
     mask_NT = part.batch.mask_NT
     kl, ratio = mismatch(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
     sums = ratio_sums(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)

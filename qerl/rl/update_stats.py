@@ -1,4 +1,4 @@
-"""Figures of the updates of a rollout: sums over micro-batches, updates and processes, and the metrics made of them."""
+"""Statistics of the updates on a rollout: sums over micro-batches, updates and processes, and metrics from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qerl.rl.data_parallel import Processes
 
 @dataclass
 class UpdateStats:
-    """Sums that `+=` adds up; the largest ratio is a maximum. Those of a micro-batch have what that one knows."""
+    """Sums that `+=` adds up, except the largest ratio, which is a maximum."""
 
     #: Figures of the first update, up to `sequence_squares`.
     loss: float = 0.0
@@ -23,11 +23,11 @@ class UpdateStats:
     token_squares: float = 0.0
     sequence_ratios: float = 0.0
     sequence_squares: float = 0.0
-    #: Ratios of all updates, and how many of them were clipped below and above.
+    #: The number of ratios in all updates, and of those clipped below and above.
     ratios: float = 0.0
     clipped_low: float = 0.0
     clipped_high: float = 0.0
-    #: Loss and clipped share of the value function, over all updates with ppo.
+    #: Loss and share of clipped values of the value function, summed over all updates, with ppo.
     value_loss: float = 0.0
     value_clipped: float = 0.0
     #: The largest ratio of a token's probability between trainer and sampler, either way.
@@ -40,12 +40,12 @@ class UpdateStats:
         return self
 
     def over(self, processes: Processes) -> UpdateStats:
-        """The sums over all processes."""
+        """The statistics summed over all processes."""
         sums = processes.sum([getattr(self, name) for name in _SUMS])
         return UpdateStats(**dict(zip(_SUMS, sums, strict=True)), max_ratio=processes.max(self.max_ratio))
 
     def metrics(self) -> dict[str, float]:
-        """Means over tokens and ratios."""
+        """Metrics of the policy's updates: means over tokens or ratios."""
         ratios = max(self.ratios, 1)
         return {
             "loss": self.loss,
@@ -59,7 +59,7 @@ class UpdateStats:
         }
 
     def value_metrics(self, updates: int) -> dict[str, float]:
-        """Means over `updates` of the value function's figures."""
+        """Metrics of the value function: means over `updates`."""
         return {"value/loss": self.value_loss / updates, "value/clipped": self.value_clipped / updates}
 
 

@@ -1,4 +1,4 @@
-"""The value function of PPO: a second LoRA adapter and a scalar head on the base that the policy has already."""
+"""The value function of PPO: a second LoRA adapter and a scalar head on the policy's base."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qerl.settings.training import PPOSettings
 
 
 def add_value(policy: Policy, settings: PPOSettings) -> None:
-    """Give `policy` a value function: LoRA (B = 0) on the policy's targets and a head of zeros, all float32.
+    """Add a value function to `policy`: LoRA (B = 0) on the policy's targets and a head of zeros, all float32.
 
-    Its norms are the frozen ones of the base. A is drawn from torch's global generator, which `with_adapter` seeds.
-    The policy's own output stays the same, bit by bit.
+    Its norms are the base's frozen ones. A is drawn from torch's global generator, which `with_adapter` seeds. The
+    policy's output stays the same, bit for bit.
     """
     if policy.peft is None:
         raise ValueError("a value function needs a frozen base; use method=lora with loss.name=ppo")
@@ -49,7 +49,7 @@ def is_value(name: str) -> bool:
 
 @contextmanager
 def value_adapter(policy: Policy) -> Iterator[None]:
-    """A context with the value's adapter in place of the policy's. Trainable tensors stay trainable."""
+    """A context in which the value's adapter replaces the policy's. Trainable tensors stay trainable."""
     assert policy.peft is not None
     before = policy.peft.active_adapter
     with same_requires_grad(policy.peft):
@@ -62,10 +62,10 @@ def value_adapter(policy: Policy) -> Iterator[None]:
 
 
 def values(policy: Policy, batch: MicroBatch) -> torch.Tensor:
-    """Values [N, T] float32 of the states before each completion token, zero on padding.
+    """Values [N, T] float32 of the state before each completion token, zero on padding.
 
-    They are read at the hidden state that predicts the token. The backward pass may come at any time. If it computes
-    the blocks again (gradient checkpointing), it must run in `value_adapter` too.
+    They are computed from the hidden state that predicts the token. If the backward pass recomputes the blocks
+    (gradient checkpointing), it must run in `value_adapter` too; otherwise it may run anywhere.
     """
     if policy.value_head is None or policy.peft is None:
         raise ValueError("the policy has no value function; call add_value first")

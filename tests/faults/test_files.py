@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_as_good(tmp_path, k
         store.save(step, {"trained": {"a": torch.full((1000,), float(step))}})
     newest = tmp_path / "step-000002.pt"
     newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
-    with pytest.raises(ResumeError, match=r"step-000002\.pt is damaged; delete it to go on from the one before"):
+    with pytest.raises(ResumeError, match=r"step-000002\.pt is damaged; delete it to continue from the previous"):
         store.load(CPU)
     newest.unlink()
     assert store.load(CPU)["trained"]["a"].eq(1.0).all()
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_told(tmp_path):
 
     def save():
         limited(100_000)
-        with pytest.raises(ResumeError, match=r"step 2 .*File too large.*goes on from the checkpoint before"):
+        with pytest.raises(ResumeError, match=r"step 2 .*File too large.*continues from the previous checkpoint"):
             store.save(2, {"a": torch.ones(100_000)})
 
     assert forked(save) == 0

@@ -269,7 +269,7 @@ def test_the_state_of_a_run_is_no_code(tmp_path, canary):
     file = tmp_path / "states/step-000002.pt"
     torch.save({"fingerprint": "fingerprint", "attack": Attack(canary)}, file)
     file.write_bytes(file.read_bytes() + hashlib.sha256(file.read_bytes()).digest())
-    with pytest.raises(ValueError, match="holds more than tensors and numbers"):
+    with pytest.raises(ValueError, match="contains other data than tensors and numbers"):
         states.load(torch.device("cpu"))
 
 

@@ -85,7 +85,7 @@ class EngineSampler:
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(f"the GPU's memory is used up by the rollout; {_TO_LOWER}") from error
+                raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
             raise
         if self.settings.sleep or self._scarce:
             self.release()

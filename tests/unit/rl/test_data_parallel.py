@@ -113,7 +113,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
         raise ChildFailedError("a run", {1: killed})
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: launch)
-    with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*goes on from its last checkpoint"):
+    with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*continues from its last checkpoint"):
         run_in_processes(2, fail, 1)
     monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))
     own = parse(RunSettings, {"model": "m", "dataset": "d", "processes": 2}, "test")

@@ -158,6 +158,6 @@ def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, sma
 
 
 def test_a_run_over_its_time_fails_the_job_unless_a_row_is_asked_for(folder):
-    with pytest.raises(TimeLimitError, match="with a higher time_limit of its experiment it goes on"):
+    with pytest.raises(TimeLimitError, match="raise time_limit of its experiment to continue"):
         train(folder, time_limit=1e-9)
     assert not (folder / "train").exists()

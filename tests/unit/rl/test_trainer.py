@@ -99,7 +99,7 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     torch.manual_seed(99)
     with caplog.at_level(logging.INFO):
         rows = continued.run()
-    assert "going on from step 2 of 5" in caplog.text
+    assert "continuing from step 2 of 5" in caplog.text
     assert untimed(rows) == untimed(expected)
     assert [json.loads(line)["step"] for line in (tmp_path / "killed/m.jsonl").read_text().splitlines()] == [
         1,

@@ -137,7 +137,7 @@ def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_pat
     out = tmp_path / "out.json"
     measure(out)
     assert json.loads(out.read_text())["status"] == "out of memory"
-    assert "used up by the update; lower micro_batch_tokens" in caplog.text
+    assert "the update ran out of GPU memory; lower micro_batch_tokens" in caplog.text
     assert "sleep: true" in caplog.text
 
 
