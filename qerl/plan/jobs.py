@@ -14,7 +14,7 @@ from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CalibratedOn, CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
 from qerl.jobs.report import FigureJob, ShapesJob, TableJob
-from qerl.jobs.shapes import PointJob
+from qerl.jobs.shapes import PointJob, RolloutMixJob
 from qerl.jobs.train import TrainJob
 from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
 from qerl.plan.files import Files
@@ -244,6 +244,8 @@ class Jobs:
             return [content_of(source)] if (source := job.settings.own_file) else []
         if isinstance(job, ShapesJob):
             return [content_of(file) for file in job.files]
+        if isinstance(job, PointJob):
+            return [content_of(job.work.trace)] if isinstance(job, RolloutMixJob) and job.work.trace else []
         model = self.checks[names[0]].model if isinstance(job, CheckJob) else self._plan.checkpoints[names[0]].model
         return [content_of(self.files.dense(model))] if self.files.is_own(model) else []
 

@@ -89,6 +89,11 @@ def stock(checkpoint, adapter):
     return PeftModel.from_pretrained(model, adapter).eval()
 
 
+def test_completions_of_lengths_of_their_own_are_refused(sampler):
+    with pytest.raises(ValueError, match="supports no lengths or tokens"):
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=4, lengths=((1,), (2,), (3,), (4,))))
+
+
 def add_noise(model, sigma, seed, step):
     for index, layer in enumerate(model.base_model.model.model.layers):
         for role, name in enumerate(ROLES):

@@ -25,6 +25,7 @@ rule shape_point:
     params:
         job=job("point"),
         decides=decides("point"),
+        content=content("point"),
         code=code("point"),
         points=lambda wildcards: str(JOBS.points[wildcards.point].out),
     shell:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from qerl.cli.commands import app
 from qerl.jobs.dispatch import function_of, parse_job
 from qerl.plan import plan_from
+from qerl.plan.jobs import Jobs
 from qerl.plan.shapes import file_of, measured_files, point_jobs, state
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import ShapesSettings
@@ -51,6 +52,21 @@ def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
     assert function_of(ours) == ("qerl.bench.rollout_mix.engine", "measure_mix")
     assert function_of(theirs) == ("qerl.bench.rollout_mix.vllm", "measure_mix")
     assert parse_job(ours.model_dump_json()) == ours
+
+
+def test_the_content_of_a_trace_decides_its_points(tmp_path):
+    trace = tmp_path / "logged.jsonl"
+    mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": str(trace)}]
+    values = {"name": "speed", "shapes": {"samples": "committed", "decode": [DECODE], "mixes": mixes}}
+    jobs = Jobs(plan_from(values, Path("config/mini.yaml")))
+    [replayed, free] = jobs.points
+    assert replayed == "mix-native-tiny-bf16-r32-64x8-logged-seed0"
+    contents = []
+    for text in ("a", "a", "b"):
+        trace.write_text(text)
+        contents.append(jobs.content("point", replayed))
+    assert contents[0] == contents[1] != contents[2]
+    assert jobs.content("point", free) == []
 
 
 def test_prompts_of_no_length_are_an_error():
