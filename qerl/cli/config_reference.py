@@ -11,22 +11,22 @@ from qerl.settings import base, benches, config, data, evaluation, models, rewar
 
 HEAD = """# Configuration
 
-A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It says what the science
-is; cores, GPUs and clusters are a matter of `profiles/`. An unknown key, or one given twice, is an error. Where a
-setting can be off, `off`, `none` and `false` all mean off. `qerl keys` makes this page from the settings' code.
+A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It describes the science;
+files in `profiles/` describe cores, GPUs and clusters. An unknown key, or one given twice, is an error. Where a setting
+can be off, `off`, `none` and `false` all mean off. `qerl keys` prints this page from the settings' code.
 
-* `mini.yaml`, the default: everything on two CPU cores, without GPU or network.
+* `mini.yaml`, the default: the whole workflow on two CPU cores, without GPU or network.
 * `own.yaml`: a real model of your own, with settings that follow from its checkpoint (`fit_to_model`). It is the
-  default where `model` is given on the command line.
-* `paper.yaml`: the grid of the QeRL paper; needs GPUs, and the hub or local folders (docs/paper.md).
+  default if the command line sets `model`.
+* `paper.yaml`: the grid of the QeRL paper. It needs GPUs, and the hub or local folders (docs/paper.md).
 * `ci.yaml`: the regression gates of speed and accuracy, in minutes on two CPU cores (docs/gates.md).
-* `shapes.yaml`: speed and memory on the sizes of Qwen2.5 with random weights; needs a GPU, and no network
-  (docs/results/h200.md).
+* `shapes.yaml`: speed and memory on the sizes of Qwen2.5 with random weights. It needs a GPU to measure, and no
+  network (docs/results/h200.md).
 * `walk.yaml`: the whole DAG on random weights of Qwen2.5-1.5B's size, in files as on the hub (docs/paper.md).
 
 An experiment expands into one run for each arm and each point of its grid. Keys of arms and grid may be dotted
 (`adapter.rank: 16`). On the command line, `--config model=FOLDER problems=FILE` replaces the checkpoint and the
-problems of every run by your own. With `model` and without `--configfile`, the configuration is `own.yaml`.
+problems of every run by your own.
 
 An example that compares three ranks at two learning rates, with three seeds each:
 
@@ -43,14 +43,14 @@ experiments:
 These keys of a run decide no result, so changing them reruns nothing: UNDECIDING. The same holds for the keys of an
 evaluation's engine.
 
-A key of a grid may be any key of a run. `qerl plan CONFIG` prints the table of runs, their cost at measured speeds, and
-which are done.
+Any key of a run may be a key of a grid. `qerl plan CONFIG` prints the table of runs with their cost at measured speeds
+and their state.
 
 Models and data sets of the hub are pinned by commit. `qerl lock CONFIG` asks the hub and writes commits and SHA-256
 hashes to the file that the key `lock` names. A workflow doesn't start with a branch or tag that isn't locked.
 
-The next example has answers in tags, and a data set and a reward of your own. Both are functions in `mine.py` in the
-working directory. A change of that file reruns what depends on it:
+The next example has answers in tags, a data set and a reward of your own. Data set and reward are functions in
+`mine.py` in the working directory. A change of that file reruns all that depends on it:
 
 ```yaml
 datasets:
