@@ -1,4 +1,4 @@
-"""How much the property-based tests try: the same examples on every run, more of them where the profile asks for it."""
+"""The number of examples in property-based tests: the same in every run, and more where the profile asks for them."""
 
 import gc
 import os

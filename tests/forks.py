@@ -1,4 +1,4 @@
-"""Programs of Python in forks of the test process, which has imported already what each of them would import."""
+"""Python programs in forks of the test process, which has already imported the modules that they need."""
 
 from __future__ import annotations
 

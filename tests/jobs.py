@@ -1,4 +1,4 @@
-"""Jobs as tests need them."""
+"""Jobs for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects put into the code one at a time, each with the gates that must see it; and reruns of the code as it is.
+"""Defects put into the code one at a time, with the gates that must detect each; and reruns of the unchanged code.
 
 `python -m tests.mutations FOLDER [NAME ...]` runs the gates on a copy of the committed code with each defect;
 `python -m tests.mutations FOLDER --reruns 20` on the code without one. FOLDER gets a file a run, which a later call

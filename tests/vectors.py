@@ -1,4 +1,4 @@
-"""The vectors of the gates, made by other code than this project's.
+"""The vectors of the gates, made by code other than this project's.
 
 `python -m tests.vectors` writes tests/fixtures/gates/vectors.safetensors; a test makes them anew and compares.
 """

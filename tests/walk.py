@@ -1,4 +1,4 @@
-"""What config/walk.yaml reads: a random checkpoint and made-up problems, in the layouts of their repositories.
+"""Inputs of config/walk.yaml: a random checkpoint and made-up problems, in the layouts of their repositories.
 
 `python -m tests.walk work/walk --size 1.5B` writes both into a new folder.
 """

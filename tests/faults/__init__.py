@@ -1,1 +1,1 @@
-"""Faults, each brought about for real: docs/faults.md lists them all, with the tests elsewhere that cover some."""
+"""Faults that the tests cause for real. docs/faults.md lists all of them, with tests elsewhere that cover some."""

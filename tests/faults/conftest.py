@@ -1,4 +1,4 @@
-"""A tiny run from files to files, and the ways in which its process ends."""
+"""A tiny run from files to files, and several ways to end its process."""
 
 import json
 import os

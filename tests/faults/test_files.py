@@ -1,4 +1,4 @@
-"""Power cuts, full disks, damaged and unreadable files: what is there is whole, or is named."""
+"""Power cuts, full disks, damaged and unreadable files: each file is complete, or an error names it."""
 
 import errno
 import os

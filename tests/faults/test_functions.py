@@ -1,4 +1,4 @@
-"""A reward of the user that raises or hangs: who it was and where, and nothing that was finished is lost."""
+"""A user's reward that raises or hangs: the error names the reward and line, and finished work stays."""
 
 import signal
 import sys

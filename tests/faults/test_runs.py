@@ -1,4 +1,4 @@
-"""Numbers that diverge, inputs that change under a run, clocks, two processes at once, a server that dies."""
+"""Numbers that diverge, inputs that change under a run, clocks, two processes of one run, a server that dies."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Log-probabilities by the kernels against float64 of the same logits, whose products are exact and rounded once."""
+"""Log-probabilities of the kernels against float64, on the same logits: exact products, rounded once."""
 
 import pytest
 import torch

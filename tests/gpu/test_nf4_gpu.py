@@ -1,4 +1,4 @@
-"""NF4 on a GPU, by bitsandbytes' kernels: bit for bit the plain PyTorch of the CPU, and products against float64."""
+"""NF4 on a GPU by bitsandbytes' kernels: bits against plain PyTorch on the CPU, and products against float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""AWQ: the equalised model computes what the dense one does, and its rounding is the library's, bit for bit."""
+"""AWQ: the equalised model computes the dense one's outputs, and its rounding equals the library's, bit for bit."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The card of a trained policy's folder: its code, run as it stands, makes the policy with stock PEFT."""
+"""The card of a trained policy's folder: its code runs unchanged and loads the policy with stock PEFT."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The harness tasks of the project against the stock tasks that come with the harnesses."""
+"""The project's harness tasks against the harnesses' stock tasks."""
 
 import json
 from pathlib import Path

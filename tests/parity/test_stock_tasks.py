@@ -1,4 +1,4 @@
-"""The stock tasks, through the project's evaluation, against the harnesses' own path on the same files of the hub."""
+"""Stock tasks in the project's evaluation against the harnesses' own path, on the same files of the hub."""
 
 import json
 import re

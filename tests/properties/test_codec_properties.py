@@ -1,4 +1,4 @@
-"""Codecs: any finite weight comes back as the nearest value of its group's grid, as the libraries have it."""
+"""Codecs: every finite weight becomes the nearest value of its group's grid, as in the libraries."""
 
 import itertools
 import re

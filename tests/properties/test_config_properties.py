@@ -1,4 +1,4 @@
-"""Configurations: whatever YAML holds is taken or refused in one sentence, and what is taken can be planned."""
+"""Configurations: any YAML is accepted or refused in one sentence, and any accepted one can be planned."""
 
 import copy
 import re

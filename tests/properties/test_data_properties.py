@@ -1,4 +1,4 @@
-"""Data sets: whatever a file holds is taken or refused in one sentence, and what is taken is split and graded right."""
+"""Data sets: any file is accepted or refused in one sentence, and accepted problems are split and graded correctly."""
 
 import json
 import random

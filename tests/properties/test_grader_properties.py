@@ -1,4 +1,4 @@
-"""Graders: no text crashes or stalls them, and of numbers they judge as exact arithmetic does."""
+"""Graders: no text crashes or stalls them, and they judge numbers by exact arithmetic."""
 
 import re
 import time

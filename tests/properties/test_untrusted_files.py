@@ -1,4 +1,4 @@
-"""Files from strangers: checkpoints, adapters, data sets and configurations run no code, whatever they hold."""
+"""Untrusted files: checkpoints, adapters, data sets and configurations never run code."""
 
 import ast
 import hashlib

@@ -1,4 +1,4 @@
-"""What a parser of YAML or JSON may hand over, and what is asked of every refusal."""
+"""Values that a parser of YAML or JSON may return, and the properties that every refusal has."""
 
 from __future__ import annotations
 

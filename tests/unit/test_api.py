@@ -1,4 +1,4 @@
-"""The library on a tiny checkpoint: parts are kept, a run's folder is its own, mistakes are told before any work."""
+"""The library on a tiny checkpoint: parts are kept, each run has its folder, mistakes are refused before any work."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its picture of the house and its lines a room are those of the code."""
+"""docs/architecture.md: its picture of the house and its table of rooms match the code."""
 
 import re
 

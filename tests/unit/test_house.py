@@ -1,4 +1,4 @@
-"""The package as a house, read by its syntax trees: which way imports run, and one name a thing."""
+"""The structure of the package, read from its syntax trees: the direction of imports, and unique names."""
 
 import ast
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The commands of the README, as make gives them to the shell."""
+"""The README's make targets: the commands that make gives to the shell."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""How often the workflow tries a training: again after a kill, once where an error of its own ended it."""
+"""Attempts of a training in the workflow: another one after a kill, none after an error."""
 
 import os
 import re

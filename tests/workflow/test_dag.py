@@ -1,4 +1,4 @@
-"""The whole DAG in miniature: it runs, does nothing twice, and reruns only what a change touches.
+"""The whole DAG in miniature: it runs, repeats nothing, and reruns only jobs that a change affects.
 
 One of its experiments has a reward and a data set of the user, by import path, and answers in tags.
 """

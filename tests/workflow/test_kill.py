@@ -1,4 +1,4 @@
-"""A training job that is killed goes on where it was."""
+"""A killed training job continues from its checkpoint."""
 
 import json
 import os

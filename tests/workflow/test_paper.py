@@ -1,4 +1,4 @@
-"""The paper's grid: its plan is exact and quick, and its miniature runs to the end."""
+"""The paper's grid: its plan is exact and quick, and its miniature runs to completion."""
 
 import re
 import subprocess

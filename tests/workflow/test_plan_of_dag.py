@@ -1,4 +1,4 @@
-"""What Snakemake plans, and how it refuses a configuration that can't run."""
+"""Snakemake's plan, and its refusal of configurations that can't run."""
 
 import json
 

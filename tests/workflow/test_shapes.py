@@ -1,4 +1,4 @@
-"""The speed grid through the workflow: measured once, tables of what there is, and nothing measured for them."""
+"""The speed grid in the workflow: points are measured once, and tables use existing points without a measurement."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""config/walk.yaml on a tiny checkpoint in the files of Qwen2.5's repository: from these files to a trained score."""
+"""config/walk.yaml on a tiny checkpoint in the files of Qwen2.5's repository, from these files to a score."""
 
 import json
 

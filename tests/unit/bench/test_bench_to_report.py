@@ -1,4 +1,4 @@
-"""What the measurements write is what the report reads: real ones, of a tiny policy, in the tables and cells."""
+"""The report reads the files that measurements write: real files of a tiny policy, down to the cells of tables."""
 
 import json
 from itertools import product

@@ -1,4 +1,4 @@
-"""The jobs of the speed grid: what is measured, by which command, and how far it is."""
+"""The jobs of the speed grid: their measurements, commands and states."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Points of a measurement: in turn or alone, and what becomes of one that runs out of memory."""
+"""Points of a measurement: in turn or alone, and the result of one that runs out of memory."""
 
 import gc
 import weakref

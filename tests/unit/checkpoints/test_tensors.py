@@ -1,4 +1,4 @@
-"""Checkpoints that are larger than what reading and quantizing them may hold in memory."""
+"""Checkpoints larger than the memory in which they are read and quantized."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line: what people call is the library, what rules call is set apart, a mistake is one sentence."""
+"""The command line: commands for people call the library, rules have a separate command, a mistake is one sentence."""
 
 import json
 import logging

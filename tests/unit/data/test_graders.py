@@ -1,4 +1,4 @@
-"""Answers made to mislead a grader, with the verdict that a careful reader gives, and inputs made to stall it."""
+"""Answers that could mislead a grader, with the verdict of a careful reader, and inputs that could stall it."""
 
 import os
 import subprocess

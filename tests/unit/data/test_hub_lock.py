@@ -1,4 +1,4 @@
-"""The lock file against a hub on this machine, asked by the hub's own client."""
+"""The lock file, written by the hub's own client from a hub on this machine."""
 
 import hashlib
 import json

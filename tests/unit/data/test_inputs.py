@@ -1,4 +1,4 @@
-"""`qerl train` uses what would be made now: changed inputs are made anew, or refused once the run is finished."""
+"""`qerl train` remakes parts whose inputs changed, and refuses changed inputs once the run is finished."""
 
 import importlib
 import json

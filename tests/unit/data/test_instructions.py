@@ -1,4 +1,4 @@
-"""What a data set asks for where no instruction is given: what its grader reads."""
+"""The instruction of a data set without one of its own: it asks for the answer that the grader reads."""
 
 import json
 from typing import get_args

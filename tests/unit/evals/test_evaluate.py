@@ -1,4 +1,4 @@
-"""The evaluation on samplers whose answers are known, so that every metric has an oracle."""
+"""The evaluation on samplers with known answers, so that every metric has an oracle."""
 
 import json
 import os

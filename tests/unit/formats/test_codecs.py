@@ -1,4 +1,4 @@
-"""The codecs against their definitions, worked out here value by value in double precision."""
+"""The codecs against their definitions, computed here value by value in double precision."""
 
 import math
 

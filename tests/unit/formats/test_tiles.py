@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights for the GPU's kernels: it loses nothing, and its codes are where the kernels look."""
+"""The layout of 4-bit weights for the GPU's kernels: it loses nothing, and codes lie where the kernels read them."""
 
 import pytest
 import torch

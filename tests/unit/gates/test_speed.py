@@ -1,4 +1,4 @@
-"""This code in turn with another version of it."""
+"""Measurements of this code in turn with another version of it."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What jobs import, imports that the garbage collector leaves alone, and extras that are missing."""
+"""Imports: those of each job, those hidden from the garbage collector, and missing extras."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Functions named by import path: found, refused in one sentence, and part of a run's identity."""
+"""Functions named by import path: they are found, or refused in one sentence, and belong to a run's identity."""
 
 import subprocess
 import sys

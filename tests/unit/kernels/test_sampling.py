@@ -1,4 +1,4 @@
-"""How the native engine draws tokens, on the CPU; `tests/gpu` compares the kernels with this."""
+"""The native engine's draws on the CPU; `tests/gpu` compares the kernels with them."""
 
 import numpy as np
 import pytest

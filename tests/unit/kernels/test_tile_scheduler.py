@@ -1,4 +1,4 @@
-"""How the decode product's thread blocks divide the work, by the kernel's own source compiled for this machine."""
+"""The division of work among the decode product's thread blocks, by the kernel's own source compiled for the CPU."""
 
 import ctypes
 import random

@@ -1,4 +1,4 @@
-"""Which thread blocks of the decode product share a multiprocessor: resources by the rules of occupancy on Hopper."""
+"""Thread blocks of the decode product that share a multiprocessor, by the rules of occupancy on Hopper."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Dropout by keys: a mask belongs to a piece and a layer, whatever stands beside it."""
+"""Keyed dropout: a mask depends on the piece and the layer, not on the rest of the batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers that run as one product against the layers themselves."""
+"""Layers computed as one product against the same layers one by one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The project's MLP in the place of transformers': the same numbers and names."""
+"""The project's MLP in place of transformers': the same numbers and names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The project's attention in the place of transformers': the same numbers and names, and what it leaves to theirs."""
+"""The project's attention in place of transformers': the same numbers and names, and the cases left to transformers."""
 
 import copy
 import pickle

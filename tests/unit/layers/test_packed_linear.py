@@ -1,4 +1,4 @@
-"""PackedLinear and LoRA on it against dense layers that hold the unpacked weight."""
+"""PackedLinear, with and without LoRA, against dense layers with the unpacked weight."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""A model of one's own gets settings by what its checkpoint is, and none of the miniature's."""
+"""A user's own model gets settings that follow from its checkpoint, and none of the miniature's."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each table of the paper takes, and what it costs: measured speeds and estimates, never mixed."""
+"""The runs and the cost of each table of the paper: measured speeds and estimates are never mixed."""
 
 import csv
 import math

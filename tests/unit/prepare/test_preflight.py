@@ -1,4 +1,4 @@
-"""What doesn't fit the model is said before anything long: lengths, chat template, targets, engine, test splits."""
+"""Settings that don't fit the model are refused before long work: lengths, chat template, targets, engine, splits."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Tables of rollouts of mixed lengths, their cells by hand."""
+"""Tables of rollouts of mixed lengths, with cells computed by hand."""
 
 import pandas as pd
 import pytest

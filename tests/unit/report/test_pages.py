@@ -1,4 +1,4 @@
-"""Tables as pages of the report, and what captions tell of the machine, the seeds and the commit."""
+"""Tables as pages of the report, and captions with machine, seeds and commit."""
 
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Results beside the printed numbers: the right cell, difference and interval; what is missing says why."""
+"""Results beside printed numbers: the right cell, difference and interval, or the reason why there is none."""
 
 import re
 from itertools import product

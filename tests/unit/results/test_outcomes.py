@@ -1,4 +1,4 @@
-"""Outcomes of synthetic runs: pairs, learning rates and spread by hand."""
+"""Outcomes of synthetic runs: pairs, learning rates and spread, computed by hand."""
 
 import numpy as np
 import pandas as pd

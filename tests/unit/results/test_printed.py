@@ -1,4 +1,4 @@
-"""The printed numbers: their shape, and that the paper's contradictions are marked, derived here from the numbers."""
+"""The printed numbers: their shape, and the marks of the paper's contradictions, derived here from the numbers."""
 
 import csv
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Every file of results/reference is as its schema says, or is of a kind that no schema describes."""
+"""Every file in results/reference matches its schema, or is of a kind without one."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Processes of a run that start at once."""
+"""The processes of a run, started at once."""
 
 from dataclasses import replace
 

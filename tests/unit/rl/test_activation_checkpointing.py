@@ -1,4 +1,4 @@
-"""What blocks keep for the backward pass, and how many compute it again."""
+"""The tensors that blocks keep for the backward pass, and the number of blocks that are recomputed."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Advantages of a group: exactly nothing for equal rewards, TRL's formula to the bit for all others."""
+"""Advantages of a group: exactly zero for equal rewards, otherwise TRL's formula to the bit."""
 
 import pytest
 import torch

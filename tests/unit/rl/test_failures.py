@@ -1,4 +1,4 @@
-"""A run that is out of memory or out of its time: a failed job, or where that is asked for a row of the tables."""
+"""A run out of memory or time: a failed job, or a row of the table if the experiment says so."""
 
 import json
 import sys

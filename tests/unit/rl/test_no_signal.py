@@ -1,4 +1,4 @@
-"""Rewards that teach nothing are told of, once, with a completion and what to change."""
+"""Rewards without a signal cause one warning, with a completion and the setting to change."""
 
 import logging
 import statistics

@@ -1,4 +1,4 @@
-"""Adaptive Quantization Noise: schedule, draws, and how it acts inside the norm."""
+"""Adaptive Quantization Noise: schedule, draws, and effect within the norm."""
 
 import math
 from itertools import pairwise

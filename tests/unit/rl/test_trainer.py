@@ -1,4 +1,4 @@
-"""The GRPO loop on a tiny policy: resume, noise modes, what is trained and what is not."""
+"""The GRPO loop on a tiny policy: resume, noise modes, trained and frozen tensors."""
 
 import json
 import logging

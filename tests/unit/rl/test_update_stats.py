@@ -1,4 +1,4 @@
-"""Figures of an update: how they add up, and the metrics made of them."""
+"""Statistics of an update: their sums, and the metrics computed from them."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Mistakes of the released code that must not come back, where no other test carries their name.
+"""Defects of the released code that must not come back, where no other test has their name.
 
 Elsewhere: noise that never fires (test_eager), noise lost to bf16 rounding and too few stages (test_noise),
 noise that accumulates (test_eager), a scorer that compares one character (test_evaluate, and F's here).

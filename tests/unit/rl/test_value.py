@@ -1,4 +1,4 @@
-"""The value function on the policy's frozen base: it learns, and the policy doesn't notice it."""
+"""The value function on the policy's frozen base: it learns, and the policy's output doesn't change."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which sampler the settings give; vLLM itself is tested in tests/parity."""
+"""The sampler that the settings choose; vLLM itself is tested in tests/parity."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Prompts in one row: what is computed together, and where it goes."""
+"""Prompts in one row: which are computed together, and the pages that they fill."""
 
 import numpy as np
 import pytest

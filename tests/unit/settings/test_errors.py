@@ -1,4 +1,4 @@
-"""Mistakes in settings: one line in plain words with the key as written, what would do and the nearest known key."""
+"""Mistakes in settings: one plain line with the key as written, the accepted values and the nearest known key."""
 
 from pathlib import Path
 
