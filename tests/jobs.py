@@ -6,8 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qerl.data.sources import prepare
 from qerl.jobs.train import TrainJob
+from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
+from tests.tiny import tiny_qwen2, write_template
+
+#: A run of a tiny policy with a checkpoint after each step, without a reward that its random completions differ in.
+SETTINGS: dict[str, Any] = {
+    "model": "tiny",
+    "dataset": "arithmetic",
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 4,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "checkpoint_every": 1,
+}
+
+
+def write_inputs(folder: Path) -> Path:
+    """A tiny checkpoint in `base`, and problems in `data`."""
+    write_template(tiny_qwen2(folder / "base"))
+    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
+    return folder
 
 
 def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path, **changes: Any) -> TrainJob:

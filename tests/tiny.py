@@ -30,6 +30,14 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+#: A chat template: what was said, and a colon.
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+
+
+def write_template(folder: Path, template: str = TEMPLATE) -> None:
+    """Give the tokenizer of a checkpoint a chat template."""
+    (folder / "chat_template.jinja").write_text(template)
+
 
 def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """A character tokenizer, saved into `folder`."""

@@ -13,26 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.data.sources import prepare
 from qerl.jobs import dispatch
 from qerl.settings.base import parse
-from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
-from tests.jobs import train_job
-from tests.tiny import tiny_qwen2
+from tests import jobs
+from tests.jobs import train_job, write_inputs
 
-SETTINGS = {
-    "model": "tiny",
-    "dataset": "arithmetic",
-    "weights": "bf16",
-    "dtype": "float32",
-    "steps": 4,
-    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
-    "adapter": {"rank": 4},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    "reward": {"function": "fault_reward:letters"},
-    "checkpoint_every": 1,
-}
+SETTINGS = {**jobs.SETTINGS, "reward": {"function": "fault_reward:letters"}}
 #: Random completions differ in it.
 REWARD = "def letters(answer, problem):\n    return float(len(set(answer.text)))\n"
 
@@ -70,11 +57,7 @@ def untimed(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    base = tiny_qwen2(folder / "base")
-    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
-    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

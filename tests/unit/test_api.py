@@ -17,7 +17,7 @@ from qerl.data.sources import prepare
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.evaluation import TaskSettings
 from qerl.settings.run import RunFile
-from tests.tiny import edit_config, tiny_qwen2
+from tests.tiny import edit_config, tiny_qwen2, write_template
 
 SETTINGS = {
     "weights": "bf16",
@@ -39,7 +39,7 @@ def commit(monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tiny_qwen2(tmp_path_factory.mktemp("models") / "dense")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(folder)
     return folder
 
 

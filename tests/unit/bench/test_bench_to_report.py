@@ -20,7 +20,7 @@ from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from tests.synthetic_results import rollout_point, step_point
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 MODEL = "qwen2.5-7b"
 RUN = {
@@ -39,8 +39,7 @@ GRID = [(1, 4, False), (2, 2, False), (1, 4, True)]
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     dense = tiny_qwen2(folder / "bf16", max_position_embeddings=1024)
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
-    (dense / "chat_template.jinja").write_text(template)
+    write_template(dense)
     quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
     prepare(parse(DatasetSettings, GENERATED, "test"), folder / "data")
     return folder

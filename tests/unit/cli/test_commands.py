@@ -19,7 +19,7 @@ import qerl
 from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.host.progress import configure_logging
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     """A checkpoint, problems, and a finished run of them."""
     folder = tmp_path_factory.mktemp("cli")
     model = tiny_qwen2(folder / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(model)
     rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(30)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     origin = {"source": "local", "path": str(folder / "sums.jsonl")}

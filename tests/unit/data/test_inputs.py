@@ -14,18 +14,11 @@ from qerl.data.hub_lock import sha256_of
 from qerl.data.inputs import content_of, data_files, hash_of, model_files
 from qerl.settings.base import ConfigError
 from qerl.settings.run import UNDECIDING, RunSettings
+from tests import jobs
 from tests.faults.conftest import untimed
-from tests.tiny import tiny_qwen2
+from tests.tiny import TEMPLATE, tiny_qwen2
 
-SETTINGS = {
-    "weights": "nvfp4",
-    "dtype": "float32",
-    "steps": 1,
-    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
-    "adapter": {"rank": 4},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    "reward": {"function": "own_functions:reward"},
-}
+SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"function": "own_functions:reward"}}
 FUNCTIONS = """
 def reward(answer, problem):
     return float(len(set(answer.text)))
@@ -33,7 +26,6 @@ def reward(answer, problem):
 def records():
     return [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(30)]
 """
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
 
 
 class Given:

@@ -10,7 +10,7 @@ from qerl.data.answers import well_formed
 from qerl.data.by_hand import parse_run
 from qerl.settings.base import parse
 from qerl.settings.data import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 #: How a policy that does as it is told states 18, and what the instruction must name for that.
 STATED = {
@@ -48,7 +48,7 @@ def test_a_run_and_an_evaluation_by_hand_ask_for_it(tmp_path, monkeypatch):
     run = parse_run({"model": "m", "dataset": file, "out": tmp_path / "run"}, "run.yaml")
     assert "####" in run.dataset.instruction
     model = tiny_qwen2(tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(model)
     policy = qerl.load(model, dtype="float32")
     for name, given, asked in (("default", {}, True), ("nothing", {"instruction": ""}, False)):
         outcome = qerl.evaluate(policy, file, tmp_path / name, repeats=1, max_tokens=2, **given)

@@ -20,7 +20,7 @@ from qerl import api
 from qerl.host import imports as module
 from qerl.host.imports import OPTIONAL, absent, check_installed, imports
 from qerl.settings.base import ConfigError
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
 
@@ -193,7 +193,7 @@ def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
     hidden = sorted(name for name, owners in modules if not brought & set(map(canonicalize_name, owners)))
     assert {"llmcompressor", "lm_eval", "snakemake", "matplotlib", "trl"} <= set(hidden)
     model = tiny_qwen2(tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(model)
     command = [sys.executable, "-c", BARE, json.dumps(hidden), str(model), str(tmp_path / "run")]
     run = subprocess.run(
         command, env={**os.environ, "QERL_COMMIT": "test"}, capture_output=True, text=True, check=False

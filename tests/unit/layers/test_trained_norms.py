@@ -18,7 +18,7 @@ from qerl.rl.value import add_value
 from qerl.rollout.vllm.weight_sync import norm_weights
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.training import AdapterSettings, PPOSettings
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 40, 41]])
@@ -28,7 +28,7 @@ IDS = torch.tensor([[5, 6, 7, 40, 41]])
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     dense = tiny_qwen2(folder / "bf16")
-    (dense / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(dense)
     quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
     return folder
 

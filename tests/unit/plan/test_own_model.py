@@ -10,7 +10,7 @@ from qerl.checkpoints.context import context_length
 from qerl.plan import fitting, own_model, plan_from
 from qerl.plan.own_model import Traits, chosen, fitted, traits
 from qerl.settings.base import ConfigError
-from tests.tiny import edit_config, tiny_llama, tiny_qwen2
+from tests.tiny import edit_config, tiny_llama, tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
 OWN = ROOT / "config/own.yaml"
@@ -19,7 +19,7 @@ OWN = ROOT / "config/own.yaml"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tiny_qwen2(tmp_path_factory.mktemp("own") / "Own-1B", shard_size="60KB", max_position_embeddings=256)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(folder)
     return folder
 
 

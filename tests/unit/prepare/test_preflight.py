@@ -18,17 +18,16 @@ from qerl.policy.loading import load_tokenizer
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.rollout import RolloutSettings
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 CONTEXT = 256
 LONG = "Howmany?" * 40
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tiny_qwen2(tmp_path_factory.mktemp("preflight") / "model", max_position_embeddings=CONTEXT)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_template(folder)
     return folder
 
 

@@ -11,17 +11,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
-from qerl.data.sources import prepare
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.policy import choose_device
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.data_parallel import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
-from tests.jobs import train_job
-from tests.tiny import tiny_qwen2
+from tests.jobs import train_job, write_inputs
 
 SETTINGS = {
     "model": "tiny",
@@ -46,11 +43,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    base = tiny_qwen2(folder / "base")
-    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
-    quantize_checkpoint(base, folder / "nvfp4", "nvfp4")
-    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
     return folder
 
 

@@ -1,6 +1,7 @@
 """A run out of memory or time: a failed job, or a row of the table if the experiment says so."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.data.sources import prepare
 from qerl.evals.job import evaluate_policy
 from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy
 from qerl.report import job as report_job
@@ -16,24 +16,12 @@ from qerl.results import readers
 from qerl.rl.failures import TimeLimitError
 from qerl.rl.train import train_run
 from qerl.settings.base import parse
-from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
-from tests.jobs import train_job
-from tests.tiny import tiny_qwen2
+from tests import jobs
+from tests.jobs import train_job, write_inputs
 
-SETTINGS = {
-    "model": "tiny",
-    "dataset": "arithmetic",
-    "weights": "bf16",
-    "dtype": "float32",
-    "steps": 4,
-    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
-    "adapter": {"rank": 4},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    "reward": {"function": "own_reward:count"},
-    "checkpoint_every": 1,
-}
+SETTINGS = {**jobs.SETTINGS, "reward": {"function": "own_reward:count"}}
 # The third step's completions are too many for the memory while there is a file `small`.
 REWARD = """
 from pathlib import Path
@@ -49,16 +37,19 @@ def count(answer, problem):
 """
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.delitem(sys.modules, "own_reward", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("own_reward.py").write_text(REWARD)
-    base = tiny_qwen2(tmp_path / "base")
-    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
-    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), tmp_path / "data")
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -21,7 +21,7 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
@@ -41,8 +41,7 @@ BASE = {
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     dense = tiny_qwen2(folder / "bf16")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
-    (dense / "chat_template.jinja").write_text(template)
+    write_template(dense)
     quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
     return folder
 
