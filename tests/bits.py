@@ -6,6 +6,6 @@ from qerl.formats.codecs import Packed
 
 
 def bits_per_weight(packed: Packed) -> float:
-    """Stored bits of one weight, scales and look-up tables included."""
+    """The stored bits of one weight, including scales and look-up tables."""
     stored = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors.values())
     return 8 * stored / math.prod(packed.shape)

@@ -37,7 +37,7 @@ settings.load_profile(os.environ.get(PROFILE, "default"))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collecting imports every library, in each process of the suite."""
+    """Skip the garbage collector while collection imports every library, in each process of the suite."""
     with imports():
         return (yield)
 
@@ -56,6 +56,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: of two processes, neither then ends with a long file alone."""
+    """Put files with slow tests first, so that neither of two processes ends with a long file alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

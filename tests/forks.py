@@ -33,7 +33,7 @@ def call(
 
 
 def _run(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:
-    """What the fork does; it never returns to the test."""
+    """The body of the fork; it never returns to the test."""
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     status = 1
     try:

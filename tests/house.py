@@ -27,7 +27,7 @@ def purpose(room: str) -> str:
 
 
 def imports() -> Edges:
-    """(importing room, imported room), also by imports within functions."""
+    """The pairs (importing room, imported room), including imports within functions."""
     edges = set()
     for file in (ROOT / "qerl").rglob("*.py"):
         own = file.relative_to(ROOT / "qerl").parts[0].removesuffix(".py")
@@ -42,7 +42,7 @@ def imports() -> Edges:
 
 
 def reduced(edges: Edges) -> Edges:
-    """The edges without those that a longer way implies: the least graph with the same reachability, if no circle."""
+    """The edges that no longer path implies: the least graph with the same reachability, if there is no circle."""
 
     def reach(start: str) -> set[str]:
         below = {to for source, to in edges if source == start}
@@ -70,13 +70,13 @@ def drawn(title: str) -> Edges:
 
 
 def house() -> str:
-    """The section on the house: the picture and a line a room."""
+    """The section on the house: the picture and the table of rooms."""
     lines = [f"| `{room}` | {purpose(room)} |" for room in rooms()]
     return "\n\n".join([block(reduced(imports()), rooms()), "\n".join(["| room | purpose |", "| --- | --- |", *lines])])
 
 
 def section_of_the_house(page: str) -> str:
-    """What the page has in the place of `house()`."""
+    """The page's present text in place of `house()`."""
     return page.partition("<!-- house -->\n")[2].partition("\n<!-- end -->")[0]
 
 

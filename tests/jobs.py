@@ -50,7 +50,7 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:
-    """Process numbers of the jobs of a kind that run in `folder`."""
+    """The process numbers of the jobs of one kind that run in `folder`."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -128,7 +128,7 @@ MUTATIONS = {
 
 
 def mutated(text: str, mutation: Mutation) -> str:
-    """The file with its defect."""
+    """The source of a file with its defect."""
     if text.count(mutation.old) != 1:
         raise ValueError(f"{mutation.file} has {text.count(mutation.old)} times what is to be replaced, not once")
     return text.replace(mutation.old, mutation.new)
@@ -156,7 +156,7 @@ def judge(name: str, mutation: Mutation | None, verdict: Path, cores: Collection
 
 
 def table(folder: Path) -> pd.DataFrame:
-    """A row a run: what was changed, the gates that had to fail and the other ones that did."""
+    """One row per run: the change, the gates that had to fail, and the other gates that did."""
     rows = []
     for file in sorted(folder.glob("*.json")):
         result = read(VerdictResult, file)

@@ -83,7 +83,7 @@ def _small_bench(bench: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_small(source: Path, folder: Path) -> Path:
-    """Write the miniature of the configuration `source` into `folder`; its path."""
+    """Write the miniature of the configuration `source` into `folder`; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "small.yaml"
     target.write_text(yaml.safe_dump(small(read_yaml(source), folder.resolve() / "data"), sort_keys=False))

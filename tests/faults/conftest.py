@@ -73,7 +73,7 @@ def run(tmp_path, inputs, monkeypatch) -> Run:
 
 @pytest.fixture(scope="session")
 def whole(inputs, tmp_path_factory) -> list[dict]:
-    """The metrics of the run that nothing happens to."""
+    """The metrics of an undisturbed run."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("whole")
         patch.chdir(folder)
@@ -103,7 +103,7 @@ def forked(function: Callable[[], object]) -> int:
 
 @contextmanager
 def ordinary_user():
-    """Root may read and write anything: within the block it is nobody."""
+    """Become an ordinary user within the block, because root may read and write anything."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -116,7 +116,7 @@ def ordinary_user():
 
 @pytest.fixture
 def public():
-    """A folder that other users may look into, as pytest's own aren't."""
+    """A folder that other users may read, unlike pytest's own."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder

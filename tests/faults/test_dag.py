@@ -55,12 +55,12 @@ def tree(tmp_path_factory) -> Tree:
 
 
 def jobs(tree: Tree, kind: str) -> list[int]:
-    """Process numbers of jobs of a kind in this tree."""
+    """The process numbers of this tree's jobs of one kind."""
     return processes_of(kind, tree.folder.resolve())
 
 
 def wait_for(found):
-    """What `found` finds, once it does; the test's own limit ends a wait in vain."""
+    """Wait until `found` returns something, and return that; the test's own time limit ends the wait."""
     while not (value := found()):
         time.sleep(0.02)
     return value
@@ -79,7 +79,7 @@ def said(run: subprocess.CompletedProcess) -> str:
     return " ".join((run.stdout + run.stderr).split())
 
 
-def test_a_killed_job_leaves_nothing_half_made_and_what_was_finished(tree):
+def test_a_killed_job_leaves_finished_results_and_no_partial_files(tree):
     run = start(tree, *ARGUMENTS)
     [job] = wait_for(lambda: jobs(tree, "quantize"))
     os.kill(job, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_a_killed_training_is_tried_again_from_its_checkpoint(tree):
     assert after[0] == before[0]  # with its seconds: the step was not done again
 
 
-def test_a_clock_set_back_is_told_and_the_sentence_mends_it(tree):
+def test_a_clock_set_back_is_reported_with_the_command_that_fixes_it(tree):
     """Were the training's inputs made anew now, Snakemake would take its results, of a later time, for newer."""
     later = time.time() + 3600
     os.utime(tree.folder / RUN / "run.json", (later, later))
@@ -144,7 +144,7 @@ def test_a_clock_set_back_is_told_and_the_sentence_mends_it(tree):
 
 
 def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
-    """What Snakemake plans with other settings of the runs and their experiment."""
+    """The jobs that Snakemake plans with other settings of the runs and their experiment."""
     values = yaml.safe_load((tree.folder / "faults.yaml").read_text())
     main = values["experiments"]["main"]
     main |= {"base": merged(main["base"], changes), **experiment}
@@ -152,7 +152,7 @@ def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
     return tree.planned("--configfile", "changed.yaml", "--", f"{RUN}/run.json")
 
 
-def test_what_decides_no_result_makes_none_anew(tree):
+def test_a_setting_that_decides_no_result_reruns_nothing(tree):
     later = time.time_ns() + 10**9
     for file in (tree.folder / "own.jsonl", tree.folder / "model", *(tree.folder / "model").iterdir()):
         os.utime(file, ns=(later, later))  # copied, say

@@ -32,7 +32,7 @@ CUT = 77
 
 
 def cut_before(name: str) -> None:
-    """End this process where it would give a file its final name."""
+    """End this process just before it gives a file its final name."""
     replace = os.replace
 
     def replace_or_end(source, target, **options):

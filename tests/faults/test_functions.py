@@ -107,7 +107,7 @@ def test_in_another_thread_no_limit_is_promised(reward):
     assert said[1] == 1.0
 
 
-def test_what_a_reward_raises_names_it_and_keeps_its_own_kind(reward):
+def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):
     with pytest.raises(ValueError, match="eighteen") as error:
         reward("breaks")
     [note] = error.value.__notes__

@@ -66,7 +66,7 @@ def another_template(run) -> None:
 
 
 @pytest.mark.parametrize("change", [another_base, another_template, other_problems])
-def test_a_killed_run_does_not_go_on_with_another_base_or_other_problems(run, change):
+def test_a_killed_run_does_not_continue_with_another_base_or_other_problems(run, change):
     assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
     change(run)
     resumed = run.train()
@@ -88,7 +88,7 @@ def test_a_copy_of_base_and_problems_is_the_same_run(run, whole):
 # --- clocks ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_last_step_whatever_the_clock_said(run, whole):
+def test_the_newest_checkpoint_has_the_last_step_whatever_the_file_times(run, whole):
     assert forked(lambda: (cut_before("run.json"), run.train())) == CUT
     newer = run.checkpoints[-1]
     os.utime(newer, (0, 0))
@@ -99,7 +99,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step_whatever_the_clock_sa
     assert untimed(rows) == untimed(whole)
 
 
-def test_files_of_the_future_are_refused_and_the_sentence_mends_it(tmp_path):
+def test_files_dated_in_the_future_are_refused_with_the_command_that_fixes_them(tmp_path):
     (tmp_path / "results").mkdir()
     for name in ("a", "b"):
         (tmp_path / "results" / name).touch()
@@ -119,7 +119,7 @@ HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.host.gpu_lease imp
 HOLD += "with alone(Path(sys.argv[1])):\n    print('has it', flush=True)\n    time.sleep(60)\n"
 
 
-def test_a_second_training_of_a_run_is_refused_until_the_first_ends_however(run, whole):
+def test_a_second_training_of_a_run_is_refused_until_the_first_ends_in_any_way(run, whole):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HOLD, str(run.work)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -138,7 +138,7 @@ def test_a_second_training_of_a_run_is_refused_until_the_first_ends_however(run,
 
 
 class Dying(BaseHTTPRequestHandler):
-    """A server of vLLM's API that is killed when it is asked for a completion."""
+    """A server of vLLM's API that is killed when it receives a request for a completion."""
 
     def do_GET(self):
         self._answer({"data": [{"id": "base"}]})

@@ -28,7 +28,7 @@ BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Freed memory full of NaN, which outputs are allocated from."""
+    """Fill freed memory, from which outputs are allocated, with NaN."""
     torch.manual_seed(torch.seed() % 2**31)
     filled = [torch.full((size,), torch.nan, device=CUDA) for size in (2**9, 2**14, 2**20, 2**26) for _ in range(4)]
     del filled
@@ -76,7 +76,7 @@ def paged(lengths, heads, dtype):
 
 
 def rotated(x, norm, eps, cos, sin):
-    """x [heads, D] in float64."""
+    """x [heads, D], rotated in float64."""
     if norm is not None:
         x = norm.double() * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     first, second = x.chunk(2, -1)
@@ -84,7 +84,7 @@ def rotated(x, norm, eps, cos, sin):
 
 
 def expected_attention(qkv, cache, state, slot, rope, heads):
-    """One row in float64, [Hq * D], with its rotated key [Hkv, D]."""
+    """The attention of one row in float64, [Hq * D], with its rotated key [Hkv, D]."""
     position = int(state.position[slot])
     parts = qkv.double().view(-1, heads.dim).split([heads.query, heads.kv, heads.kv])
     angles = rope[0][position].double(), rope[1][position].double()
@@ -256,7 +256,7 @@ def endless(policy, max_sequences=64, **settings):
 
 
 def differences(policy, prompts, groups, temperature=1.0):
-    """Log-probabilities of a Hugging Face forward pass, less those of the sampler."""
+    """The log-probabilities of a Hugging Face forward pass minus those of the sampler."""
     found = []
     for prompt, group in zip(prompts, groups, strict=True):
         ids = torch.tensor([prompt + completion.token_ids for completion in group], device=CUDA)
@@ -294,7 +294,7 @@ def test_logprobs_are_those_of_hugging_face_with_noise_and_after_a_sync(policy, 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_batch_size(policy, bucket):
-    """One sequence less than the bucket holds, so that idle rows fill it up."""
+    """The batch has one sequence less than its bucket, so that idle rows fill it up."""
     count = bucket if bucket < 8 else bucket - 1
     assert bucket_of(count) == bucket
     sampler = endless(policy, max_sequences=bucket)

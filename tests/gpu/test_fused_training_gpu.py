@@ -37,7 +37,7 @@ def noisy_norm(width, trained=True):
 
 
 def exact_norm(norm, hidden):
-    """Output, and what it was made of: the input and the weight in float64."""
+    """The output of the norm, and its input and weight in float64."""
     wide, weight = hidden.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
     scale = weight + norm.noise.double()
     return scale * wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt(), wide, weight

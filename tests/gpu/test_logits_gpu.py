@@ -32,7 +32,7 @@ def rounded_logits(hidden, head, dtype):
 
 
 def statistics(logits, targets):
-    """Log-probability of the targets, entropy, probabilities."""
+    """The targets' log-probabilities, the entropy and the probabilities."""
     full = torch.log_softmax(logits, -1)
     probabilities = full.exp()
     return full.gather(-1, targets[:, None])[:, 0], -(probabilities * full).sum(-1), probabilities

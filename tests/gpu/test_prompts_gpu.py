@@ -22,7 +22,7 @@ LENGTHS = [1, 64, 300, 2, 65, 128, 129, 63]
 
 
 def exact(qkv, lengths, positions, rope, heads):
-    """Attention, keys and values in float64, by token."""
+    """Attention, keys and values of each token in float64."""
     query, key, value = qkv.double().view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], 1)
 
     def rotated(x, norm):

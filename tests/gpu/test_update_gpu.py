@@ -62,7 +62,7 @@ def packed(policy, drawn, weights, max_tokens):
 
 
 def one_by_one(policy, drawn, weights):
-    """The same in float32, with all logits of a sequence at once."""
+    """The same in float32, for one sequence at a time, with all its logits at once."""
     found = []
     for sample, weight in zip(drawn, weights, strict=True):
         ids = torch.tensor([sample.prompt + sample.completion.token_ids], device=DEVICE)

@@ -32,7 +32,7 @@ def policy(request, tmp_path):
 
 
 def kl(policy, groups):
-    """Mean over tokens of the k3 estimate between the sampler and one forward pass of the policy."""
+    """The mean over tokens of the k3 estimate between the sampler and a forward pass of the policy."""
     terms = []
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:

@@ -112,7 +112,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
 
 @pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20), (384, 300), (512, 390)])
 def test_a_row_does_not_depend_on_the_others(rows):
-    """Buckets of the engine need it within one variant of the kernel."""
+    """The engine's buckets need this within one variant of the kernel."""
     from qerl.layers.w4_linear import W4Linear
 
     many, few = rows

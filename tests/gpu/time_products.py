@@ -128,7 +128,7 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def point(name: str, shape: Shape, rows: int, rank: int) -> dict[str, Any]:
-    """Errors, and times of the packed product and of cuBLAS."""
+    """The errors and times of the packed product and of cuBLAS."""
     operands = [random_operands(shape, rank) for _ in range(shape.copies)]
     x = torch.randn(rows, shape.columns, device=DEVICE).bfloat16()
     error = check(operands[0], shape, x)

@@ -48,7 +48,7 @@ GSM8K = [
 
 
 def verdicts(task, repeat):
-    """Filter and metric of an lm-eval task on the adversarial completions, as its evaluator runs them."""
+    """The verdicts of an lm-eval task's filter and metric on adversarial completions, as its evaluator runs them."""
     record = {"question": "How many?", "answer": GSM8K_GOLD}
     instances = []
     for number, (text, _) in enumerate(GSM8K):
@@ -216,7 +216,7 @@ REWARDED_ONLY = {
 @pytest.mark.parametrize("form", ["native", "tags"])
 @pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
 def test_what_training_rewards_is_right_for_the_harness(record_format, form):
-    """No policy learns an answer that evaluation doesn't count, but for numbers spelled unlike the record's."""
+    """Evaluation counts every answer that training rewards, except numbers spelled unlike the record's."""
     cases = graded_texts(record_format, form)
     problems = [
         Problem(str(number), f"question {number}", f"#### {expected}" if record_format == "gsm8k" else None, expected)

@@ -45,7 +45,7 @@ def kl(request):
 
 @pytest.fixture(scope="module")
 def trainer(checkpoint, tmp_path_factory, loss_name, kl):
-    """TRL on its own copy of the model."""
+    """A TRL trainer on its own copy of the model."""
     arguments = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("trl")),
         **IN_TRL[loss_name],

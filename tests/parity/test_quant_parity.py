@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def bits(tensor):
-    """As bytes, so that signed zeros, infinities and NaNs count as what they are."""
+    """The tensor as bytes, so that signed zeros, infinities and NaNs compare exactly."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
@@ -82,7 +82,7 @@ cases = pytest.mark.parametrize(("dtype", "name"), CASES, ids=[f"{str(d)[6:]}-{n
 
 
 def library_fp4(weight, weights_format):
-    """Packed tensors, and the weight in bfloat16, by compressed-tensors."""
+    """The packed tensors and the bfloat16 weight of compressed-tensors."""
     compressor, scheme = LIBRARY[weights_format]
     groups = weight.view(weight.shape[0], -1, scheme.weights.group_size)
     low, high = groups.amin(-1), groups.amax(-1)

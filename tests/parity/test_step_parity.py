@@ -28,7 +28,7 @@ COMPLETIONS = [
 
 
 def reward(text: str) -> float:
-    """How many of these characters there are; the second group has none of them."""
+    """The number of these characters in a completion; the second group has none of them."""
     return float(len(set(text) & set("89abc")))
 
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory):
 
 
 class Fixed:
-    """A sampler whose completions are given, with the log-probabilities that the policy gives them."""
+    """A sampler with given completions and the policy's log-probabilities for them."""
 
     def sync(self):
         pass
@@ -50,7 +50,7 @@ class Fixed:
 
 
 def trl_step(checkpoint, folder, loss_name, mask_truncated):
-    """Loss, gradients and logged figures of TRL."""
+    """TRL's loss, gradients and logged figures."""
     arguments = GRPOConfig(
         output_dir=str(folder),
         **IN_TRL[loss_name],

@@ -157,7 +157,7 @@ def test_lighteval_prompts_and_verdicts_are_the_stock_ones(run, source, tokenize
 
 @pytest.mark.parametrize("task", ["amc23", None])
 def test_amc23_takes_integers_for_its_floats(tokenizer, source, tmp_path, task):
-    """Under the stock prompt and under the project's."""
+    """The case is run with the stock prompt and with the project's."""
     values = settings(REPOSITORY["amc23"], source("amc23"), instruction="Box the answer.")
     prepare(parse(DatasetSettings, values, "datasets"), tmp_path / "data")
     tasks = {"tasks": [{"dataset": "data", "harness": "lighteval", "task": task}], "repeats": 1}

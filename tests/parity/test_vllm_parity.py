@@ -50,7 +50,7 @@ SIGMA = 0.1
 
 
 def change(policy, seed, scale=0.1):
-    """Move everything that is trained, as a few steps would."""
+    """Change all trained tensors, as a few steps would."""
     torch.manual_seed(seed)
     for _, parameter in policy.trainable():
         parameter.data += scale * torch.randn_like(parameter)
@@ -102,7 +102,7 @@ def add_noise(model, sigma, seed, step):
 
 
 def forced(model, prompt, tokens, temperature=1.0):
-    """Log-probabilities [T] of a completion from one forward pass."""
+    """The log-probabilities [T] of a given completion from one forward pass."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]

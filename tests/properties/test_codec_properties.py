@@ -197,7 +197,7 @@ def test_what_is_no_number_of_the_formats_is_refused(weights_format, number, at,
 
 
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-def test_a_checkpoint_with_a_number_that_is_none_is_refused_by_the_tensors_name(tmp_path, weights_format):
+def test_a_checkpoint_with_nan_is_refused_with_the_tensors_name(tmp_path, weights_format):
     source = tiny_qwen2(tmp_path / "dense")
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -27,7 +27,7 @@ RUN = {"model": "miniature", "dataset": "arithmetic"}
 
 
 def places(tree, above=()):
-    """Every path to a value of nested mappings and lists."""
+    """Every path to a value in nested mappings and lists."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*above, key)
@@ -45,7 +45,7 @@ def changed(tree, place, value):
 
 
 def assert_same_when_read_again(settings):
-    """What was taken is whole: written as YAML and read again, it is the same."""
+    """Accepted settings are complete: written as YAML and read again, they are the same."""
     dumped = yaml.safe_dump(settings.model_dump(mode="json"))
     assert parse(type(settings), parse_yaml(dumped, "again"), "again") == settings
 
@@ -254,7 +254,7 @@ def leaves(tree, above=()):
 
 
 @given(mappings)
-def test_nothing_over_a_mapping_and_a_mapping_over_nothing_are_the_mapping(tree):
+def test_merging_a_mapping_with_nothing_gives_the_mapping(tree):
     assert merged(tree, {}) == merged({}, tree) == merged(tree, tree) == tree
 
 

@@ -46,7 +46,7 @@ def test_any_record_states_a_problem_or_is_one_sentence(record_format, record):
 
 
 def taken(path):
-    """Whether a file is taken; what is refused is refused in one sentence with its name."""
+    """Whether a file is accepted; a refusal must be one sentence with the file's name."""
     with refused_in_one_sentence(str(path)):
         assert check_problem_file(path) in FORMATS
         return True

@@ -86,7 +86,7 @@ def test_a_number_is_right_however_it_is_written(form, number, as_written):
         ["{}", " {} ", "${}$", "\\({}\\)", "\\boxed{{{}}}", "x = {}", "**{}**", "{} apples", "{} km/h."]
     ),
 )
-def test_a_number_in_tags_is_right_with_what_may_stand_around_it(number, around):
+def test_a_number_in_tags_is_right_with_permitted_text_around_it(number, around):
     text = f"<answer>{around.format(number)}</answer>"
     assert is_correct(text, str(number), "gsm8k", "tags")
     assert not is_correct(text, str(number + 10), "gsm8k", "tags")
@@ -97,7 +97,7 @@ digits = st.text("0123456789", min_size=1, max_size=12)
 
 @st.composite
 def near(draw):
-    """Two numbers that share their first or last characters: a digit is put in, left out or replaced."""
+    """Two numbers that share their first or last characters; one digit is inserted, omitted or replaced."""
     number = draw(digits)
     at = draw(st.integers(0, len(number)))
     put = draw(st.sampled_from(["", *"0123456789", ".", "-"]))

@@ -41,7 +41,7 @@ MINI = ROOT / "config/mini.yaml"
 
 @pytest.fixture
 def canary(tmp_path):
-    """The path of a file that any code of the attacks would write; it must not be there after the test."""
+    """The path of a file that the attacks' code would write; it must not exist after the test."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists(), "the file of a stranger ran code"
@@ -49,7 +49,7 @@ def canary(tmp_path):
 
 
 class Attack:
-    """Unpickled, it writes the canary."""
+    """An object that writes the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -72,7 +72,7 @@ def folder(tmp_path):
 
 
 def test_the_canary_sings(tmp_path):
-    """The attacks work where nothing guards against them, so that a silent canary tells something."""
+    """Without a guard the attacks write the canary, so its absence elsewhere means something."""
     pickle.loads(pickle.dumps(Attack(tmp_path / "canary")))
     assert (tmp_path / "canary").read_text() == "pickle"
     (tmp_path / "canary").unlink()
@@ -390,7 +390,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def dangers(source: str, file: str = "x.py"):
-    """The calls and imports of a module by which data could run as code."""
+    """The calls and imports in a module by which data could run as code."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] == ["UnpicklingError"]:
             continue  # what is raised where a pickle is refused

@@ -99,7 +99,7 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
         qerl.train({**values, **changed})
 
 
-def test_only_a_base_that_is_the_hubs_own_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
+def test_only_an_unchanged_base_of_the_hub_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.prepare.base_checkpoint.fetch_model", lambda *_: model)
     commit = "0" * 40
     for weights, revision, base in (

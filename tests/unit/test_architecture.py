@@ -42,7 +42,7 @@ def test_places_that_a_page_names_exist(page):
 
 
 def stands(name: str) -> bool:
-    """Whether a dotted name is a module, or is defined in the module above it."""
+    """Whether a dotted name is a module, or a name that the module above it defines."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         place = house.ROOT / "/".join(parts[:end])

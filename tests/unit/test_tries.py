@@ -63,8 +63,8 @@ def test_nothing_is_tried_again_for_a_snakemake_that_is_gone(command, tmp_path):
     assert len((tmp_path / "tries").read_text().splitlines()) == 1
 
 
-def test_nobody_else_tries_an_error_again():
-    """Snakemake's own retries know no kill from an error, locally and on a cluster."""
+def test_snakemake_retries_no_error():
+    """Snakemake's own retries can't tell a kill from an error, locally or on a cluster."""
     assert "retries" not in RULE.read_text()
     profiles = {file.parent.name: read_yaml(file) for file in (ROOT / "profiles").glob("*/config.yaml")}
     assert "slurm" in profiles

@@ -45,7 +45,7 @@ class Tree:
         snakemake.cli.main(arguments)
 
     def planned(self, *arguments: str) -> dict[str, int]:
-        """Jobs of a dry run by rule."""
+        """The number of jobs in a dry run, by rule."""
         run = self.snakemake("--dry-run", "--quiet", "rules", *arguments)
         lines = [line.split() for line in (run.stdout + run.stderr).splitlines()]
         table = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
@@ -59,12 +59,12 @@ def copy_tree(folder: Path) -> Tree:
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
-    """What a clone lacks; `qerl/results` is a room of the package."""
+    """The names that a clone lacks; `qerl/results` is a room of the package."""
     made = {"results", "work"} if Path(folder) == ROOT else set()
     return made | shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")(folder, names)
 
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory) -> Tree:
-    """Shared: for runs that write nothing."""
+    """A shared copy, for runs that write nothing."""
     return copy_tree(tmp_path_factory.mktemp("tree") / "qerl")

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def edges_of(tree, config: str) -> house.Edges:
-    """(rule, rule that needs it) of a configuration."""
+    """The pairs (rule, rule that needs it) of a configuration."""
     graph = tree.snakemake("--rulegraph", "--configfile", f"config/{config}.yaml").stdout
     names = dict(re.findall(r'(\d+)\[label = "(\w+)"', graph)) | {"": ""}
     found = {(names[a], names[b]) for a, b in re.findall(r"(\d+) -> (\d+)", graph)}

@@ -66,13 +66,13 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the finished DAG, with its times, for what changes results."""
+    """A copy of the finished DAG with its file times, for tests that change results."""
     shutil.copytree(finished.folder, tmp_path / "qerl", symlinks=True)
     return Tree(tmp_path / "qerl")
 
 
 def replanned(tree: Tree, file: str, old: str, new: str, *targets: str) -> dict[str, int]:
-    """What Snakemake plans while `new` is in the place of `old`."""
+    """The jobs that Snakemake plans while `new` replaces `old`."""
     path = tree.folder / file
     text = path.read_text()
     assert old in text
@@ -181,7 +181,7 @@ def test_a_missing_function_stops_the_workflow_before_any_job(finished):
 
 
 def test_a_failed_job_leaves_finished_results_alone_and_names_the_reason(copied):
-    """A truncated checkpoint: the training that needs it fails, what was finished stays."""
+    """A checkpoint is truncated: the training that needs it fails, and finished results stay."""
     weights = next((copied.folder / RESULTS / "quantize/miniature-nvfp4/checkpoint").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     run = copied.snakemake(*CONFIG, "--forcerun", f"{RESULTS}/train/{OWN}/run.json", check=False)
@@ -202,7 +202,7 @@ def limited(tree: Tree, name: str, **changes) -> tuple[str, ...]:
     return "--configfile", "limited.yaml", "--"
 
 
-def test_a_run_out_of_its_time_fails_or_is_a_row_where_that_is_asked_for(copied):
+def test_a_run_over_its_time_limit_fails_or_is_a_row_with_on_failure_row(copied):
     target = f"{RESULTS}/train/{MAIN.replace('main', 'stopped')}/run.json"
     failed = copied.snakemake(*limited(copied, "stopped", time_limit=1e-9), target, check=False)
     assert failed.returncode != 0

@@ -53,26 +53,26 @@ def job(tmp_path):
 
 
 def start(job: TrainJob, **variables: str) -> subprocess.Popen:
-    """The job as the workflow starts it."""
+    """Start the job as the workflow does."""
     command = [sys.executable, "-m", "qerl", "rule", job.model_dump_json()]
     return subprocess.Popen(command, env={**ENVIRONMENT, **variables}, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Wait for its end; what it said."""
+    """Wait until the job ends; return its output."""
     _, said = process.communicate()
     assert process.returncode == 0, said
     return said
 
 
 def children(process: subprocess.Popen) -> list[Path]:
-    """Entries in /proc of the processes that it started."""
+    """The entries in /proc of the processes that the job started."""
     started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [Path("/proc") / pid for pid in started]
 
 
 def run_whole(job: TrainJob) -> None:
-    """The run that nothing happens to, on one thread as the others are."""
+    """An undisturbed run, on one thread like the others."""
     torch.set_num_threads(1)
     dispatch.run(job)
 

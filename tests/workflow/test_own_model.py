@@ -72,7 +72,7 @@ def test_all_of_own_models_table_is_planned(tmp_path, tree, monkeypatch):
     }
 
 
-def test_a_model_without_a_configuration_is_planned_with_that_of_real_models(tmp_path, tree):
+def test_a_model_without_a_configuration_uses_that_of_real_models(tmp_path, tree):
     model = tiny_qwen2(tmp_path / "own")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     planned = tree.planned("--config", f"model={model}")

@@ -33,7 +33,7 @@ def outputs(said: str) -> set[str]:
 
 
 def expected(plan_, results: str) -> set[str]:
-    """One file for each row of each sheet."""
+    """One file for each row of each table of the plan."""
     return {
         *(f"{results}/train/{name}/run.json" for name in plan_.runs),
         *(f"{results}/evaluate/{name}/result.json" for name in plan_.evaluations),

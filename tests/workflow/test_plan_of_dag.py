@@ -24,7 +24,7 @@ def test_the_default_plan_needs_every_kind_of_result(tree):
 
 
 def refused(tree, tmp_path, change) -> str:
-    """What Snakemake says of the default configuration after `change`; it must exit with an error before any job."""
+    """Snakemake's message for the default configuration after `change`; it must exit with an error before any job."""
     values = yaml.safe_load((tree.folder / "config/mini.yaml").read_text())
     change(values)
     file = tmp_path / "changed.yaml"

@@ -14,7 +14,7 @@ MIX |= {"prompt": [4, 8], "median": 4, "tokens": 8, "repeats": 1}
 ARGUMENTS = ("--configfile", "speed.yaml")
 
 
-def test_points_are_measured_once_and_tables_made_of_what_there_is(tmp_path):
+def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
     tree = copy_tree(tmp_path / "qerl")
     values = {
         "name": "speed",

@@ -25,7 +25,7 @@ def measure(out: Path, **changes) -> dict:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the sampler, each of which takes a millisecond a token of its prompts."""
+    """The calls of the sampler; each takes a millisecond per prompt token."""
     calls = []
 
     class Sampler(prompts.EngineSampler):

@@ -9,7 +9,7 @@ from qerl.bench.timing import Point, run_points
 
 
 class Held:
-    """What a point keeps in memory."""
+    """The memory that a point holds."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_points_one_after_another_are_alone_in_memory(world):
 
 
 @pytest.mark.parametrize("interleave", [True, False])
-def test_a_point_out_of_memory_is_a_row_and_stops_no_other(world, interleave):
+def test_a_point_out_of_memory_is_a_row_and_the_others_are_measured(world, interleave):
     points = [point("a", world, make_fails=True), point("b", world, fails_in=1), point("c", world)]
     done = run_points(points, repeats=2, interleave=interleave)
     assert [p.status for p in done] == ["out of memory", "out of memory", "ok"]

@@ -9,7 +9,7 @@ from qerl.data.formulas import canonical, leaves, parse_formula, value
 
 
 def combinations(numbers):
-    """Every formula that uses each of some numbers once."""
+    """Every formula that uses each of the given numbers once."""
     if len(numbers) == 1:
         yield numbers[0]
     for chosen in range(1, 2 ** len(numbers) - 1):

@@ -450,7 +450,7 @@ PATHOLOGICAL = [
 
 @pytest.mark.parametrize("answer", PATHOLOGICAL)
 def test_a_pathological_expression_is_wrong_in_bounded_time(answer):
-    """Without a limit none of them would end within the test's own."""
+    """Without a limit, none of these would end within the test's own time limit."""
     assert not is_correct(f"\\boxed{{{answer}}}", "18", "math")
     assert is_correct("\\boxed{\\frac{2}{4}}", "\\frac12", "math")
 

@@ -166,7 +166,7 @@ def test_a_copy_without_its_card_is_an_error(copy, tmp_path):
         prepared(settings("openai/gsm8k", folder), tmp_path / "out")
 
 
-def test_a_folder_that_is_not_there_names_the_command_that_makes_it(tmp_path):
+def test_the_error_for_a_missing_folder_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(DataError) as error:
         prepared(settings("openai/gsm8k", tmp_path / "gsm8k"), tmp_path / "out")
     command = f"hf download --repo-type dataset openai/gsm8k --revision {COMMIT} --local-dir {tmp_path / 'gsm8k'}"

@@ -29,7 +29,7 @@ def records():
 
 
 class Given:
-    """What a user has in the working directory, and trains with."""
+    """The files in a user's working directory, and the training that reads them."""
 
     def __init__(self, folder) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ def given(base, tmp_path, monkeypatch) -> Given:
 
 @pytest.fixture
 def killed(given, monkeypatch) -> Given:
-    """A run that was killed in its first step, with data and checkpoint made."""
+    """A run killed in its first step, after data and checkpoint were made."""
 
     def kill(*_):
         raise KeyboardInterrupt
@@ -90,7 +90,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_what_changed_before_the_run_was_finished_is_used_afterwards_refused(killed, key):
+def test_changed_inputs_are_used_before_the_run_is_finished_and_refused_afterwards(killed, key):
     change, name = CHANGES[key]
     change(killed)
     run = killed.train()

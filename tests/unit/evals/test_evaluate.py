@@ -71,7 +71,7 @@ class Scripted:
 
 
 def number_prompts(tokenizer, datasets):
-    """Data set and number of the problem that each prompt asks."""
+    """The data set and problem number of each prompt."""
     return {
         tuple(prompt_ids(tokenizer, problem.question, read_meta(folder).instruction)): (name, number)
         for name, folder in datasets.items()

@@ -72,7 +72,7 @@ def times(now):
 
 
 def moved(*points):
-    """The baseline's accuracies, moved by so many points."""
+    """The baseline with its accuracies changed by some points."""
     return {"accuracies": {"accuracy": {s: a + p / 100 for (s, a), p in zip(ACCURACIES.items(), points, strict=True)}}}
 
 
@@ -136,7 +136,7 @@ def test_without_a_baseline_nothing_passes(metric, check, baselines):
     assert overall([found]) == "no baseline"
 
 
-def test_a_ratio_to_a_baseline_that_there_is_not_is_no_pass():
+def test_a_ratio_to_a_missing_baseline_does_not_pass():
     found = judge(gate("rollout-to-baseline", "ratio-at-most", 9), measured(ratios={}, compared_with=None), NOWHERE)
     assert found.outcome == "no baseline"
 
@@ -289,7 +289,7 @@ def test_the_vectors_are_those_of_the_libraries():
             assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_numerics_find_nothing_here_and_a_scale_that_is_one_step_off(tmp_path):
+def test_numerics_pass_on_this_code_and_detect_a_scale_off_by_one_step(tmp_path):
     measure_numerics(FIXTURES, tmp_path / "out.json")
     values = json.loads((tmp_path / "out.json").read_text())["values"]
     assert {name: value for name, value in values.items() if value and not name.startswith("product/")} == {}
@@ -324,7 +324,7 @@ def test_a_grader_that_compares_one_character_is_found(monkeypatch):
 
 @pytest.fixture
 def results(tmp_path):
-    """Files as the workflow writes them, of one run."""
+    """The result files of one run, as the workflow writes them."""
     step = NO_METRICS | {"loss": 0.1, "reward": 0.5, "grad_norm": 1.0}
     metrics = [
         step | {"mismatch/kl": 1e-12, "noise/sigma": 0.0},
@@ -408,7 +408,7 @@ def test_what_fails_stands_first():
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_defect_can_still_be_put_in_and_names_gates_that_there_are(name):
+def test_every_defect_still_applies_and_names_existing_gates(name):
     mutation = MUTATIONS[name]
     compile(mutated(Path(mutation.file).read_text(), mutation), mutation.file, "exec")
     assert set(mutation.seen) <= {gate.gate for gate in read_gates(GATES / "gates.tsv")}

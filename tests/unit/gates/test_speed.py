@@ -66,7 +66,7 @@ _time.perf_counter = _tick
 
 
 def version(folder: Path, rollout_seconds: float) -> Path:
-    """A copy of the package whose rollouts take so long by a clock of its own."""
+    """A copy of the package whose rollouts take a given time on its own clock."""
     shutil.copytree(PACKAGE, folder / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "qerl/by_hand/evaluations.py"
     text = file.read_text()
@@ -95,7 +95,7 @@ def small_worker(file: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_slower_version_is_seen(tmp_path, monkeypatch):
-    """What stands for the baseline takes twice as long for every rollout, and for nothing else."""
+    """The baseline's stand-in takes twice as long for every rollout, and for nothing else."""
     monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: version(tmp_path / "slower", 2.0))
     monkeypatch.setattr(speed, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
     monkeypatch.setattr(speed, "WORKER", small_worker(tmp_path / "worker.py"))

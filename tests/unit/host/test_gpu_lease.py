@@ -102,7 +102,7 @@ def held(process: subprocess.Popen) -> set[str]:
 
 
 def waits(process: subprocess.Popen) -> bool:
-    """Whether what it says next is that it waits."""
+    """Whether the next line of output says that the process waits."""
     return process.stdout.readline() == "waits\n"
 
 
@@ -199,7 +199,7 @@ def rule(out: Path) -> list[str]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_jobs_of_the_grid_have_a_gpu_and_cores_of_their_own(node, tmp_path):
+def test_each_job_of_the_grid_has_its_own_gpu_and_cores(node, tmp_path):
     node(2)
     (tmp_path / "probe.py").write_text(PROBE)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}

@@ -65,7 +65,7 @@ def test_what_reads_a_configuration_imports_neither_torch_nor_tables(code):
     assert not (LARGE | {"torch", "transformers"}) & found
 
 
-def test_a_library_is_absent_in_the_block_alone_and_only_where_it_is_known_to_be_spared(monkeypatch):
+def test_a_hidden_library_is_absent_only_within_the_block(monkeypatch):
     name = "this"  # of the standard library, and imported by nobody
     monkeypatch.delitem(sys.modules, name, raising=False)
     with absent([name, "json"]):
@@ -80,7 +80,7 @@ def test_a_library_is_absent_in_the_block_alone_and_only_where_it_is_known_to_be
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_is_as_before_and_passes_over_what_was_imported(collects):
+def test_the_garbage_collector_is_restored_and_skips_imported_modules(collects):
     before = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:

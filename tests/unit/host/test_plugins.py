@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory; what is imported from it is forgotten."""
+    """The working directory, whose imports are forgotten after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     before = set(sys.modules)
@@ -111,7 +111,7 @@ def test_what_can_be_called_as_asked_is_taken(folder):
 
 
 @pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine:f()", "mine.py:f", "a b:c", "../mine:f"])
-def test_what_is_no_import_path_is_an_error_of_the_configuration(path):
+def test_an_invalid_import_path_is_an_error_of_the_configuration(path):
     with pytest.raises(ConfigError, match=r"`function`.*is no import path; write `module:function`"):
         parse(RewardSettings, {"function": path}, "test")
 

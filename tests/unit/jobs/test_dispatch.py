@@ -53,7 +53,7 @@ def test_the_version_of_a_rule_has_every_module_that_it_reaches(graph, entry):
 
 
 @pytest.mark.parametrize(("entry", "module"), BY_NAME.items())
-def test_the_version_of_a_rule_has_what_is_loaded_by_its_name(entry, module):
+def test_the_version_of_a_rule_covers_modules_loaded_by_name(entry, module):
     assert module in code_of([entry], PACKAGE.parent, decides)
 
 

@@ -18,7 +18,7 @@ def sampling_of(temperature=1.0, seed=0, top_p=1.0, top_k=0, stops=()):
 
 
 def drawn(logits, sampling, *, truncated=False, limit=4, sequences=None):
-    """Slots after one draw of each row of logits [B, V]."""
+    """The slots after one draw from each row of logits [B, V]."""
     state = DecodeState.empty(len(logits), 4, 1, CPU)
     rows = torch.arange(len(logits), dtype=torch.int32)
     state.position[:-1] = 7

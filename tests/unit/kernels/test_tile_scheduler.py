@@ -93,7 +93,7 @@ def library(tmp_path_factory):
 
 @dataclass
 class Work:
-    """A thread block's."""
+    """The work of one thread block."""
 
     shrinks: range
     units: range
@@ -105,7 +105,7 @@ class Work:
 
 
 def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
-    """All thread blocks' of a row block of x, and blocks of a row of blocks of W."""
+    """The work of all thread blocks of a row block of x, and the number of blocks in a row of blocks of W."""
     rows, of_row = ends[-1], columns // variant.columns
     blocks = variant.blocks(rows, columns)
     workers = variant.workers(blocks, processors // row_blocks)

@@ -25,7 +25,7 @@ def test_a_mask_is_the_pieces_own_wherever_it_is_packed():
             assert torch.equal(mask, together[key])
 
 
-def test_inputs_are_left_out_at_the_rate_and_the_rest_makes_up_for_it():
+def test_inputs_are_dropped_at_the_rate_and_the_others_scaled_up():
     values = torch.cat([mask.flatten() for layer in range(8) for mask in masks(layer).values()])
     assert torch.allclose(values.unique(), torch.tensor([0, 1 / 0.7]))
     assert (values == 0).double().mean().item() == pytest.approx(0.3, abs=5e-3)  # of 102,400: 0.0014 is a deviation
@@ -38,7 +38,7 @@ def test_pieces_layers_and_steps_are_drawn_apart():
     assert correlations.abs().max() < 0.08  # 2,560 numbers each: 0.02 is a deviation
 
 
-def test_nothing_is_left_out_of_a_rollout_and_a_row_without_keys_is_an_error():
+def test_a_rollout_keeps_every_input_and_a_row_without_keys_is_an_error():
     dropout = KeyedDropout(0.5, 0)
     row = torch.ones(1, 5, FEATURES)
     assert dropout.eval()(row) is row

@@ -19,7 +19,7 @@ def loaded(folder):
 
 
 def outcome(lm):
-    """Logits, and the gradient of every parameter by its name."""
+    """The logits, and the gradient of every parameter by name."""
     logits = lm(IDS).logits
     logits.square().mean().backward()
     return logits.detach(), {name: parameter.grad for name, parameter in lm.named_parameters()}

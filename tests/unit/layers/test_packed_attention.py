@@ -150,7 +150,7 @@ def test_a_copy_is_the_same(again):
     assert fused(copied)[0].q_proj.weight is not fused(ours)[0].q_proj.weight
 
 
-def test_the_implementation_of_attention_can_be_set_and_weights_be_recorded():
+def test_the_implementation_of_attention_can_be_set_and_its_weights_recorded():
     plain, ours = made("llama")
     together(ours)
     assert ours.config._attn_implementation == NAME

@@ -134,7 +134,7 @@ def test_state_survives_casts_copies_and_serialisation(weights_format):
 
 
 def pack(model, weights_format):
-    """Replace the linear layers of the blocks of a dense model in place."""
+    """Replace the linear layers in the blocks of a dense model in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             bias = None if module.bias is None else module.bias.detach()
@@ -143,7 +143,7 @@ def pack(model, weights_format):
 
 
 def unpack(model, dtype):
-    """The same model with dense layers again."""
+    """The packed model with dense layers in place of packed ones."""
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
@@ -277,7 +277,7 @@ def test_lean_lora_is_pefts_under_autocast(weights_format, packed, dropout):
 
 
 def test_layers_that_share_an_input_keep_it_once(weights_format):
-    """PEFT's own keep a copy each."""
+    """PEFT's own layers keep a copy each."""
     layers = nn.ModuleList(layer_pair(weights_format, torch.bfloat16)[0] for _ in range(3))
     config = register_lora(LoraConfig(r=4, target_modules=["0", "1", "2"]))
     layers = get_peft_model(layers, config).base_model.model
@@ -295,7 +295,7 @@ def test_layers_that_share_an_input_keep_it_once(weights_format):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_layers_that_share_an_input_give_together_what_they_give_alone(weights_format, dropout):
+def test_layers_that_share_an_input_give_the_same_outputs_together_and_alone(weights_format, dropout):
     """With dropout, or a layer without an adapter among them, they are computed alone indeed."""
     bases = [layer_pair(weights_format, torch.bfloat16, bias)[0] for bias in (True, False, True)]
     config = LoraConfig(r=4, lora_alpha=12, target_modules=["0", "1"], init_lora_weights=False, lora_dropout=dropout)

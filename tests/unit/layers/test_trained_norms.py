@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory):
 
 
 def train(policy):
-    """As if trained: a step that is small beside a norm and large beside an adapter."""
+    """Change a policy as training does: by a step that is small beside a norm and large beside an adapter."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trainable():
@@ -46,7 +46,7 @@ def train(policy):
 
 
 def acting(policy):
-    """What an engine outside of the process is handed over, vLLM among them."""
+    """The tensors that an engine outside of the process, such as vLLM, receives."""
     return norm_weights(policy)
 
 

@@ -130,7 +130,7 @@ def test_estimates_are_told_from_measurements():
     assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
 
 
-def test_an_estimate_of_what_was_measured_would_have_been_an_upper_limit(monkeypatch, tmp_path):
+def test_an_estimate_in_place_of_a_measurement_is_an_upper_limit(monkeypatch, tmp_path):
     """Each measured 32B speed against the estimate from the other models."""
     known = [row for row in rows() if row["model"] == "qwen2.5-32b" and row["rollout_tokens_per_second"]]
     write(monkeypatch, tmp_path, [row for row in rows() if row["model"] != "qwen2.5-32b"])

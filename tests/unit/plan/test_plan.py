@@ -169,7 +169,7 @@ def test_other_models_and_problems_have_other_folders(tmp_path, monkeypatch):
     assert short(model="m/qwen2", problems="sums.jsonl").folder not in folders
 
 
-def test_problems_named_as_a_data_set_of_the_configuration_do_not_take_its_place(tmp_path):
+def test_problems_with_the_name_of_a_configured_data_set_do_not_replace_it(tmp_path):
     (tmp_path / "arithmetic.jsonl").write_text(json.dumps({"question": "1 plus 1?", "answer": "1+1=2\n#### 2"}))
     before, after = planned(values(benches={})), short(problems=tmp_path / "arithmetic.jsonl")
     assert after.config.datasets["arithmetic"] == before.config.datasets["arithmetic"]  # what the base is trained on
@@ -290,7 +290,7 @@ def test_the_papers_grid_compares_awq_with_rounding_to_nearest_under_both_protoc
 # --- protocols
 
 
-def test_a_protocol_is_laid_over_the_file_and_has_a_folder_of_its_own():
+def test_a_protocol_overrides_keys_and_has_a_separate_folder():
     parts = {
         "upstream-scripts": {
             "experiments": {

@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "layers": 1, "heads": 2, "k
 
 
 class Greedy:
-    """An independent sampler: Transformers' own generation, one prompt at a time."""
+    """An independent sampler: transformers' own generation, one prompt at a time."""
 
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer = model, tokenizer

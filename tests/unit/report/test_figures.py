@@ -88,7 +88,7 @@ def test_throughput_shows_failures(tmp_path, tree):
     assert "1.28" in shown
 
 
-def test_accuracy_has_a_row_an_arm_and_shows_what_was_not_run(tmp_path):
+def test_accuracy_has_one_row_per_arm_and_shows_arms_that_were_not_run(tmp_path):
     runs = [write_run(tmp_path, "bf16-lora", 0), write_run(tmp_path, "nvfp4-lora", 0)]
     evaluations = [
         write_evaluation(tmp_path, "base", {"easy": answers(0.5, 0), "hard": answers(0.3, 1)}, "bf16"),

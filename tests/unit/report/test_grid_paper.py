@@ -55,7 +55,7 @@ def step(
 
 
 def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
-    """The tables by name, by model, weights, setting and metric."""
+    """The tables by name, each indexed by model, weights, setting and metric."""
     grid_paper.write_step_tables(speed_readers.load_steps(files), out)
     read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
     keys = ["model", "weights", "setting", "metric"]

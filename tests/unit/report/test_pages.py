@@ -49,7 +49,7 @@ def paths(tmp_path_factory):
     return [path for kind in tree.values() for path in kind]
 
 
-def test_the_page_of_the_main_table_is_a_narrow_table_for_each_data_set(paths, tmp_path):
+def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_path):
     job.make_table("accuracy", paths, tmp_path)
     text = (tmp_path / "accuracy.html").read_text()
     found = Tables(text)

@@ -111,7 +111,7 @@ def test_gsm8k_stands_beside_the_like_and_every_reading_in_a_column(three_readin
     assert all(name in header for name in ("GSM8K (%)", "strict (%)", "flexible (%)", "own prompt (%)"))
 
 
-def test_a_trained_policy_that_was_asked_the_stock_task_only_has_no_number_beside_the_papers(three_readings):
+def test_a_trained_policy_with_only_the_stock_task_has_no_number_beside_the_papers(three_readings):
     frame = beside("table1", three_readings)
     for metric in ("gsm8k", "gsm8k/delta"):
         found = cell(frame, "nf4", metric)
@@ -326,7 +326,7 @@ def test_files_of_every_figure(tmp_path, tree, name):
 
 
 def drawn(paths: list, figure: str, panel: int):
-    """The axes of one panel."""
+    """The axes of a figure with one panel."""
     metrics, identities, reference = job.StoredResults(paths).curves(figure)
     asked = CURVE_FIGURES[figure][panel]
     axis = Figure().subplots()

@@ -8,7 +8,7 @@ from qerl.results.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize(("completions", "k"), [(1, 1), (5, 1), (5, 3), (6, 6)])
-def test_it_is_the_share_of_all_choices_with_a_right_one(completions, k):
+def test_pass_at_k_is_the_share_of_choices_with_a_right_completion(completions, k):
     for right in range(completions + 1):
         outcomes = [True] * right + [False] * (completions - right)
         chosen = [any(choice) for choice in combinations(outcomes, k)]

@@ -75,7 +75,7 @@ def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch
 
 
 def record_noise(folder, values: dict) -> None:
-    """Each process writes the noise that it sees at step 3."""
+    """Write the noise that each process has at step 3."""
     trainer = make_trainer(parse(RunSettings, values, "test"), folder / "nvfp4", folder / "data", folder / "unused")
     with trainer.noise.at(3, 4):
         noise = [m.noise.clone() for m in trainer.policy.lm.modules() if isinstance(m, NoisyRMSNorm)]
@@ -96,7 +96,7 @@ def fail(rank: int) -> None:
         raise ValueError("the disk is on fire")
 
 
-def test_the_failure_of_a_process_ends_the_run_and_is_told(forking):
+def test_the_failure_of_a_process_ends_the_run_and_is_reported(forking):
     with pytest.raises(RuntimeError, match=r"process 1 of 2 failed.*disk is on fire"):
         run_in_processes(2, fail, 1)
 

@@ -111,7 +111,7 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     assert json.loads(evaluate(folder, "lost").read_text())["tasks"]["d"]["problems"] == 4
 
 
-def test_out_of_memory_fails_the_job_unless_a_row_is_asked_for(folder):
+def test_out_of_memory_fails_the_job_without_on_failure_row(folder):
     Path("small").write_text("1")
     for name, row in (("default", {}), ("stop", {"on_failure": "stop"})):
         sys.modules.pop("own_reward", None)
@@ -148,7 +148,7 @@ def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, sma
     assert lost["status"] == status
 
 
-def test_a_run_over_its_time_fails_the_job_unless_a_row_is_asked_for(folder):
+def test_a_run_over_its_time_limit_fails_the_job_without_on_failure_row(folder):
     with pytest.raises(TimeLimitError, match="raise time_limit of its experiment to continue"):
         train(folder, time_limit=1e-9)
     assert not (folder / "train").exists()

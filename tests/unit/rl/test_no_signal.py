@@ -66,7 +66,7 @@ def test_a_first_step_without_a_readable_answer_is_told_of_once(caplog):
         (rollout(BOXED, BOXED), {"reward": {"function": "mine:reward"}}, "Look at what the run's `reward` gives"),
     ],
 )
-def test_equal_rewards_for_several_steps_are_told_of_with_what_to_change(caplog, drawn, changes, remedy):
+def test_equal_rewards_for_several_steps_cause_a_warning_with_a_remedy(caplog, drawn, changes, remedy):
     assert len(said(caplog, [drawn] * 9, **changes)) == 1
     assert remedy in caplog.text
 

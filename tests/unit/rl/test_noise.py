@@ -50,7 +50,7 @@ def test_schedule_does_not_repeat_or_overrun_with_more_steps_than_stages_divide(
 
 
 @pytest.mark.parametrize(("steps", "stages"), [(1, 3), (4, 10), (9, 10), (10, 10), (24, 10)])
-def test_a_stage_has_a_step_at_least_and_what_is_left_over_is_the_last_ones(steps, stages):
+def test_every_stage_has_a_step_and_the_last_stage_takes_the_remainder(steps, stages):
     """docs/algorithms.md, also for fewer steps than stages: the run then ends before the last one."""
     noise = settings("linear", stages=stages)
     length = max(steps // stages, 1)

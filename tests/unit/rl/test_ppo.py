@@ -56,7 +56,7 @@ def test_lambda_of_one_is_the_discounted_return_less_the_value():
             assert advantages[n, t].item() == pytest.approx(expected - values[n, t].item(), abs=1e-5)
 
 
-def test_lambda_of_zero_looks_one_step_ahead_and_gamma_of_zero_none():
+def test_lambda_zero_looks_one_step_ahead_and_gamma_zero_none():
     rewards, values, mask = ragged(4)
     following = torch.cat([values[:, 1:] * mask[:, 1:], torch.zeros(len(values), 1)], 1)
     one_step = (rewards + 0.9 * following - values) * mask

@@ -38,7 +38,7 @@ def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,)))):
 
 
 def move(policy):
-    """As if trained: B isn't zero any more."""
+    """Change the adapter as training does, so that B isn't zero."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in policy.trainable():

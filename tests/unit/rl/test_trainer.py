@@ -56,7 +56,7 @@ def trainer(checkpoints, work, **changes) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def reward_that_random_completions_differ_in(monkeypatch):
-    """Equal rewards teach nothing: here it is the number of different characters."""
+    """The number of different characters, because equal rewards teach nothing."""
     parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
 
@@ -291,7 +291,7 @@ def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
         trainer(checkpoints, tmp_path).run()
 
 
-def test_a_full_disk_is_told_and_the_last_good_checkpoint_goes_on(checkpoints, tmp_path):
+def test_a_full_disk_is_reported_and_the_run_continues_from_the_last_good_checkpoint(checkpoints, tmp_path):
     whole = trainer(checkpoints, tmp_path / "whole").run()
     made = trainer(checkpoints, tmp_path / "full")
     save = made.checkpoints.save

@@ -52,7 +52,7 @@ def make(checkpoints, weights="nvfp4", dtype="float32", value=True, **adapter):
 
 
 def move(policy, chosen, seed=1):
-    """As if trained: random values in what is chosen by name."""
+    """Add random values to the parameters that `chosen` accepts, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.trainable():
@@ -143,7 +143,7 @@ def gradients(policy, *losses):
     return {name: p.grad for name, p in policy.trainable() if p.grad is not None and p.grad.any()}
 
 
-def test_neither_loss_has_a_gradient_in_the_other_and_their_order_does_not_matter(checkpoints):
+def test_the_two_losses_share_no_gradient_and_commute(checkpoints):
     policy = make(checkpoints)
     move(policy, lambda name: True)
     of_policy = lambda: logprobs_and_entropy(policy, batch(), 1.0)[0].sum()  # noqa: E731
@@ -181,7 +181,7 @@ def test_the_sampler_does_not_see_the_value_function(checkpoints):
     assert NativeSampler(policy).generate(prompts, params) == NativeSampler(plain).generate(prompts, params)
 
 
-def test_the_value_has_the_norms_of_the_base_with_the_noise_of_the_step(checkpoints):
+def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoints):
     policy = make(checkpoints)
     move(policy, is_value)
     clean = values(policy, batch())

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(checkpoint):
-    """A policy whose adapter does something."""
+    """A policy whose adapter has an effect."""
     policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
     torch.manual_seed(1)
     for name, parameter in policy.trainable():

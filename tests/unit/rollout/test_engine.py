@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=MODELS)
 def any_policy(request, checkpoints):
-    """A policy of each architecture whose adapter and norms do something."""
+    """A policy of each architecture whose adapter and norms have an effect."""
     return perturbed(with_adapter(checkpoints[request.param], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
 
 
@@ -57,7 +57,7 @@ def stop_at(policy, tokens):
 
 
 def sampler_of(policy, max_sequences=8, pages=None, **settings):
-    """A sampler of a cache of `pages` pages; the policy has no stop tokens from then on."""
+    """A sampler with a cache of `pages` pages; the policy has no stop tokens from then on."""
     stop_at(policy, [])
     if pages is not None:
         config = policy.lm.config

@@ -53,7 +53,7 @@ def test_padding_is_a_prompt_of_its_own_that_goes_to_nobodys_page():
     assert sorted(blocks.tolist()) == [[0, 0, 0]] * 3 + [[0, 0, 3], [3, 3, 4], [4, 4, 32]]
 
 
-def test_blocks_of_queries_cover_every_token_once_and_as_many_fit_whatever_the_prompts():
+def test_blocks_of_queries_cover_every_token_once_and_fit_any_prompts():
     numbers = np.random.default_rng(0)
     for _ in range(200):
         tokens = int(numbers.choice(BUCKETS))

@@ -125,7 +125,7 @@ def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation()
         ({"name": "grpo", "scale_advantages": False}, False),
     ],
 )
-def test_dr_grpo_does_not_divide_by_the_standard_deviation_unless_it_is_told_to(loss, scaled):
+def test_dr_grpo_divides_by_the_standard_deviation_only_on_request(loss, scaled):
     settings = parse(RunSettings, {"model": "m", "dataset": "d", "loss": loss}, "run.yaml")
     assert settings.loss.scale_advantages is scaled
     stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it

@@ -185,7 +185,7 @@ def test_a_configuration_file_needs_a_name_and_the_command_line_none(tmp_path, m
     assert plan_from({"protocol": "paper"}, MINI).config.name == "mini"
 
 
-def test_speed_grids_alone_are_a_configuration_and_nothing_at_all_is_none():
+def test_speed_grids_alone_are_a_configuration_and_an_empty_file_is_not():
     shapes = {"samples": "x", "decode": []}
     assert plan(parse(Config, {"name": "n", "shapes": shapes}, "x")).runs == {}
     nothing = {"name": "n", "models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}}

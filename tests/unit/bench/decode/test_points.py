@@ -236,7 +236,7 @@ def test_prompts_do_not_count(clock):
     assert lengths == {(6, 10)}
 
 
-def test_a_while_in_which_the_machine_was_busy_is_not_in_the_median(clock):
+def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
     runs = iter(range(7))
 
     def draw(prompts, count, seed):

@@ -22,7 +22,7 @@ ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 
 
 def job(out, weights="bf16", **settings):
-    """The tiny shape's."""
+    """A job on the tiny shape."""
     values = {
         "sampler": "vllm",
         "micro_batch": 2,
@@ -137,7 +137,7 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monk
 
 
 def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatch):
-    """TRL itself would give both 29500."""
+    """TRL alone would give both jobs port 29500."""
 
     def stops(*_):
         ports.append(os.environ["MASTER_PORT"])

