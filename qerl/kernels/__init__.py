@@ -1,1 +1,1 @@
-"""Operations of a decode step and weights for them: CUDA and Triton kernels, and the same in plain PyTorch."""
+"""CUDA and Triton kernels of decode steps, prefill and updates, and reference implementations in PyTorch."""

@@ -1,12 +1,12 @@
-"""A decode step's attention in Triton; `qerl.kernels.reference` has it in PyTorch.
+"""A decode step's attention in Triton; `qerl.kernels.reference` has the PyTorch version.
 
-A program attends for the query heads of one KV head to some pages of one sequence, a split; a second launch combines
-the splits in their order. With enough sequences to keep the GPU busy a program attends to a whole sequence, and nothing
-is combined. The program that has the new token rotates its key and appends it to the cache. Its result depends on its
-sequence and on the size of the batch, not on the other sequences.
+A program computes the query heads of one KV head over some pages of one sequence, which are a split. A second launch
+combines the splits in order. With enough sequences to keep the GPU busy, a program attends to a whole sequence, and
+nothing is combined. The program with the new token rotates its key and appends it to the cache. A sequence's result
+depends on that sequence and on the batch size, not on other sequences.
 
-Only qkv comes from the kernel before. State, tables and older tokens were there when the step began. So a split loads
-its first page while qkv is computed.
+Only qkv comes from the previous kernel. State, tables and older tokens exist before the step, so a split loads its
+first page while qkv is computed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 
-#: Programs a multiprocessor from which on each attends to a whole sequence: half of the multiprocessors may have none.
+#: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
 _LEAST_PROGRAMS = 0.5
-#: Shared memory for pages in bytes, and how many pages it holds at most: one is attended to, two are being copied.
+#: Bytes of shared memory for pages, and the most pages in it: one being attended to, two being copied.
 _PAGES_BYTES, _MOST_PAGES = 200_000, 3
-#: A split has one page in shared memory: most splits are of one page, and the next product needs the rest of the
-#: memory for weights that are being copied.
+#: A split has one page in shared memory: most splits have one page, and the next product needs the rest of the memory
+#: for the weights that it copies.
 _SPLIT_PAGES = 1
 
 
@@ -49,7 +49,7 @@ class _Rope(NamedTuple):
 
 
 class _HeadNorms(NamedTuple):
-    """Weights [D] of the norms of queries and keys; not read where a model has none."""
+    """Weights [D] of the norms of queries and keys; not read if the model has none."""
 
     query: Tensor
     key: Tensor
@@ -57,7 +57,7 @@ class _HeadNorms(NamedTuple):
 
 
 class _SplitSums(NamedTuple):
-    """What a split leaves for `_combine`: its unnormalised output, largest score and sum of weights."""
+    """The results of splits for `_combine`: unnormalised output, largest score and sum of weights."""
 
     summed: Tensor
     highest: Tensor
@@ -66,12 +66,12 @@ class _SplitSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shape:
-    """Sizes known when the kernel is compiled. All are fields: Triton's cache knows a shape by these alone."""
+    """Sizes known at compilation. Each must be a field, because Triton's cache compares only fields."""
 
     query: int  # heads
     kv: int  # heads
     group: int  # query heads of a KV head
-    group_block: int  # padded to what a product takes
+    group_block: int  # padded to the least size of a matrix product
     dim: int
     dim_block: int  # padded
     half_block: int  # half of the dimension, padded
@@ -83,7 +83,7 @@ class _Shape:
 
 @triton.jit
 def _split_tokens(position, PAGE: tl.constexpr):
-    """Tokens of a split of a sequence whose last token is at `position`: `geometry.pages_per_split`."""
+    """Tokens of a split for a sequence whose last token is at `position`, as `geometry.pages_per_split`."""
     pages = position // PAGE + 1
     size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
     return size * PAGE
@@ -91,7 +91,7 @@ def _split_tokens(position, PAGE: tl.constexpr):
 
 @triton.jit
 def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of heads in two halves [N, D / 2]; rounded before and after the weight, as Qwen3 does."""
+    """RMSNorm of heads in two halves [N, D / 2], rounded before and after the weight is applied, as in Qwen3."""
     square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(square / DIM + eps)[:, None]
     w1 = tl.load(weight + half, inside, other=0.0).to(tl.float32)[None, :]
@@ -113,7 +113,7 @@ def _rotated(place, mask, half, c, s, weight, eps, DIM: tl.constexpr, NORM: tl.c
 
 @triton.jit
 def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
-    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most a page."""
+    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most one page."""
     half, whole, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
     page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
     place = cache + (page * 2 * shape.kv + head) * shape.page * shape.dim
@@ -128,7 +128,7 @@ def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
 
 @triton.jit
 def _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale):
-    """Continue softmax(q k) v, in units of log2, over the tokens of a page that exist."""
+    """Continue softmax(q k) v over the existing tokens of a page; scores are in units of log2."""
     scores = tl.dot(q1, k1, input_precision="ieee") + tl.dot(q2, k2, input_precision="ieee")
     scores = tl.where(exists[None, :], scores * scale, float("-inf"))
     rising = tl.maximum(highest, tl.max(scores, axis=1))
@@ -141,7 +141,7 @@ def _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale):
 
 @triton.jit
 def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr):
-    """Store the new token's key and value in the cache; the key in two halves [1, D / 2] and the value [D]."""
+    """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D]."""
     half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
     in_half = (half < shape.dim // 2)[None, :]
     key = token + (shape.query + head) * shape.dim + half[None, :]
@@ -206,7 +206,7 @@ def _attend(
         exists = start + token_in_page < end
         highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
         start += shape.page
-    # Most splits are of one page: they needn't begin to copy others.
+    # Most splits have one page, so they skip the start of the copy pipeline.
     if start < end:
         for first in tl.range(start, end, shape.page, num_stages=shape.stages):
             k1, k2, v = _load_page(cache, pages, head, first, end, shape)
@@ -234,7 +234,7 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
     highest = -float("inf")
     total = 0.0
     summed = tl.full([shape.dim_block], 0.0, tl.float32)
-    # Eight splits are read together; the order of additions depends on nothing else.
+    # Eight splits are read together; this alone decides the order of additions.
     member = tl.arange(0, 8)
     used = tl.where(position < 0, 0, position // _split_tokens(position, shape.page) + 1)
     first = (row * shape.query + head) * shape.splits
@@ -255,7 +255,7 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
 
 
 def _shape(heads: Heads, cache: Tensor, batch: int, splits: int) -> _Shape:
-    """`splits` is 1 where there are enough sequences."""
+    """The kernel's sizes; `splits` becomes 1 if there are enough sequences."""
     page = cache.shape[-2]
     processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
     if batch * heads.kv >= _LEAST_PROGRAMS * processors:
@@ -282,7 +282,7 @@ def _shape(heads: Heads, cache: Tensor, batch: int, splits: int) -> _Shape:
 def attend(
     qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
 ) -> Tensor:
-    """See `reference.attend`; `splits` is `geometry.splits_of` the pages that a sequence may have."""
+    """See `reference.attend`; `splits` is `geometry.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
     shape = _shape(heads, cache, batch, splits)
     out = qkv.new_empty(batch, heads.query * heads.dim)

@@ -1,4 +1,4 @@
-"""Copies of many tensors to bfloat16 by one kernel; `torch._foreach_copy_` launches one each where dtypes differ."""
+"""Copies of many tensors to bfloat16 by one kernel; with different dtypes `torch._foreach_copy_` launches one each."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class Copies:
         self._grid = len(sources), triton.cdiv(max(tensor.numel() for tensor in sources), _BLOCK)
 
     def __call__(self) -> None:
-        """Copy what the sources hold now."""
+        """Copy the present values of the sources."""
         pdl = dependent(self._targets.device)
         _copy[self._grid](self._targets, self._sources, self._sizes, BLOCK=_BLOCK, num_warps=8, **pdl)

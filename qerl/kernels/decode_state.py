@@ -1,4 +1,4 @@
-"""The state of decoded sequences and of sampling on the device: a step reads and advances it without the host."""
+"""The device state of decoded sequences and of sampling, which a step reads and advances without the host."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Most stop tokens of a model.
+#: The most stop tokens that a model may have.
 MAX_STOPS = 16
 IDLE = -1
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """State of `count` sequences. One more slot is idle for good: rows that fill up a batch point to it."""
+    """State of `count` sequences. One more slot is always idle; padding rows of a batch use it."""
 
     progress: Tensor  # [2, slots + 1] int32: `position` and `drawn`, which the host reads together
     token: Tensor  # [slots + 1] int64, the last token of each sequence
-    limit: Tensor  # [slots + 1] int32, tokens to draw
+    limit: Tensor  # [slots + 1] int32, number of tokens to draw
     sequence: Tensor  # [slots + 1] int64, key of the sequence's draws
     tokens: Tensor  # [slots + 1, tokens] int32, drawn so far
     logprobs: Tensor  # [slots + 1, tokens] float32, of `tokens`
-    pages: Tensor  # [slots + 1, pages] int32, where the cache holds a sequence; page 0 is nobody's
+    pages: Tensor  # [slots + 1, pages] int32, pages of each sequence in the cache; page 0 belongs to none
 
     @classmethod
     def empty(cls, count: int, tokens: int, pages: int, device: torch.device) -> DecodeState:
@@ -41,33 +41,33 @@ class DecodeState:
 
     @property
     def count(self) -> int:
-        """Slots for sequences, which is also the number of the idle one."""
+        """The number of slots for sequences, which is also the index of the idle slot."""
         return len(self.token) - 1
 
     @property
     def position(self) -> Tensor:
-        """[slots + 1] int32: position of the last token, or IDLE."""
+        """Position of the last token of each slot, or IDLE, [slots + 1] int32."""
         return self.progress[0]
 
     @property
     def drawn(self) -> Tensor:
-        """[slots + 1] int32: tokens drawn so far, those before an interruption included."""
+        """Tokens drawn so far in each slot, including those before an interruption, [slots + 1] int32."""
         return self.progress[1]
 
 
 @dataclass(frozen=True)
 class SamplingState:
-    """Sampling parameters on the device, so that a captured graph follows their changes."""
+    """Sampling parameters on the device, so that a captured graph reads their present values."""
 
     scale: Tensor  # [2] float32: 1 / temperature, and the weight of the noise (0: greedy)
     seed: Tensor  # [1] int64
     top_p: Tensor  # [1] float32
-    top_k: Tensor  # [1] int64; the vocabulary's size where there is no cut
-    stops: Tensor  # [MAX_STOPS] int32, filled up with -1
+    top_k: Tensor  # [1] int64; the largest integer without truncation
+    stops: Tensor  # [MAX_STOPS] int32, padded with -1
 
     @classmethod
     def empty(cls, device: torch.device) -> SamplingState:
-        """A state to be `set`."""
+        """A state with default values, which `set` then changes."""
         return cls(
             scale=torch.ones(2, device=device),
             seed=torch.zeros(1, dtype=torch.int64, device=device),
@@ -77,9 +77,11 @@ class SamplingState:
         )
 
     def set(self, *, temperature: float, seed: int, top_p: float, top_k: int, stops: Collection[int]) -> None:
-        """Greedy at `temperature` 0; no cut at `top_p` 1 and `top_k` 0."""
+        """Set the parameters. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 don't truncate."""
         if len(stops) > MAX_STOPS:
-            raise ValueError(f"{len(stops)} stop tokens; the native engine takes up to {MAX_STOPS}, use engine=vllm")
+            raise ValueError(
+                f"the model has {len(stops)} stop tokens, but the native engine supports {MAX_STOPS}; use engine=vllm"
+            )
         self.scale.copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
         self.seed.fill_(as_signed(seed))
         self.top_p.fill_(top_p)
@@ -89,5 +91,5 @@ class SamplingState:
 
 
 def as_signed(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` has in its lowest 64."""
+    """The signed 64-bit integer with the lowest 64 bits of `value`."""
     return (value + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""Sizes that the operations of a decode step share."""
+"""Sizes shared by the operations of a decode step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Tokens of a page of the cache.
+#: Tokens per page of the KV cache.
 PAGE = 64
-#: Logits that one program of the draw reads. The noise of a token depends on it.
+#: Logits that one program reads when a token is drawn. The random numbers of a token depend on it.
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a block: `query` and `kv` of `dim` each; Qwen3 normalises queries and keys."""
+    """Attention heads of a block: numbers of `query` and `kv` heads of size `dim`, and Qwen3's norms of both."""
 
     query: int
     kv: int
@@ -26,15 +26,15 @@ class Heads:
 
 
 def pages_per_split(pages: int) -> int:
-    """Pages of one sequence that one program attends to, by the pages that the sequence has.
+    """The number of pages to which one program attends, by the pages of its sequence.
 
-    Short sequences need many programs at work, long ones few results to combine. `qerl.kernels.attention` has the same
-    rule for the device.
+    Short sequences need many programs to keep the GPU busy, long ones few results to combine. `qerl.kernels.attention`
+    has the same rule for the device.
     """
     return next(size for size in (1, 2, 4, 8, 16) if pages <= 8 * size * size or size == 16)
 
 
 def splits_of(pages: int) -> int:
-    """Most programs that a sequence of up to `pages` pages takes, rounded up to a power of two: few graphs."""
+    """The most splits of a sequence of up to `pages` pages, rounded up to a power of two to need few graphs."""
     most = max(-(-count // pages_per_split(count)) for count in range(1, pages + 1))
     return 1 << (most - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Work on a GPU, captured in CUDA graphs."""
+"""Capture of GPU work in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
-    """Capture `work`; the function returned repeats it by one launch, on the tensors that it used now.
+    """Capture `work` in a CUDA graph. The returned function replays it, on the same tensors, by one launch.
 
-    It runs once outside the graph, where kernels are compiled and libraries set up. `memory`: a handle of
-    `torch.cuda.graph_pool_handle` for what is allocated on the way.
+    `work` first runs once outside the graph, which compiles kernels and initializes libraries. `memory` is a handle of
+    `torch.cuda.graph_pool_handle` for its allocations.
     """
     work()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""CUDA C++ sources, compiled when first used by NVRTC, which PyTorch brings: no compiler and no headers are needed."""
+"""CUDA C++ sources, compiled at first use by the NVRTC in PyTorch, so that no compiler and no headers are needed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class KernelError(RuntimeError):
 def load(
     sources: tuple[Path, ...], entry: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
 ) -> Any:
-    """The function `entry` of source files, joined in their order and compiled with -D options, on a GPU.
+    """The function `entry` of source files, which are concatenated in order and compiled with -D options, on a GPU.
 
-    `shared_bytes`: dynamic shared memory of a thread block. Machine code is kept in the user's cache folder.
+    `shared_bytes` is the dynamic shared memory of a thread block. Machine code is stored in the user's cache folder.
     """
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes PyTorch's context the current one
+        torch.cuda.current_stream()  # makes PyTorch's CUDA context current
         library = _check(driver.cuLibraryLoadData(_machine_code(sources, entry, defines, device), [], [], 0, [], [], 0))
         function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, entry.encode()))))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -38,9 +38,9 @@ def load(
 
 
 def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ctypes.Structure) -> None:
-    """Launch on PyTorch's current stream; the kernel may start before the one before it has ended.
+    """Launch on PyTorch's current stream; the kernel may start before the previous one has ended.
 
-    Such a kernel must execute griddepcontrol.wait before it touches what others write.
+    It must execute griddepcontrol.wait before it accesses memory that other kernels write.
     """
     from cuda.bindings import driver
 
@@ -59,10 +59,10 @@ def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ct
 
 def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[str, int], ...], device: int) -> bytes:
     major, minor = torch.cuda.get_device_capability(device)
-    # The "a" of sm_90a: with the instructions that only this generation has.
+    # The "a" of sm_90a enables the instructions that only this generation has.
     architecture = f"sm_{major}{minor}" + ("a" if major == 9 else "")
     options = [f"-arch={architecture}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines)]
-    # The compiler's messages name the file and its line.
+    # #line makes the compiler's messages name the file and its line.
     text = "".join(f'#line 1 "{source.name}"\n{source.read_text()}' for source in sources).encode()
     key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
     kept = cache_folder("kernels") / f"{entry}-{key}.cubin"
@@ -97,15 +97,15 @@ def _compile(text: bytes, name: str, options: list[str]) -> bytes:
 
 
 def _check(returned: Any) -> Any:
-    """The value of a call of the driver or of NVRTC, which return (status, value)."""
+    """The value returned by the driver or NVRTC as (status, value). Raises KernelError for a failed call."""
     status, *values = returned
     if int(status):
-        raise KernelError(f"CUDA answered {status!r}")
+        raise KernelError(f"a CUDA call returned {status!r}")
     return values[0] if values else None
 
 
 def params_struct(**fields: Any) -> type[ctypes.Structure]:
-    """A structure that a kernel takes by value; `fields` in the order of the source. Its size is a multiple of 64."""
+    """A structure that a kernel takes by value, with `fields` in the source's order and a size that 64 divides."""
     size = ctypes.sizeof(type("Unpadded", (ctypes.Structure,), {"_fields_": list(fields.items())}))
     return type(
         "Params", (ctypes.Structure,), {"_fields_": [*fields.items(), ("padding", ctypes.c_uint8 * (-size % 64))]}
@@ -113,9 +113,9 @@ def params_struct(**fields: Any) -> type[ctypes.Structure]:
 
 
 def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> ctypes.Array[ctypes.c_uint8]:
-    """The descriptor by which bulk copies read boxes of a contiguous bfloat16 matrix [rows, columns].
+    """The descriptor with which bulk copies read boxes of a contiguous bfloat16 matrix [rows, columns].
 
-    A box arrives as [box_columns / 64, box_rows, 64] with the 128-byte swizzle; rows that don't exist are zero.
+    A box arrives as [box_columns / 64, box_rows, 64] with the 128-byte swizzle; rows outside the matrix are zero.
     """
     rows, columns = matrix.shape
     return _tensor_map(matrix, (64, rows, columns // 64), (2 * columns, 128), (64, box_rows, box_columns // 64))
@@ -150,10 +150,10 @@ def _tensor_map(
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's data is; None is the null pointer."""
+    """The address of a tensor's data; None is the null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def defines(**values: int) -> tuple[tuple[str, int], ...]:
-    """Options -D of a source, as `load` takes them."""
+    """The -D options of a source, in the form that `load` takes."""
     return tuple(values.items())

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends, and waits before it reads."""
+"""Programmatic dependent launch: a kernel starts while the previous one ends, and waits before it reads."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 import triton
 import triton.language as tl
 
-#: Set to False to launch each kernel after the end of the one before it.
+#: If False, each kernel is launched after the end of the previous one.
 ENABLED = True
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Allow the next kernel to start; it waits like this one."""
+    """Allow the next kernel to start; it waits for this one in `wait_for_earlier`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_earlier(PDL: tl.constexpr):
-    """Wait for the kernels before. Every program must call it, since later kernels rely on it."""
+    """Wait for earlier kernels. Every program must call it, since later kernels rely on it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Allow the next kernel to start, and wait for those before."""
+    """Allow the next kernel to start, and wait for earlier ones."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
 
@@ -40,5 +40,5 @@ def _supported(device: torch.device) -> bool:
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a launch on `device`."""
+    """Keyword arguments for a launch on `device`."""
     return {"PDL": True, "launch_pdl": True} if ENABLED and _supported(device) else {"PDL": False}

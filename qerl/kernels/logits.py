@@ -1,7 +1,7 @@
-"""Statistics and gradient of tiles of logits in Triton; `qerl.kernels.reference` has them in PyTorch.
+"""Statistics and gradient of tiles of logits in Triton; `qerl.kernels.reference` has the PyTorch versions.
 
-A tile stays as cuBLAS wrote it: each kernel reads it once, works in float32 registers, and the gradient takes its place
-for the next product. They follow cuBLAS, which takes no part in programmatic dependent launch.
+Each kernel reads a tile once, as cuBLAS wrote it, and computes in float32 registers; the gradient overwrites the tile
+for the next product. These kernels follow cuBLAS, which doesn't use programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns that a program holds at once.
+#: Columns that a program has in registers at a time.
 _BLOCK = 4096
 
-#: Below any logit, finite: a difference of two of them is a number, so the first tile is no special case.
+#: Less than any logit, but finite, so that the difference of two isn't NaN and the first tile is no special case.
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -65,10 +65,10 @@ def _gradient(logits, targets, lse, grad, first, width, inverse, BLOCK: tl.const
 def tile_statistics(
     tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.tile_statistics`; the tiles, contiguous, stay as they are.
+    """See `reference.tile_statistics`; tiles must be contiguous and aren't changed.
 
-    Of each row, maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried from tile
-    to tile. The entropy log S - T / S is a sum of two terms that are not negative, both relative to the maximum: no
+    For each row, the maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried from
+    tile to tile. The entropy log S - T / S is a sum of two non-negative terms relative to the maximum, and so not a
     small difference of large numbers.
     """
     rows = len(targets)
@@ -84,7 +84,7 @@ def tile_statistics(
 
 
 def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """See `reference.tile_gradient`; in the place of `logits`, contiguous."""
+    """See `reference.tile_gradient`; it overwrites `logits`, which must be contiguous."""
     _gradient[(len(logits),)](
         logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), first, logits.shape[1], 1.0 / temperature,
         BLOCK=_BLOCK, num_warps=8,

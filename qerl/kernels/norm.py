@@ -1,4 +1,4 @@
-"""RMSNorm in Triton; `qerl.kernels.reference` has it in PyTorch."""
+"""RMSNorm in Triton; `qerl.kernels.reference` has the PyTorch version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""RMSNorm of the update in Triton, forward and backward; `qerl.layers.noisy_norm` has both in PyTorch.
+"""RMSNorm of updates in Triton, forward and backward; `qerl.layers.noisy_norm` has the PyTorch versions.
 
-One pass over memory each, where PyTorch takes one an operation, some over float32 copies of the hidden state.
+Each takes one pass over memory; PyTorch takes one per operation, some on float32 copies of the hidden state.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Programs of a backward pass at most, each of which adds up its rows' gradients of the weight: a constant, so that
-#: the order of sums is the same on every GPU. An H100 or H200 runs three on a multiprocessor at once with H = 3584.
+#: The most programs of a backward pass, each of which sums the weight's gradient over its rows. It is a constant, so
+#: that the order of sums is the same on every GPU. With H = 3584 an H100 or H200 runs three per multiprocessor.
 _PROGRAMS = 396
 
 
@@ -59,7 +59,7 @@ def _launch(width: int) -> dict[str, int]:
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x [..., H] with weight [H], float32, in the dtype of x; and the inverse rms [rows], float32."""
+    """RMSNorm of x [..., H] with a float32 weight [H], in the dtype of x, and the inverse rms [rows] in float32."""
     x, width = x.contiguous(), x.shape[-1]
     rows = x.numel() // width
     out, inverses = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -70,7 +70,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x, in its dtype, and of the weight, float32, where it is asked for; the same bits at each call."""
+    """Gradients of x, in its dtype, and with `of_weight` of the weight in float32; deterministic."""
     grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1]
     rows = len(inverses)
     programs = min(_PROGRAMS, rows)

@@ -1,4 +1,4 @@
-"""The operations that serve a device."""
+"""The implementations of a decode step's operations for a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.kernels import reference
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, attention of a decode step and of prompts, and the draw; `qerl.kernels.reference` describes them."""
+    """Norm, attention of decode steps and prompts, and sampling; `qerl.kernels.reference` documents them."""
 
     name: str
     rms_norm: Callable[..., Tensor]
@@ -23,7 +23,7 @@ class Operations:
 
 
 def operations(device: torch.device) -> Operations:
-    """Triton's on a GPU, PyTorch's elsewhere."""
+    """Triton's operations on a GPU, PyTorch's elsewhere."""
     if device.type != "cuda":
         return Operations("PyTorch", reference.rms_norm, reference.attend, reference.attend_prompts, reference.draw)
     from qerl.kernels.attention import attend

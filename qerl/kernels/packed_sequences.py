@@ -1,4 +1,4 @@
-"""Attention over packed sequences: one row of tokens, no padding, a prompt once before all its completions."""
+"""Attention over packed sequences: one row of tokens without padding, each prompt once before all its completions."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-#: torch 2.11 takes fewer heads of keys than of queries without being told.
+#: torch 2.11 accepts fewer key heads than query heads without this argument.
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The pieces of a row, in order: a prompt, or a completion behind the prompt `prompts` names by its place."""
+    """The pieces of a row, in order. `prompts` is None for a prompt, and for a completion its prompt's index."""
 
     lengths: tuple[int, ...]
     prompts: tuple[int | None, ...]
-    queries_ends: Tensor  # [pieces + 1] int32, where each piece's queries end, from 0
-    keys_ends: Tensor  # [pieces + 1] int32, where its keys end once its prompt's stand before its own
+    queries_ends: Tensor  # [pieces + 1] int32, cumulative lengths of the pieces' queries, from 0
+    keys_ends: Tensor  # [pieces + 1] int32, cumulative lengths of the pieces' keys, prompts' keys included
 
     @classmethod
     def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> Packing:
-        """The packing of pieces that have at least one token each."""
+        """The packing of pieces with at least one token each."""
         widths = _widths(lengths, prompts)
         queries, keys = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (lengths, widths))
         return cls(tuple(lengths), tuple(prompts), queries, keys)
 
     @property
     def widths(self) -> list[int]:
-        """Keys of each piece."""
+        """Number of keys of each piece, its prompt's included."""
         return _widths(self.lengths, self.prompts)
 
     def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
-        """What the keys or values of each piece consist of, out of a `row` of all along dimension `dim`.
+        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`.
 
-        All copies of a prompt come from one `expand`, whose backward pass adds their gradients up at once. Added one by
-        one in 16 bits, they would be rounded each time.
+        All copies of a prompt come from one `expand`, whose backward pass sums their gradients in one operation. Adding
+        them one by one in 16 bits would round each time.
         """
         pieces = row.split(self.lengths, dim)
         copies: dict[int, Iterator[Tensor]] = {}
@@ -56,11 +56,11 @@ class Packing:
         return parts
 
     def keys(self, row: Tensor, dim: int) -> list[Tensor]:
-        """The keys or values of each piece out of a `row` of all, along dimension `dim`."""
+        """The keys or values of each piece, from a `row` along dimension `dim`."""
         return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
 
     def all_keys(self, row: Tensor) -> Tensor:
-        """The keys or values of all pieces, one piece behind the other along dimension 0, written once."""
+        """The keys or values of all pieces, concatenated along dimension 0 in one write."""
         return torch.cat([part for parts in self.parts(row, 0) for part in parts])
 
 
@@ -69,16 +69,16 @@ def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Each token of query [L, heads, D] sees its prompt and what comes before it in its own piece; [L, heads, D].
+    """Causal attention [L, heads, D] of query [L, heads, D] over each token's prompt and earlier tokens of its piece.
 
-    key and value are [L, KV heads, D]. Flash attention on a GPU in 16 bits, SDPA piece by piece elsewhere.
+    key and value are [L, KV heads, D]. It uses flash attention on a GPU in 16 bits, and SDPA piece by piece elsewhere.
     """
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     return (_flash if flash else _by_piece)(query, key, value, packing, scale)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    """One call over all pieces; its causal mask is aligned so that the last query of a piece sees its last key."""
+    """Attend in one call over all pieces; its causal mask aligns the last query of a piece with its last key."""
     out = varlen_attn(
         query,
         packing.all_keys(key),
@@ -97,7 +97,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
 
 def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     query, key, value = (row.transpose(0, 1)[None] for row in (query, key, value))
-    if query.is_cuda:  # whose kernels take a mask only for as many heads of keys; else all weights are kept
+    if query.is_cuda:  # fused kernels take a mask only with as many key as query heads; others keep all weights
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
     pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
     outs = []

@@ -1,7 +1,7 @@
-"""Attention of prompts on a GPU; `qerl.kernels.reference` has it in PyTorch.
+"""Attention of prompts in Triton; `qerl.kernels.reference` has the PyTorch version.
 
-One launch normalises and rotates queries and keys where they lie and copies keys and values into their pages. The
-second one attends: a program has some queries of one head of one prompt, and goes over the prompt's keys up to them.
+The first launch normalises and rotates queries and keys in place, and copies keys and values into their pages. The
+second computes attention: a program has some queries of one head of one prompt, and iterates over the keys up to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
 
-#: Keys that a program of attention reads at once, and stages of its pipeline: the first pair that fits.
+#: Keys that a program reads at a time, and stages of its pipeline; the first pair that fits shared memory is used.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
 
 
@@ -65,7 +65,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Keys or values [N, D] at places [N, 1]; there is no mask where no column is padding."""
+    """Keys or values [N, D] at places [N, 1], without a mask if no column is padding."""
     if DIM == DIM_BLOCK:
         return tl.load(place + whole[None, :])
     return tl.load(place + whole[None, :], (whole < DIM)[None, :], other=0.0)
@@ -74,7 +74,7 @@ def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
 @triton.jit
 def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
            DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Continue softmax(q k) v, in units of log2, over the keys at `keys` [N, 1]; values lie behind their keys."""
+    """Continue softmax(q k) v over the keys at `keys` [N, 1]; values follow their keys. Scores are in units of log2."""
     scores = tl.dot(q, tl.trans(_load(keys, whole, DIM, DIM_BLOCK))) * scale
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
@@ -99,7 +99,7 @@ def _attend(
     if start >= end:
         return
     WIDTH: tl.constexpr = (QUERY + 2 * KV) * DIM
-    # Places are counted from the prompt's first token.
+    # Positions are relative to the prompt's first token.
     qkv += first.to(tl.int64) * WIDTH
     out += first.to(tl.int64) * (QUERY * DIM)
     start, end = start - first, end - first
@@ -118,7 +118,7 @@ def _attend(
             q, read, whole, mask, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False
         )
     for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
-        # A key behind the prompt's last one is masked; the last one is read in its place.
+        # Keys after the prompt's last one are masked; the last one is read instead.
         read = keys + tl.minimum(place + key, end - 1)[:, None] * WIDTH
         seen = (place + key)[None, :] <= query[:, None]
         highest, total, summed = _attend_keys(
@@ -136,7 +136,7 @@ def _reads(dim_block: int, device: torch.device) -> tuple[int, int]:
 
 
 def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
-    """[n, Hq * D] of q, k and v that are rotated."""
+    """Attention [n, Hq * D] of rotated q and k, and v."""
     out = qkv.new_empty(len(qkv), heads.query * heads.dim)
     dim_block = max(16, triton.next_power_of_2(heads.dim))
     keys, stages = _reads(dim_block, qkv.device)
@@ -153,7 +153,7 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
     blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
     _rotate_and_store[(len(qkv),)](
         qkv, cache, row.positions, row.places, *rope,
-        # Not read where there are none.
+        # Placeholders, which aren't read without norms.
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
         QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
         PAGE=cache.shape[-2], NORM=heads.q_norm is not None, num_warps=4, **dependent(qkv.device),

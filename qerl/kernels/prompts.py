@@ -1,4 +1,4 @@
-"""Prompts in one row of tokens, with what the blocks need to know about them, on the device."""
+"""Prompts packed in one row of tokens on the device, with positions, places in the cache and blocks of queries."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from qerl.kernels.packed_sequences import Packing
 
-#: Queries of a prompt that one program of attention serves.
+#: Queries of a prompt per program of attention.
 QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """`n` tokens of one prompt behind the other; padding, where there is some, is a prompt of its own at the end."""
+    """`n` tokens of concatenated prompts; padding, if any, is a further prompt at the end."""
 
     ids: Tensor  # [n] int32
     positions: Tensor  # [n] int32, of each token in its prompt
-    places: Tensor  # [n] int32, where the cache has it: page * PAGE + place in the page
-    last: Tensor  # [prompts] int32, the last token of each prompt; 0 for prompts that fill up a graph
-    blocks: Tensor  # [blocks, 3] int32, of queries: the first one, where its prompt begins, and where it ends
-    #: The prompts' lengths, for attention prompt by prompt; None where it must not depend on the host.
+    places: Tensor  # [n] int32, place in the cache: page * PAGE + offset in the page
+    last: Tensor  # [prompts] int32, index of each prompt's last token; 0 for padding prompts of a graph
+    blocks: Tensor  # [blocks, 3] int32, for each block of queries: its first query, and its prompt's start and end
+    #: The prompts' lengths, for attention prompt by prompt; None in graphs, which must not depend on the host.
     packing: Packing | None
 
     @classmethod
     def of(cls, row: Tensor, tokens: int, prompts: int, packing: Packing | None) -> PromptRow:
-        """Views of what `pack` made of `tokens` and `prompts`, those that fill up a graph included."""
+        """Views of the fields in a `row` from `pack`; `tokens` and `prompts` include a graph's padding."""
         parts = [tokens, tokens, tokens, prompts]
         ids, positions, places, last, blocks = row.split([*parts, len(row) - sum(parts)])
         return cls(ids, positions, places, last, blocks.view(-1, 3), packing)
@@ -38,10 +38,10 @@ class PromptRow:
 def pack(
     prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page: int, tokens: int, most: int | None = None
 ) -> np.ndarray:
-    """The fields of a `PromptRow` of `tokens`, one behind the other, int32.
+    """The concatenated fields of a `PromptRow` of `tokens`, int32.
 
-    `page`: tokens of a page. Padding is at position 0 and goes to page 0, which is nobody's. With `most` prompts at
-    most the numbers of prompts and of blocks don't depend on the prompts: empty ones fill them up.
+    `page` is the number of tokens per page. Padding has position 0 and goes to page 0, which no sequence owns. With
+    `most`, prompts and blocks are padded with empty ones, so that their numbers don't depend on the prompts.
     """
     ends = list(accumulate([len(prompt) for prompt in prompts], initial=0))
     row = np.zeros((3, tokens), dtype=np.int32)
@@ -58,6 +58,6 @@ def pack(
 
 
 def _blocks(ends: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Blocks of queries of prompts between `ends`; those with the most keys start first."""
+    """Blocks of queries of the prompts between `ends`; blocks with the most keys come first."""
     blocks = [(start, first, end) for first, end in pairwise(ends) for start in range(first, end, QUERY_BLOCK)]
     return sorted(blocks, key=lambda block: block[1] - block[0])

@@ -1,6 +1,6 @@
-"""Operations of a decode step and of the log-probabilities in plain PyTorch.
+"""Operations of a decode step and of log-probabilities in plain PyTorch.
 
-They serve CPUs, and the kernels are tested against them.
+CPUs use them, and the kernels are tested against them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD = 0xFFFFFFFF
 
 
 def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) in float32; the dtype of x out."""
+    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32), computed in float32, in the dtype of x."""
     wide = x.float()
     scale = weight.float() if noise is None else weight.float() + noise
     return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
@@ -28,10 +28,11 @@ def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Ten
 def attend(
     qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
 ) -> Tensor:
-    """Append a token's keys and values to the cache and attend to all tokens so far; [B, Hq * D], 0 for idle rows.
+    """Append each token's key and value to the cache, and attend to all tokens so far.
 
-    `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is [pages, 2, Hkv, PAGE, D]. `rope` has cosines
-    and sines [positions, D / 2]. `splits` bounds the kernel's grid and has no effect here.
+    Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is
+    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, D / 2]. `splits` bounds the kernel's grid and has
+    no effect here.
     """
     del splits
     position = state.position[rows].long()
@@ -51,9 +52,9 @@ def attend(
 
 
 def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
-    """Put keys and values of prompts into the cache and attend within each prompt; [n, Hq * D].
+    """Write keys and values of prompts to the cache and attend within each prompt; returns [n, Hq * D].
 
-    qkv [n, (Hq + 2 Hkv) * D], which it may overwrite; cache and rope as for `attend`.
+    qkv is [n, (Hq + 2 Hkv) * D] and may be overwritten; cache and rope are as in `attend`.
     """
     parts = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
     angles = rope[0][row.positions][:, None], rope[1][row.positions][:, None]
@@ -66,7 +67,7 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
 
 
 def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
-    """query [B, Hq, D] over the first position + 1 [B] tokens of `pages` [B, P]; [B, Hq * D]."""
+    """Attention [B, Hq * D] of query [B, Hq, D] over the first position + 1 [B] tokens of `pages` [B, P]."""
     used = int(position.max()) // cache.shape[-2] + 1
     # [B, P, 2, Hkv, PAGE, D] to keys and values [B, Hkv, P * PAGE, D]
     cached = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
@@ -78,7 +79,7 @@ def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, h
 
 
 def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over each head, as Qwen3 has it: normalised, rounded, then scaled."""
+    """RMSNorm of each head as in Qwen3: normalised, rounded, then scaled."""
     if weight is None:
         return x
     wide = x.float()
@@ -98,11 +99,11 @@ def draw(
     truncated: bool,
     replayed: bool = False,
 ) -> None:
-    """Draw a token for each slot of `rows` [B] that isn't idle from logits [B, V], and advance the slots.
+    """Draw a token from logits [B, V] for each slot of `rows` [B] that isn't idle, and advance the slots.
 
     A draw depends on (seed, sequence, number of the token) and the logits alone. Its log-probability is that of the
-    distribution at the sampling temperature, before `sampling` cuts it (`truncated`). `replayed`: the token is the one
-    that stands in `state.tokens` at its place.
+    distribution at the sampling temperature, before truncation by top-k and top-p (`truncated`). `replayed`: the token
+    is the one that stands in `state.tokens` at its place.
     """
     live = state.position[rows] != IDLE
     rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
@@ -126,9 +127,9 @@ def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, s
 
 
 def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
-    """The smallest logit [B] that top-k and top-p keep; equal logits stay or go together.
+    """The smallest logit [B] that top-k and top-p keep; equal logits are kept or dropped together.
 
-    A token stays while the mass of those before it is under top_p: the smallest set that reaches it.
+    A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
     """
     ordered = logits.float().sort(dim=-1, descending=True).values
     probs = torch.softmax(ordered * sampling.scale[0], dim=-1)
@@ -140,7 +141,7 @@ def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
 def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:
     """Gumbel noise [B, width] float32, a function of seed [1], sequence [B], number [B] and the column alone.
 
-    Philox with ten rounds, keyed by the seed; a counter gives the noise of four columns.
+    It uses Philox with ten rounds, keyed by the seed; one counter gives the noise of four columns.
     """
     chunks, quarter = -(-width // CHUNK), CHUNK // 4
     counter = torch.arange(min(width, chunks * quarter), device=sequence.device)[None]
@@ -150,13 +151,13 @@ def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor
     else:
         word = words[0]
     uniform = ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    # -log(1 - u), which keeps its relative precision near 0: that is where the largest noise comes from.
+    # -log(1 - u) is precise near 0, where the largest noise comes from.
     exponential = torch.where(uniform < 2.0**-10, uniform * (1 + uniform * 0.5), -torch.log(1 - uniform))
     return -torch.log(exponential)
 
 
 def philox(counter: list[Tensor], seed: Tensor) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al. 2011): four words of a counter to four random ones, int64 tensors of 32 bits."""
+    """Philox4x32-10 (Salmon et al. 2011): four random words from four counter words, as int64 tensors of 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(10):
@@ -168,7 +169,7 @@ def philox(counter: list[Tensor], seed: Tensor) -> list[Tensor]:
 
 
 def _multiply(factor: int, words: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the products; in halves, since int64 has no room for 64 bits without a sign."""
+    """High and low 32 bits of the products, computed in halves because int64 can't represent 64 unsigned bits."""
     low, high = words * (factor & 0xFFFF), words * (factor >> 16)
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD
 
@@ -176,13 +177,13 @@ def _multiply(factor: int, words: Tensor) -> tuple[Tensor, Tensor]:
 def tile_statistics(
     tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's logit, log-sum-exp and entropy of logits / temperature, [rows] each.
+    """The target's logit, the log-sum-exp and the entropy of logits / temperature, each [rows].
 
-    `tiles` are runs of the vocabulary, each its first token and its logits [rows, columns], which are overwritten;
-    `targets` [rows] count from the vocabulary's first token. In float32, or float64 of float64 logits.
+    `tiles` are ranges of the vocabulary, each given by its first token and its logits [rows, columns], which are
+    overwritten. `targets` [rows] are token ids. Results are float32, or float64 for float64 logits.
 
-    The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability. As
-    log-sum-exp less the mean of the logits it would be a small difference of large numbers.
+    The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability. Log-sum-exp
+    less the mean logit would be a small difference of large numbers.
     """
     parts = []
     for first, raw in tiles:
@@ -199,9 +200,10 @@ def tile_statistics(
 
 
 def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """grad (1[target] - softmax) / temperature [rows, columns], in the dtype of `logits`, which are overwritten.
+    """The gradient grad (1[target] - softmax) / temperature [rows, columns], in the dtype of `logits`.
 
-    `first` is the tile's first token, `lse` [rows] that of `tile_statistics`, `grad` [rows] of the log-probabilities.
+    `logits` are overwritten. `first` is the tile's first token, `lse` [rows] comes from `tile_statistics`, and `grad`
+    [rows] is the gradient of the log-probabilities.
     """
     x, grad = _scaled(logits, temperature), grad / temperature
     in_tile, places = _inside(targets, first, x.shape[1])
@@ -214,6 +216,6 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Whether a tile holds each target [rows], and the target's column [rows, 1] in it, any column where it doesn't."""
+    """Whether each target is in the tile [rows], and its column in the tile [rows, 1], clamped if it isn't."""
     places = targets - first
     return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys in Triton, forward and backward, in float32 and rounded once."""
+"""Rotary embeddings of queries and keys in Triton, forward and backward, computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _turn(
     x, out, token, stride, half, in_half, c1, c2, s1, s2,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, in two halves [heads, D / 2]: by the matrix [[c1, -s1], [s2, c2]] or its transpose."""
+    """Multiply the halves [heads, D / 2] of one token's heads by [[c1, -s1], [s2, c2]] or its transpose."""
     head = tl.arange(0, HEADS_BLOCK)
     mask = (head < HEADS)[:, None] & in_half
     place = head[:, None] * DIM + half
@@ -48,14 +48,14 @@ def _rotate(
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
-    """x [L, heads, D] whose heads lie one behind the other; tokens may be further apart."""
+    """x [L, heads, D] with the heads of a token contiguous; tokens may have a larger stride."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """x cos + rotate_half(x) sin of queries and keys [L, heads, D] by cos and sin [L, D]; contiguous, of their dtypes.
+    """x cos + rotate_half(x) sin for queries and keys [L, heads, D], with cos and sin [L, D]; contiguous, same dtypes.
 
-    `back` takes gradients of what was rotated to those of what it was made of: the transpose of the same matrix.
+    With `back` it maps gradients of the outputs to gradients of the inputs, by the transposed matrix.
     """
     tokens, heads, dim = query.shape
     assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)

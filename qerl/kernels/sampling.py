@@ -1,6 +1,6 @@
-"""Drawing tokens in Triton; `qerl.kernels.reference` has it in PyTorch.
+"""Token sampling in Triton; `qerl.kernels.reference` has the PyTorch version.
 
-The largest of logits plus Gumbel noise follows the softmax of the logits, so one pass over them is enough. A program
+The argmax of logits plus Gumbel noise has the softmax distribution, so one pass over the logits is enough. A program
 reads CHUNK logits of one row. A second launch combines the chunks and advances the sequence.
 """
 
@@ -16,13 +16,13 @@ from qerl.kernels.geometry import CHUNK
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.reference import threshold
 
-#: Below any logit, finite: a difference of two of them is a number.
+#: Less than any logit, but finite, so that the difference of two isn't NaN.
 _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _gumbel(word):
-    """As `reference.gumbel`."""
+    """Gumbel noise from a random word, as in `reference.gumbel`."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     exponential = tl.where(uniform < 0.0009765625, uniform * (1.0 + uniform * 0.5), -tl.log(1.0 - uniform))
     return -tl.log(exponential)

@@ -1,4 +1,4 @@
-"""silu(gate) * up in Triton, forward and backward, in float32 and rounded once; `qerl.layers.mlp` has it in PyTorch."""
+"""silu(gate) * up in Triton, forward and backward, computed in float32; `qerl.layers.mlp` has the PyTorch version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _backward(grad, gate, up, grad_gate, grad_up, size, BLOCK: tl.constexpr):
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of two tensors of one shape and dtype."""
+    """silu(gate) * up for two tensors of the same shape and dtype."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _forward[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), BLOCK=_BLOCK)

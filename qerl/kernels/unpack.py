@@ -1,4 +1,4 @@
-"""Weights in the kernels' layout, unpacked by one kernel: for cuBLAS, in training."""
+"""A kernel that unpacks tiles to bfloat16 weights, for cuBLAS products in training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Params = params_struct(
 
 
 def dense(tiles: Tiles, part: int) -> Tensor:
-    """The weight of a layer, bfloat16 [rows, columns], bit for bit `formats.dequantize`'s."""
+    """The weight of a layer, bfloat16 [rows, columns], bit for bit equal to that of `formats.dequantize`."""
     out = tiles.data.new_empty(tiles.parts[part], tiles.columns, dtype=torch.bfloat16)
     multiplier, offset = tiles.scale_decode
     row_tiles = (tiles.rows if tiles.interleaved else tiles.parts[part]) // 16

@@ -1,1 +1,1 @@
-"""Layers of a policy, which replace transformers' own modules in its blocks."""
+"""Layers of a policy, which replace transformers' modules in its blocks."""

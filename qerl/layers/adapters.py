@@ -1,4 +1,4 @@
-"""The parts of a layer under PEFT's LoRA, and the adapters of layers that run as one product."""
+"""The base layer and adapter of a PEFT layer, and the stacked adapters of layers that run as one product."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from qerl.layers.packed_linear import PackedLinear
 
-#: PEFT's name of the policy's adapter.
+#: The policy's adapter name in PEFT.
 POLICY_ADAPTER = "default"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """`up` [N, R] times `down` [R, K] times `scale` is added to a weight [N, K]."""
+    """An adapter that adds `up` [N, R] times `down` [R, K] times `scale` to a weight [N, K]."""
 
     down: Tensor
     up: Tensor
@@ -33,24 +33,25 @@ class Adapted:
 
 
 def unwrap(layer: nn.Module) -> Adapted:
-    """The parts of a linear layer. Raises TypeError for another kind of layer, and ValueError for a variant of LoRA."""
+    """The base and adapter of a linear layer. Raises TypeError for another layer, ValueError for a LoRA variant."""
     lora = None
     if isinstance(layer, LoraLayer):
         if POLICY_ADAPTER in layer.lora_variant:
-            raise ValueError("the native engine applies plain LoRA only; use engine=vllm, or native on a CPU")
+            raise ValueError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
         if POLICY_ADAPTER in layer.lora_A:
             down, up = (part.get_parameter(f"{POLICY_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
             lora = Lora(down, up, float(layer.scaling[POLICY_ADAPTER]))
         layer = layer.get_base_layer()
     if not isinstance(layer, (nn.Linear, PackedLinear)):
-        raise TypeError(f"{type(layer).__name__} is no linear layer that the native engine knows; use engine=vllm")
+        raise TypeError(f"the native engine doesn't support layers of {type(layer).__name__}; use engine=vllm")
     return Adapted(layer, lora)
 
 
 class StackedAdapters:
-    """Adapters of layers with one input: `down` [R, K], and `up` [N, R], whose blocks lie on the diagonal.
+    """Adapters of layers with the same input: `down` [R, K], and block-diagonal `up` [N, R].
 
-    R is the sum of the ranks; the adapters' scale is folded into `up`. Both are in `dtype`, at addresses that stay.
+    R is the sum of the ranks; `up` includes the adapters' scales. Both are in `dtype`, and their addresses never
+    change.
     """
 
     def __init__(self, layers: Sequence[Adapted], dtype: torch.dtype) -> None:
@@ -73,7 +74,7 @@ class StackedAdapters:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the adapters as they are now."""
+        """Copy the present adapters."""
         if self._loras:
             scaled = torch._foreach_mul([lora.up for lora in self._loras], [lora.scale for lora in self._loras])
             torch._foreach_copy_(self._downs + self._ups, [lora.down for lora in self._loras] + list(scaled))

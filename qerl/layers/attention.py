@@ -1,6 +1,6 @@
-"""Packed attention, registered with transformers, which calls it in every block.
+"""Packed attention, registered with transformers, whose blocks call it.
 
-A forward pass with a `Packing` gets packed attention. Any other uses transformers' own SDPA.
+A forward pass with a `Packing` uses packed attention, any other transformers' SDPA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def attend(
             "packed attention has neither dropout nor a sliding window; set attention_dropout=0 and "
             "use_sliding_window=false in the model's config.json"
         )
-    # Not by [0], whose gradient is copied into zeros.
+    # squeeze instead of [0], whose backward pass copies the gradient into zeros.
     query, key, value = (row.squeeze(0).transpose(0, 1) for row in (query, key, value))
     return attend_packed(query, key, value, packing, settings["scaling"])[None], None
 
@@ -44,7 +44,7 @@ def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: 
     """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
     if lm.config._attn_implementation != NAME:
         lm.set_attn_implementation(NAME)
-    # A mask of four dimensions is taken as it is, so that none is made; packed attention needs none.
+    # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
     made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
     output = lm.model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
     return output.last_hidden_state

@@ -1,4 +1,4 @@
-"""Layers that read the same input as one product: plain PyTorch for any layer on any device; bitsandbytes for NF4."""
+"""Layers with the same input as one product: in PyTorch for any layer and device, by bitsandbytes for NF4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qerl.layers.packed_linear import PackedLinear
 
 
 class TorchLinear:
-    """See `FusedLinear`. Dense weights are multiplied as they are, packed ones unpacked in every call."""
+    """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         adapted = [unwrap(layer) for layer in layers]
@@ -67,12 +67,12 @@ class TorchLinear:
         _multiply(x, weight, bias, out, residual)
 
     def _parts(self, joint: Tensor) -> tuple[Tensor, ...]:
-        """The columns of each layer."""
+        """The columns of each layer's output."""
         return joint.split([base.out_features for base in self._bases], dim=-1)
 
 
 class BitsandbytesLinear(TorchLinear):
-    """A `FusedLinear` over NF4 layers on a GPU, which bitsandbytes multiplies, in one kernel if rows are few."""
+    """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
     @staticmethod
     def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
@@ -106,7 +106,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, resid
 
 @torch.no_grad()
 def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """The weights of `layers` as one tensor [N, K], of which they become views. None without layers."""
+    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it. None without layers."""
     if not layers:
         return None
     weights = [layer.weight for layer in layers]
@@ -119,7 +119,7 @@ def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether each weight begins where the one before it ends, in the same storage."""
+    """Whether the weights are contiguous and adjacent in the same storage."""
     return all(weight.is_contiguous() for weight in weights) and all(
         after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
         and after.data_ptr() == before.data_ptr() + before.numel() * before.element_size()

@@ -1,4 +1,4 @@
-"""LoRA dropout whose mask depends on the sequence, not on what is packed beside it or on the process that packs it."""
+"""LoRA dropout whose mask depends only on the sequence, not on the packing or the process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-#: What a piece of a packed row is drawn from: numbers that no other piece of the run has.
+#: The random key of a piece of a packed row: numbers that no other piece of the run has.
 Key = tuple[int, ...]
 
 
 class KeyedDropout(nn.Module):
-    """Dropout over packed rows. In training mode, `set_keys` must have stated the pieces of the row."""
+    """Dropout over packed rows. In training mode, call `set_keys` with the row's pieces first."""
 
     def __init__(self, p: float, layer: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class KeyedDropout(nn.Module):
         self.lengths: Sequence[int] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [1, L, features] to the same shape. Kept values are divided by their share."""
+        """Apply dropout to x [1, L, features]; kept values are divided by 1 - p."""
         if not self.training:
             return x
         if x.shape[:-1] != (1, sum(self.lengths)):
@@ -33,14 +33,14 @@ class KeyedDropout(nn.Module):
         return (x * kept) / (1 - self.p)
 
     def _kept(self, key: Key, tokens: int, x: Tensor) -> Tensor:
-        """Bools [tokens, features]: the same for the same key, whatever the rest of the row."""
+        """The kept values as bool [tokens, features], a function of the key alone."""
         seed = np.random.SeedSequence([*key, self.layer]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(x.device).manual_seed(int(seed))
         return torch.rand(tokens, x.shape[-1], generator=generator, device=x.device) >= self.p
 
 
 def key_dropout(model: nn.Module, adapter: str) -> None:
-    """Replace PEFT's dropout of an adapter, which draws from torch's global generator, by `KeyedDropout`."""
+    """Replace an adapter's dropout, for which PEFT uses torch's global generator, by `KeyedDropout`."""
     layers = (module for module in model.modules() if isinstance(module, LoraLayer))
     for number, layer in enumerate(layers):
         plain = layer.lora_dropout[adapter]
@@ -49,7 +49,7 @@ def key_dropout(model: nn.Module, adapter: str) -> None:
 
 
 def set_keys(model: nn.Module, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-    """State the pieces of the next row. They hold until the next call, also in the backward pass."""
+    """Set the keys and lengths of the next row's pieces. They stay until the next call, also in the backward pass."""
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.keys, module.lengths = keys, lengths

@@ -1,4 +1,4 @@
-"""Products of a decode step: the interface of implementations, and the choice of one for given layers."""
+"""Matrix products of a decode step: their protocol, and the choice of an implementation for given layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from qerl.layers.w4_linear import W4Linear, serves
 
 
 class FusedLinear(Protocol):
-    """Layers that read the same input, as one product. Their outputs are concatenated."""
+    """Layers with the same input, as one product. Their outputs are concatenated."""
 
     #: N, the sum of the layers' outputs.
     out_features: int
 
     def sync(self) -> None:
-        """Take over adapters and biases as they are now."""
+        """Copy the present adapters and biases."""
         ...
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
-        """x [B, K] to out [B, N] = W x + b + B (A x), all in the model's dtype and contiguous.
+        """Write out [B, N] = W x + b + B (A x) for x [B, K], all contiguous in the model's dtype.
 
         With `residual` the result is added to `out`. With `silu`, out [B, N/2] = silu(first half) * second half.
         """
@@ -31,9 +31,9 @@ class FusedLinear(Protocol):
 
 
 def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -> FusedLinear:
-    """One product of layers that read the same input: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
+    """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
-    `dtype` is that of the activations. `gated` layers are gate and up, called with `silu`.
+    `dtype` is the activations' dtype. `gated` layers are gate and up, called with `silu`.
     """
     if serves(layers, dtype):
         return W4Linear(layers, interleaved=gated)

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens from hidden states, for M tokens and V words of the vocabulary.
 
-The logits of all tokens are computed only if they are to be kept.
+Logits are computed tile by tile, unless all are to be kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from qerl.kernels import reference
 
-#: Rows and columns of the logits that exist at once: 64 MB in 16 bits, which is all that a GPU holds of them.
+#: Rows and columns of a tile of logits. One tile exists at a time, of 64 MB in 16 bits.
 ROWS, COLUMNS = 2048, 16384
 
 #: (tiles, targets, temperature) to the target's logit, log-sum-exp and entropy: `reference.tile_statistics`.
@@ -26,14 +26,14 @@ Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float], Tensor]
 def logprobs_and_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` [M] under softmax(hidden head^T / temperature), and the entropy of that.
+    """Log-probabilities of `targets` [M] under softmax(hidden head^T / temperature), and the distributions' entropy.
 
-    `hidden` [M, H] sets the dtype of the products, `head` [V, H] may be in another. Both results are [M], float32 or,
-    of float64 `hidden`, float64; only the log-probabilities have a gradient. A tile of logits exists at a time, and is
-    computed again in the backward pass; the head's gradient is computed only where it requires one.
+    `hidden` [M, H] sets the dtype of the products; `head` [V, H] may have another. Both results are [M], float32, or
+    float64 for float64 `hidden`. Only the log-probabilities have a gradient. One tile of logits exists at a time, and
+    the backward pass recomputes it; the head's gradient is computed only if the head requires one.
 
-    With `keep`, a GPU keeps all logits [M, V] for the backward pass, in the dtype of `hidden`, and computes nothing
-    twice. The results are the same up to rounding.
+    With `keep` on a GPU, all logits [M, V] are kept for the backward pass in the dtype of `hidden`, and nothing is
+    recomputed. The results are the same up to rounding.
     """
     kept = keep and _has_kernels(hidden)
     return (_KeptLogprobs if kept else _TiledLogprobs).apply(hidden, head, targets, temperature)
@@ -45,7 +45,7 @@ class _KeptLogprobs(torch.autograd.Function):
         logits = hidden @ head.to(hidden.dtype).T
         chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
         ctx.save_for_backward(hidden, head, targets, lse)
-        # Not a saved tensor: the backward pass overwrites it, and there can be one only.
+        # Not a saved tensor, because the only backward pass overwrites it.
         ctx.logits, ctx.temperature = logits, temperature
         ctx.mark_non_differentiable(entropy)
         return chosen - lse, entropy
@@ -100,7 +100,7 @@ def _has_kernels(hidden: Tensor) -> bool:
 
 
 def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
-    """Triton's on a GPU, which know no float64, and PyTorch's elsewhere."""
+    """The operations of Triton on a GPU, or of PyTorch on other devices and for float64."""
     if not _has_kernels(hidden):
         return reference.tile_statistics, reference.tile_gradient
     from qerl.kernels.logits import tile_gradient, tile_statistics
@@ -109,12 +109,12 @@ def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
 
 
 def _space(hidden: Tensor, head: Tensor) -> Tensor:
-    """Space for the largest tile, shared by all: a loop that allocates each anew would hold two at a time."""
+    """Memory for the largest tile, which all tiles share; allocating each tile would need memory for two."""
     return hidden.new_empty(min(ROWS, len(hidden)) * min(COLUMNS, len(head)))
 
 
 def _tiles(hidden: Tensor, head: Tensor, space: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each run of the vocabulary, its first token, its part of the head and its logits, which lie in `space`."""
+    """For each range of the vocabulary: its first token, its part of the head, and its logits, stored in `space`."""
     for first in range(0, len(head), COLUMNS):
         weight = head[first : first + COLUMNS].to(hidden.dtype)
         logits = space[: len(hidden) * len(weight)].view(len(hidden), len(weight))
@@ -122,7 +122,7 @@ def _tiles(hidden: Tensor, head: Tensor, space: Tensor) -> Iterator[tuple[int, T
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right; on a GPU cuBLAS adds, and sums 16-bit factors up in float32 where `total` is that."""
+    """Compute total += left right; on a GPU cuBLAS adds, in float32 for 16-bit factors if `total` is float32."""
     if total.is_cuda and total.dtype in (left.dtype, torch.promote_types(left.dtype, torch.float32)):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

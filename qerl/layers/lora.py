@@ -1,4 +1,4 @@
-"""PEFT's LoRA with a lean forward pass, on dense layers and on `PackedLinear`: parameters and files are PEFT's own."""
+"""PEFT's LoRA with leaner forward and backward passes, on dense layers and `PackedLinear`, in PEFT's file format."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from qerl.layers.packed_linear import PackedLinear
 
 @dataclass(frozen=True)
 class _Frozen:
-    """The layer under an adapter, and the factor of the adapter's product."""
+    """The base layer of an adapter, and the adapter's scaling."""
 
     base: nn.Linear | PackedLinear
     scaling: float
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[out, in], unpacked if need be."""
+        """The weight [out, in] in `dtype`, unpacked if it is packed."""
         return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
 
 
 class _LoraProducts(torch.autograd.Function):
-    """x W^T + b + s (d A^T) B^T of layers that read the same x, d being x or x after dropout: [M, in] to [M, out] each.
+    """x W^T + b + s (d A^T) B^T for layers with the same x, where d is x or x after dropout; [M, in] to [M, out] each.
 
-    The adapter's contribution is written first, and the base's product adds to it in place. The terms of the gradient
-    of x are added in the same way. Nothing as large as the input or an output is written twice or kept beside it. A and
-    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` are A and B of
-    the first layer, of the second, and so on.
+    The adapter's product is written first, and the base's product is added in place. The terms of x's gradient are
+    added in the same way. So no tensor as large as the input or an output is written twice or kept in addition. A and
+    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A and B of
+    each layer in order.
     """
 
     @staticmethod
@@ -72,15 +72,15 @@ class _LoraProducts(torch.autograd.Function):
 
 
 def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """All A one above the other [ranks, in], and each s B [out, rank]."""
+    """All A stacked [ranks, in], and s B of each layer [out, rank]."""
     ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
-    if len(ups) == 1:  # on a CPU small layers take hardly longer than a copy that isn't needed
+    if len(ups) == 1:  # no copy, which on a CPU would take about as long as a small layer
         return adapters[0].to(dtype), ups
     return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
 
 
 def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
-    """Each layer's part of the concatenated ranks."""
+    """Each layer's part of a tensor with concatenated ranks."""
     return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
 
 
@@ -92,16 +92,16 @@ def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tenso
 
 
 class LeanLoraLinear(LoraLinear):
-    """LoRA whose forward and backward passes keep and write no more than necessary.
+    """LoRA whose forward and backward passes keep and write fewer tensors than PEFT's.
 
-    PEFT's layer casts the input to the adapter's float32, which autocast casts back. Each layer keeps a copy, where q,
-    k and v could share one. It also makes B's output, scales it and adds it, which are three tensors as large as the
-    layer's output. This class uses PEFT's code if autocast doesn't bring input and adapter to one dtype, for several
-    adapters at once, and for a base that is trained itself.
+    PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q,
+    k and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the
+    layer's output. This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
+    adapters are active, and if the base is trained.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in_features] to [..., out_features], in the dtype of the base's output."""
+        """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
         if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
         dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
@@ -109,11 +109,11 @@ class LeanLoraLinear(LoraLinear):
 
     @property
     def drops(self) -> bool:
-        """Whether the adapter's input goes through dropout now."""
+        """Whether dropout is now applied to the adapter's input."""
         return self.training and not isinstance(self.lora_dropout[self.active_adapters[0]], nn.Identity)
 
     def is_plain(self, x: Tensor) -> bool:
-        """Whether an output is that of the base and of one adapter, in products of one dtype."""
+        """Whether the output is the sum of a frozen base and one adapter, computed in one dtype."""
         if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
             return False
         trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
@@ -122,7 +122,7 @@ class LeanLoraLinear(LoraLinear):
 
 
 def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Outputs of layers that read the same x [..., in]: with fewer passes where all are plain LoRA without dropout."""
+    """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
     lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
     return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
 
@@ -142,11 +142,11 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
 
 
 class PackedLoraLinear(LeanLoraLinear):
-    """LoRA around a `PackedLinear`; A and B are trained in float32, the result has the dtype of the base's output."""
+    """LoRA around a `PackedLinear`; A and B are float32, and the output has the dtype of the base's output."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA only: the variants (DoRA, ...) read the dense weight."""
+        """Only plain LoRA, because variants (DoRA, ...) read the dense weight."""
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
@@ -162,7 +162,7 @@ class PackedLoraLinear(LeanLoraLinear):
 
 
 def register_lora(config: LoraConfig) -> LoraConfig:
-    """Let `config` target `PackedLinear` layers beside dense ones; returns it.
+    """Make `config` use this module's classes for `PackedLinear` and dense layers; returns it.
 
     Raises ValueError for an initialisation that reads the dense weight.
     """

@@ -1,4 +1,4 @@
-"""The MLP of a block. Where the device has a kernel, its activation takes one pass over memory each way."""
+"""The MLP of a block. With a kernel for the device, its activation takes one pass over memory in each direction."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.activations import SiLUActivation
 
 from qerl.layers.lora import products
 
-#: Classes of transformers that compute down(silu(gate(x)) * up(x)) and nothing else.
+#: transformers' classes that compute only down(silu(gate(x)) * up(x)).
 _PLAIN = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up by Triton, which keeps gate and up for the backward pass; PyTorch keeps silu(gate) too."""
+    """silu(gate) * up by Triton, which saves only gate and up for the backward pass; PyTorch saves silu(gate) too."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up: Triton's on a GPU, PyTorch's elsewhere and in float64."""
+    """silu(gate) * up, by Triton on a GPU, and by PyTorch elsewhere and in float64."""
     if gate.is_cuda and gate.dtype == up.dtype != torch.float64:
         return _SwiGLU.apply(gate, up)
     return nn.functional.silu(gate) * up
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) with the projections of `mlp`, under their names."""
+    """down(silu(gate(x)) * up(x)) with the projections of `mlp`, under the same names."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GatedMLP(nn.Module):
         self.down_proj: nn.Module = mlp.get_submodule("down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to [..., hidden]."""
+        """Map x [..., hidden] to the same shape."""
         return self.down_proj(swiglu(*products(x, (self.gate_proj, self.up_proj))))
 
 
@@ -59,7 +59,7 @@ def _fusible(mlp: nn.Module) -> bool:
 
 
 def fuse_mlps(model: nn.Module) -> None:
-    """Replace every MLP with SiLU that is known to be plain by `GatedMLP`; projections and their names stay."""
+    """Replace every MLP of a known plain class with SiLU by `GatedMLP`; projections and their names stay."""
     for name, module in list(model.named_modules()):
         if _fusible(module):
             model.set_submodule(name, GatedMLP(module))

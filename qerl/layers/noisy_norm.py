@@ -1,6 +1,6 @@
-"""RMSNorm of a block whose weight `w` may carry noise `z`; `qerl.rl.noise` draws it.
+"""RMSNorm of a block with noise `z` on its weight `w`; `qerl.rl.noise` draws the noise.
 
-The noise has a buffer of its own, so it never accumulates.
+The noise is in a separate buffer, so it never accumulates.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-#: The norms of a block that may carry noise, by their names in it.
+#: The names of a block's norms that may have noise.
 ROLES = ("input_layernorm", "post_attention_layernorm")
 
 
 def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qerl.kernels.norm_training.forward`.
 
-    Products of a 16-bit and a float32 tensor are computed in float32, and results are rounded as they are written. This
-    saves the passes over memory of a cast.
+    Products of a 16-bit and a float32 tensor are computed in float32 and rounded when they are written, which saves
+    separate casts.
     """
     norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
@@ -41,7 +41,7 @@ def _backward(
 
 
 def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward pass: Triton's on a GPU, PyTorch's elsewhere and for float64, which Triton's would lose."""
+    """Forward and backward pass, by Triton on a GPU, and by PyTorch elsewhere and for float64."""
     if not hidden.is_cuda or hidden.dtype == torch.float64:
         return _forward, _backward
     from qerl.kernels.norm_training import backward, forward
@@ -50,7 +50,7 @@ def _passes(hidden: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """w x / rms(x) in float32. The backward pass keeps the input itself, without float32 copies."""
+    """w x / rms(x), computed in float32. It saves the input for the backward pass, without float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -67,7 +67,7 @@ class _ScaledNorm(torch.autograd.Function):
 
 
 class NoisyRMSNorm(nn.Module):
-    """RMSNorm with weight `w + z`, computed in float32 whatever the dtype of the input."""
+    """RMSNorm with weight `w + z`, computed in float32 for any dtype of the input."""
 
     noise: torch.Tensor
 
@@ -78,7 +78,7 @@ class NoisyRMSNorm(nn.Module):
         self.register_buffer("noise", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise `hidden` [..., features] over the last dimension; same dtype out."""
+        """Normalise `hidden` [..., features] over the last dimension, and return the same dtype."""
         return _ScaledNorm.apply(hidden, self.weight.float() + self.noise, self.variance_epsilon)
 
 
@@ -92,6 +92,6 @@ def make_noisy(model: nn.Module) -> None:
 
 
 def noise_norm(model: nn.Module) -> float:
-    """Norm of all z that `model` holds now; 0 without noise."""
+    """The norm of all present z of `model` concatenated; 0 without noise."""
     noises = (module.noise for module in model.modules() if isinstance(module, NoisyRMSNorm))
     return math.sqrt(sum(float(noise.double().square().sum()) for noise in noises))

@@ -1,4 +1,4 @@
-"""The attention of a block over packed sequences, without transposed views where the device has a kernel."""
+"""The attention of a block over packed sequences; with kernels for the device it needs no transposed views."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl.layers.lora import products
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions by Triton. The backward pass needs cos and sin, which all blocks share."""
+    """Rotary embeddings by Triton. Only cos and sin, which all blocks share, are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [L, heads, D] at the positions whose cosines and sines [L, D] transformers gives; on a GPU."""
+    """Rotated queries and keys [L, heads, D], by transformers' cosines and sines [L, D]; on a GPU."""
     return _Rotation.apply(query, key, cos, sin)
 
 
@@ -44,9 +44,9 @@ def _kernel_serves(hidden: Tensor) -> bool:
 
 
 class PackedAttention(nn.Module):
-    """A mixin before transformers' attention that computes packed sequences on a GPU and leaves the rest to it."""
+    """A mixin for transformers' attention that computes packed sequences on a GPU; otherwise it calls `super`."""
 
-    # Of the class behind; transformers' own types of these differ from one to the next.
+    # Attributes of the base class, whose types differ between transformers' classes.
     config: Any
     head_dim: Any
     scaling: Any
@@ -60,12 +60,12 @@ class PackedAttention(nn.Module):
         past_key_values: Any = None,
         **settings: Any,
     ) -> tuple[Tensor, Any]:
-        """hidden_states [1, L, H] to the same shape, with None for the weights; cos and sin are [1, L, D]."""
+        """Map hidden_states [1, L, H] to the same shape, and None for the weights; cos and sin are [1, L, D]."""
         packing: Packing | None = settings.get("packing")
         if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or self._is_special():
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)
         layers = [self.get_submodule(f"{name}_proj") for name in "qkv"]
-        # Not by [0], whose gradient is copied into zeros.
+        # squeeze instead of [0], whose backward pass copies the gradient into zeros.
         heads = (out.squeeze(0).unflatten(-1, (-1, self.head_dim)) for out in products(hidden_states, layers))
         query, key, value = (self._normed(name, one) for name, one in zip("qkv", heads, strict=True))
         cos, sin = position_embeddings
@@ -74,12 +74,12 @@ class PackedAttention(nn.Module):
         return self.get_submodule("o_proj")(out.flatten(1)[None]), None
 
     def _is_special(self) -> bool:
-        """Whether it may have what `qerl.layers.attention.attend`, at the end of the other way, refuses."""
+        """Whether a sliding window or dropout is set, which `qerl.layers.attention.attend` refuses."""
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         return bool(window) or (self.training and self.attention_dropout > 0)
 
     def _normed(self, name: str, heads: Tensor) -> Tensor:
-        """Queries, keys or values [L, heads, D], normalised where the class has a norm for them."""
+        """Queries, keys or values [L, heads, D], normalised if the class has a norm for them."""
         norm = getattr(self, f"{name}_norm", None)
         return heads if norm is None else norm(heads)
 
@@ -100,7 +100,7 @@ class PackedMistralAttention(PackedAttention, MistralAttention):
     """Attention of Mistral."""
 
 
-#: Classes of transformers that project, normalise, rotate, attend and project, and do nothing else.
+#: transformers' classes that only project, normalise, rotate, attend and project.
 _PACKED: dict[type, type[PackedAttention]] = {
     Qwen2Attention: PackedQwen2Attention,
     Qwen3Attention: PackedQwen3Attention,
@@ -110,10 +110,10 @@ _PACKED: dict[type, type[PackedAttention]] = {
 
 
 def fuse_attentions(model: nn.Module) -> None:
-    """Give every attention of a known class its own code for packed sequences on a GPU.
+    """Change every attention module of a known class to its subclass for packed sequences on a GPU.
 
-    The class of the module is changed, not the module: its weights, their names, hooks and configuration stay where
-    they are, whatever transformers puts there. As each class has a name in this file, copies and pickles keep it.
+    Only the module's class changes, so its weights, their names, hooks and configuration stay. The classes are named
+    in this file, so copies and pickles work.
     """
     for module in model.modules():
         if type(module) in _PACKED:

@@ -1,4 +1,4 @@
-"""A linear layer over 4-bit weights that are never kept unpacked: the frozen base under a LoRA adapter."""
+"""A linear layer with packed 4-bit weights, which is the frozen base under a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl.kernels.unpack import dense
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x W^T + b that unpacks W anew in the backward pass instead of saving it."""
+    """x W^T + b, which unpacks W again in the backward pass instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
@@ -38,8 +38,8 @@ class _PackedProduct(torch.autograd.Function):
 class PackedLinear(nn.Module):
     """y = x W^T + b with W [out_features, in_features] in a 4-bit format; x [..., in_features] sets the dtype of y.
 
-    The packed tensors are buffers under the names of `Packed.tensors`; they have no gradient, and `.to(dtype)` leaves
-    them as they are. New layers are uninitialised; `from_packed` fills one.
+    The packed tensors are buffers with the names of `Packed.tensors`; they have no gradient, and `.to(dtype)` doesn't
+    change them. A new layer is uninitialised; `from_packed` makes one with values.
     """
 
     bias: nn.Parameter | None
@@ -55,9 +55,9 @@ class PackedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`nested`: NF4 with double quantization; `dtype`: of the bias.
+        """`nested` selects NF4 with double quantization; `dtype` is that of the bias.
 
-        Raises `FormatError` for a shape that the format can't hold.
+        Raises `FormatError` for a shape that the format doesn't support.
         """
         super().__init__()
         self.in_features = in_features
@@ -69,13 +69,13 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=packed_dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self._dense: Tensor | None = None
-        #: The weights in the layout of the GPU's kernels, once `use_tiles` has put them in the place of the buffers.
+        #: The weights in the layout of the GPU's kernels, after `use_tiles` has replaced the buffers.
         self.tiles: Tiles | None = None
         self._part = 0
 
     @classmethod
     def from_packed(cls, packed: Packed, bias: Tensor | None = None) -> PackedLinear:
-        """A layer that holds the tensors of `packed` (not copied) and `bias` [out_features]."""
+        """A layer with the tensors of `packed`, without copying them, and `bias` [out_features]."""
         out_features, in_features = packed.shape
         nested = "weight_nested_absmax" in packed.tensors
         layer = cls(in_features, out_features, packed.weights_format, nested=nested, device="meta")
@@ -85,7 +85,7 @@ class PackedLinear(nn.Module):
         return layer
 
     def use_tiles(self, tiles: Tiles, part: int) -> None:
-        """Read the weight from `tiles`, which other layers may share, and drop the layer's own tensors."""
+        """Use part `part` of `tiles`, which other layers may share, and drop the layer's packed tensors."""
         for name in self.packed_names:
             delattr(self, name)
         self.tiles, self._part, self.packed_names = tiles, part, ("tiles_data",)
@@ -93,7 +93,7 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> Packed:
-        """The packed weight (not copied, unless it is in tiles)."""
+        """The packed weight, without a copy unless it is in tiles."""
         if self.tiles is not None:
             return layout.unpack(self.tiles, self._part)
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """The packed codes, under the name by which PEFT finds the device of a quantized layer."""
+        """The packed codes, under the name that PEFT uses to find the device of a quantized layer."""
         return self.get_buffer(self.packed_names[0])
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
@@ -113,18 +113,18 @@ class PackedLinear(nn.Module):
         return dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features], in the dtype of x."""
+        """Map x [..., in_features] to [..., out_features], in the dtype of x."""
         return _PackedProduct.apply(x, self.bias, self)
 
     def extra_repr(self) -> str:
-        """Shape and format, as `nn.Linear` prints them."""
+        """Shape and format, in the style of `nn.Linear`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weights_format={self.weights_format}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        # `.to(dtype)` casts floating-point buffers: the scales move between devices as bytes, which no cast touches.
+        # `.to(dtype)` casts floating-point buffers, so the scales are moved as bytes, which it doesn't cast.
         packed = {id(self.get_buffer(name)) for name in self.packed_names}
         self._dense = None
 
@@ -135,17 +135,17 @@ class PackedLinear(nn.Module):
 
 
 def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes that `dense_weights` takes."""
+    """The bytes of memory that `dense_weights` needs."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
 
 @contextmanager
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Keep the weight of every `PackedLinear` of `model` unpacked in `dtype` while the context lasts.
+    """A context in which every `PackedLinear` of `model` keeps its weight unpacked in `dtype`.
 
-    Samplers and updates use it if they run many passes on one version of the weights and have the memory
-    (`unpacked_bytes`). Outputs for inputs of `dtype` don't change by a bit.
+    Samplers and updates use it for many passes on the same weights, if there is memory (`unpacked_bytes`). Outputs for
+    inputs of `dtype` stay the same, bit for bit.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     before = [layer._dense for layer in layers]

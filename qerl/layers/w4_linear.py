@@ -15,7 +15,7 @@ from qerl.layers.packed_linear import PackedLinear
 
 
 def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-    """Whether `W4Linear` can take these layers: a GPU with the instructions, format, shapes and dtype."""
+    """Whether `W4Linear` supports these layers: their GPU, weight format, shapes and dtype."""
     bases = [base for base in (unwrap(layer).base for layer in layers) if isinstance(base, PackedLinear)]
     if len(bases) < len(layers) or dtype != torch.bfloat16 or len({base.weights_format for base in bases}) > 1:
         return False
@@ -26,13 +26,13 @@ def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
 
 
 class W4Linear:
-    """`FusedLinear` over NVFP4 or MXFP4 layers; bfloat16 activations.
+    """A `FusedLinear` of NVFP4 or MXFP4 layers with bfloat16 activations.
 
-    The layers' weights move into `Tiles`, and each layer then reads its part of them. There is one copy.
+    The layers' weights move into `Tiles`, of which each layer then reads its part, so there is only one copy.
     """
 
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
-        """`interleaved`: the layers are gate and up, to be called with `silu`."""
+        """With `interleaved`, the layers are gate and up, to be called with `silu`."""
         adapted = [unwrap(layer) for layer in layers]
         bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self.tiles = _tiles_of(bases, interleaved)
@@ -52,7 +52,7 @@ class W4Linear:
         self.sync()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """What `sync` copies, (to, from); ranks are padded with zeros to a multiple of 16."""
+        """The copies of `sync` as (to, from); ranks are padded with zeros to a multiple of 16."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for lora, a, b in zip(self._loras, self._operands.lora_a, self._operands.lora_b, strict=True):
             if lora is not None:
@@ -62,12 +62,12 @@ class W4Linear:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Take over the adapters as they are now, in bfloat16."""
+        """Copy the present adapters, in bfloat16."""
         for to, from_ in self.copies():
             to.copy_(from_)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
-        """x [m, in], out [m, outs] (with `silu` [m, outs / 2]): bfloat16, contiguous."""
+        """See `FusedLinear`; x [m, in] and out [m, outs] (with `silu` [m, outs / 2]) are contiguous bfloat16."""
         m, columns = x.shape
         width = self.tiles.rows // 2 if silu else self.tiles.rows
         if silu != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
@@ -79,7 +79,7 @@ class W4Linear:
 
 
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
-    """The tiles that these layers share already, or new ones, which replace the layers' own tensors."""
+    """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
     if bases[0].tiles is None:
         tiles = layout.pack([base.packed for base in bases], interleaved)
         for part, base in enumerate(bases):
@@ -89,10 +89,10 @@ def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
 
 
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
-    """Float32, in the order of the tiles' rows."""
+    """The biases in float32, in the order of the tiles' rows; None without biases."""
     biases = [base.bias.data.float() for base in bases if base.bias is not None]
     if not biases:
         return None
     if interleaved or len(biases) < len(bases):
-        raise ValueError("layers that are fused need a bias each or none; gate and up have none in known models")
+        raise ValueError("fused layers must all have a bias or none, and gate and up none")
     return torch.cat(biases)

@@ -1,1 +1,1 @@
-"""The decode product: 4-bit weights times 16-bit activations, with LoRA, in CUDA C++."""
+"""The decode product in CUDA C++: 4-bit weights times 16-bit activations, plus LoRA."""

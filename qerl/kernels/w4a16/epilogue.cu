@@ -1,6 +1,6 @@
-// The epilogue of a row of blocks: other workers' sums, B (A x), bias, residual or SiLU.
+// The epilogue of a row of blocks adds other workers' sums, B (A x) and bias, and applies residual or SiLU.
 
-// Reads what `out` holds where this lane will write.
+// Reads the values of `out` that this lane will overwrite.
 template <int COUNT>
 __device__ __forceinline__ void load_residual(const Params& p, const Tile& tile, int first_x_row, int lane,
                                               u32 before[COUNT][2]) {
@@ -68,8 +68,8 @@ struct Epilogue {
     float4* kept;     // this thread block's own sums, in the memory of the stages, which is unused by then
     int place, lane;  // the lane's place among those of all tiles, and in its warp
 
-    // Sends the sums that others own. Those that this thread block owns go into `kept`, so that a loop can take them and their
-    // registers are free.
+    // Sends the sums that others own. Those that this thread block owns go into `kept`, so that a loop can take them
+    // and their registers are free.
     __device__ __forceinline__ void share_out(const float4 c[X_TILES]) const {
         uint4* mine = split.sums(p, split.me) + place;
         if (!MMA_SYNC && split.me < split.owners) asm volatile("bar.sync 5, %0;" ::"n"(WARPS * 32) : "memory");
@@ -111,7 +111,7 @@ struct Epilogue {
         finish_tile<COUNT>(p, tile, x_row, lane, before, c);
     }
 
-    // Finishes what this thread block owns of a row that others have parts of.
+    // Finishes the sums that this thread block owns, in a row of which other thread blocks have parts.
     template <int COUNT, bool ONE_OWNER>
     __device__ __forceinline__ void finish_kept() const {
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Hopper's instructions as functions, and how thread blocks send each other data.
+// Hopper's instructions as functions, and the exchange of data between thread blocks.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -84,10 +84,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
 
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) { barrier_wait(shared_address(barrier), phase); }
 
-// The same value, but of a kind that the compiler keeps in a register and doesn't compute anew where it is used. All lanes.
+// The same value, which the compiler must keep in a register and can't recompute at each use. All lanes must call it.
 __device__ __forceinline__ u32 kept(u32 value) { return __shfl_sync(~0u, value, threadIdx.x); }
 
-// The same for what all lanes have in common.
+// As `kept`, for a value that is equal in all lanes.
 __device__ __forceinline__ u32 kept_uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
@@ -97,7 +97,8 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
                  : "memory");
 }
 
-// A stage's part of x or A from (row, column) on: [columns / 64][rows][64]. Rows that the matrix doesn't have become zero.
+// A stage's part of x or A from (row, column) on: [columns / 64][rows][64]. Rows that the matrix doesn't have become
+// zero.
 __device__ __forceinline__ void tensor_copy(void* to, const TensorMap* map, int column, int row, u64* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
@@ -146,7 +147,7 @@ __device__ __forceinline__ void wait_for_stores_if(bool condition) {
 // What this thread wrote to shared memory is visible to copies that are issued after a barrier.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Everything that earlier kernels wrote is visible after this; before it only what no kernel writes may be read.
+// After this, all writes of earlier kernels are visible; before it, only memory that no kernel writes may be read.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -191,8 +192,8 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
     return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
 }
 
-// Adds to SUMS sums those of up to COUNT parties, in their order; `some` of them exist. This thread has `own`, the sums of party
-// `me`; the others send theirs to from(party, sum). Sums that haven't arrived are polled all at once.
+// Adds to SUMS sums those of up to COUNT parties, in their order; `some` of them exist. This thread has `own`, the sums
+// of party `me`; the others send theirs to from(party, sum). Sums that haven't arrived are polled all at once.
 template <int SUMS, int COUNT, typename From>
 __device__ __forceinline__ void receive(float4* sum, const float4* own, int me, From from, int some) {
     uint4 v[COUNT][SUMS];
@@ -352,18 +353,19 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// All but the last `PENDING` committed groups have ended.
+// Waits until all but the last `PENDING` committed groups have ended.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where 16 columns of x or A are: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
+// The descriptor of 16 columns of x or A: rows of 128 bytes, groups of 8 rows 1,024 bytes apart, 128-byte swizzle.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-// The descriptor of what is `offset` bytes further: both halves by themselves, as sums that carry over take more instructions.
+// The descriptor of what is `offset` bytes further: both halves by themselves, as sums that carry over take more
+// instructions.
 __device__ __forceinline__ u64 shifted(u64 descriptor, u32 offset) {
     return (u64)((u32)descriptor + offset / 16) | (u64)(1024 >> 4 | 1 << 30) << 32;
 }

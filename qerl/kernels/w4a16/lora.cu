@@ -2,7 +2,7 @@
 
 // --- A x ---
 
-// Where a thread block's sums of a tile of 16 rows of A go.
+// The place of a thread block's sums for a tile of 16 rows of A.
 __device__ __forceinline__ uint4* shrink_sums(const Params& p, const Share& share, int tile, int sender) {
     const int tiles = p.parts * RANK_TILES;
     return p.shrink_sums + (((size_t)share.row_block * tiles + tile) * p.senders + sender) * X_TILES * 32;
@@ -73,8 +73,8 @@ __device__ void shrink_by_warps(const Params& p, const Share& share, int number,
     }
 }
 
-// Beyond 32 rows of x: a stage of A x. Each group of four warps takes half of the columns. It reads 64 rows of A, of which those
-// behind SHRINK_ROWS are other data; their sums are dropped.
+// Beyond 32 rows of x: a stage of A x. Each group of four warps takes half of the columns. It reads 64 rows of A, of
+// which those behind SHRINK_ROWS are other data; their sums are dropped.
 __device__ __forceinline__ void shrink_stage(u32 stage, int warp, float4 c[X_TILES]) {
     constexpr int PARTS = STAGE_COLUMNS / 64 / 2;
     const u64 a = matrix_descriptor(stage + warp / 4 * PARTS * SHRINK_PART_BYTES);
@@ -100,8 +100,9 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
     for (int n = 0; n < X_TILES; n++) send(sums + n * 32, c[n]);
 }
 
-// Where A x of a row of this row block and of row `a` of a tile of A goes: tiles behind each other, rows of 32 bytes. With many
-// rows of x they lie as products read them: halves swapped in every other four rows, columns in the order of `LoraOperand`.
+// Where A x of a row of this row block and of row `a` of a tile of A goes: tiles behind each other, rows of 32 bytes.
+// With many rows of x they lie as products read them: halves swapped in every other four rows, columns in the order of
+// `LoraOperand`.
 __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
     const int half = a / 2 % 2 ^ row / 4 % 2;
     u16* block = p.shrunk + (size_t)share.row_block * ROWS * p.parts * RANK + tile * ROWS * 16 + row * 16;
@@ -153,7 +154,8 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
     }
 }
 
-// Waits until all of A x has been counted; up to 32 rows it then copies it into shared memory. Run by one thread of a block.
+// Waits until all of A x has been counted; up to 32 rows it then copies it into shared memory. Run by one thread of a
+// block.
 __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, u64* shrunk) {
     int* counters = p.counters + 2 * share.row_block;
     while (load_acquire(counters) != p.parts * RANK_TILES * X_TILES * SENDER_GROUPS) {}
@@ -167,11 +169,11 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
     }
     // The last worker to have seen it resets the counters for the next launch.
     if (atomicAdd(counters + 1, 1) == share.workers * CLUSTER - 1) counters[0] = counters[1] = 0;
-    // A thread block that needs none of it may not end before the copy has: its memory would then be another's.
+    // Even a thread block that needs none of it must not end before the copy, because its memory would be reused.
     barrier_wait(shrunk, 0);
 }
 
-// The warps for A x; the barrier `shrunk` says that A x is there.
+// Run by the warps of A x; the barrier `shrunk` signals that A x is complete.
 __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
     if constexpr (SMALL_BATCH)
         shrink_by_warps(p, share, number, lane);
@@ -187,8 +189,8 @@ __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shru
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : SMALL_BATCH ? least(RANK_TILES, 4) : least(3 * RANK_TILES, EXPAND_TILES);
 
-// Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the operand's
-// definition gives it.
+// Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the
+// operand's definition gives it.
 struct LoraOperand {
     uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
 
@@ -214,9 +216,8 @@ struct LoraOperand {
     }
 };
 
-// B (A x) up to 32 rows of x, for COUNT tiles of them from `x_row` on; A x is in shared memory. The first columns of B are
-// in registers, unless
-// `again`.
+// B (A x) for up to 32 rows of x: COUNT tiles of rows from `x_row` on. A x is in shared memory. The first columns of B
+// are in registers, unless `again`.
 template <int COUNT>
 __device__ __forceinline__ void add_lora(const Params& p, u32 shrunk, int x_row, const Tile& tile, LoraOperand& b, bool again,
                                          int lane, float4 c[COUNT]) {
@@ -243,7 +244,7 @@ __device__ __forceinline__ void add_lora(const Params& p, u32 shrunk, int x_row,
     }
 }
 
-// Where a tile of A x is in a stage: rows of 32 bytes, groups of 8 rows 256 bytes apart, 32-byte swizzle.
+// The descriptor of a tile of A x in a stage: rows of 32 bytes, groups of 8 rows 256 bytes apart, 32-byte swizzle.
 __device__ __forceinline__ u64 shrunk_descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(256 >> 4) << 32 | (u64)3 << 62;
 }

@@ -20,9 +20,9 @@ from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, KernelVariant, v
 
 _NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "many_rows.cu", "kernel.cu")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-#: Memory for sums holds this word until a sum is there; the kernel's source has it too.
+#: The word in the memory for sums until a sum arrives, as in the kernel's source.
 _EMPTY = -1
-#: Least thread blocks that share a row block of x. More row blocks take launches of their own: 2,048 rows on an H200.
+#: The fewest thread blocks that share a row block of x. Further row blocks need another launch: 2,048 rows on an H200.
 LEAST_WORKERS = 16
 _POINTER = ctypes.c_void_p
 _Params = params_struct(
@@ -62,10 +62,10 @@ _Params = params_struct(
 
 
 class Mode(IntEnum):
-    """What the epilogue does with the product, as the kernel's source numbers it."""
+    """The epilogue's use of the product, with the numbers of the kernel's source."""
 
     PLAIN = 0
-    #: Adds it to what `out` holds.
+    #: Adds the product to `out`.
     RESIDUAL = 1
     #: out = silu(gate) * up.
     SILU = 2
@@ -73,7 +73,7 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class Operands:
-    """Weights of layers that read the same input, with their biases and adapters."""
+    """Weights of layers with the same input, with their biases and adapters."""
 
     tiles: Tiles
     bias: Tensor | None  # [rows] float32, in the order of the tiles
@@ -88,21 +88,21 @@ class Operands:
 
     @property
     def lora_columns(self) -> int:
-        """Columns of A x: the ranks of all layers."""
+        """Columns of A x, the sum of all layers' ranks."""
         return len(self.tiles.parts) * self.rank
 
 
 class _Workspace:
-    """Buffers through which the thread blocks of a launch hand sums to each other; launches of a stream share them."""
+    """Buffers in which the thread blocks of a launch exchange sums; all launches of a stream share them."""
 
     def __init__(self, device: torch.device) -> None:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
-        #: Captured graphs hold the addresses of buffers that were too small later: none is ever freed.
+        #: No buffer is ever freed, since captured graphs contain the addresses of those that later were too small.
         self._buffers: dict[str, list[Tensor]] = defaultdict(list)
 
     def get(self, name: str, count: int, fill: int = 0) -> Tensor:
-        """At least `count` words of 32 bits, all `fill` at first."""
+        """A buffer of at least `count` 32-bit words, which are initially `fill`."""
         buffers = self._buffers[name]
         if not buffers or buffers[-1].numel() < count:
             buffers.append(torch.full((max(count, 1),), fill, dtype=torch.int32, device=self._device))
@@ -115,7 +115,9 @@ def _workspace(device: torch.device) -> _Workspace:
 
 
 def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
-    """Write the product of x [m, columns] to out [m, rows] (with SILU [m, rows / 2]); bfloat16, contiguous."""
+    """Write the product with x [m, columns] to out [m, rows] (with SILU [m, rows / 2]), both bfloat16 and
+    contiguous.
+    """
     most = _workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
     for rows, outs in zip(x.split(most), out.split(most), strict=True):
         _launch(operands, rows, outs, mode)

@@ -1,7 +1,7 @@
-// The decode product's parameters and sizes, and how its thread blocks divide the work. It is arithmetic alone: a test compiles it
-// for a CPU (test_tile_scheduler.py).
+// The decode product's parameters and sizes, and how its thread blocks divide the work. It is arithmetic alone: a test
+// compiles it for a CPU (test_tile_scheduler.py).
 
-// Up to 32 rows of x A x has warps of its own, and lies in shared memory as a whole.
+// Up to 32 rows of x, separate warps compute A x, and all of it is in shared memory.
 constexpr bool SMALL_BATCH = X_TILES <= 4;
 constexpr bool MMA_SYNC = X_TILES <= 2;  // mma.sync, not wgmma
 constexpr int WARPS = 8;                 // that multiply
@@ -12,7 +12,8 @@ constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int ROWS = X_TILES * 8;
-// Beyond 256 rows of x a worker is a cluster of two thread blocks, which have half of a row of blocks each (many_rows.cu).
+// Beyond 256 rows of x a worker is a cluster of two thread blocks, which have half of a row of blocks each
+// (many_rows.cu).
 constexpr bool MANY_ROWS = CLUSTER > 1;
 constexpr int SPAN_ROWS = BLOCK_ROWS * CLUSTER;  // of W in a worker's row of blocks
 constexpr int RANK_TILES = RANK / 16;
@@ -20,16 +21,17 @@ constexpr int SHRINK_ROWS = 32;  // of A in a stage
 constexpr int X_PART_BYTES = ROWS * 128;  // 64 columns
 constexpr int SHRINK_PART_BYTES = SHRINK_ROWS * 128;
 constexpr int EXPAND_TILES = 8, EXPAND_TILE_BYTES = ROWS * 32;  // of A x in a stage; each has 16 rows of A
-// Beyond 32 rows of x: B (A x) takes the worker that begins a row of blocks as long as so many units of W.
+// Beyond 32 rows of x: the time of B (A x), for the worker that begins a row of blocks, in units of W.
 constexpr int EXPAND_UNITS = SMALL_BATCH || RANK == 0 ? 0 : 2;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + STAGE_COLUMNS / 64 * X_PART_BYTES;
-// Behind the stages: sums that warps exchange, and A x.
+// After the stages: sums that warps exchange, and A x.
 constexpr int EXCHANGED = STAGES * STAGE_BYTES, LOCAL = EXCHANGED + (MMA_SYNC ? 4096 * X_TILES : 0);
 constexpr int TILES = MMA_SYNC ? 2 : 1;     // of 16 rows of W that a warp multiplies
 // Workers that have parts of a row of blocks share out its sums, SUMS tiles of rows of x at a time.
 constexpr int SUMS = MMA_SYNC ? X_TILES : X_TILES == 4 ? 1 : 2, CHUNKS = X_TILES / SUMS;
 
-// With many rows, sums of others come in so many stages, and this is how far the barriers of a stage's second half are away.
+// With many rows, sums of others come in so many stages, and this is how far the barriers of a stage's second half are
+// away.
 constexpr int SUM_STAGES = 2, SUM_STAGE_BYTES = BLOCK_ROWS * ROWS * 4 / SUM_STAGES;
 constexpr u32 SECOND_HALF = 16 * STAGES;
 
@@ -61,10 +63,10 @@ struct Params {
 
 // --- division of the work ---
 
-// Units 0 to `units` - 1 go to workers in their order, as evenly as possible. Returns the unit that a worker begins with.
+// Units 0 to `units` - 1 are divided among workers in order, as evenly as possible. Returns the first unit of a worker.
 __device__ __forceinline__ int first_unit(int units, int workers, int worker) { return (int)((u32)units * worker / workers); }
 
-// Returns the worker that has a unit, where there are at least as many units as workers.
+// Returns the worker of a unit, if there are at least as many units as workers.
 __device__ __forceinline__ int worker_of(int units, int workers, int unit) {
     return (int)(((u32)(unit + 1) * workers - 1) / units);
 }
@@ -82,8 +84,8 @@ struct ShrinkUnits {
     __device__ __forceinline__ int sender(int unit) const { return worker_of(units, workers, unit); }
 };
 
-// The work of a thread block, stage by stage: beyond 32 rows of x units of A, then units of W, BLOCK_ROWS x STAGE_COLUMNS. The
-// thread blocks of a worker have the same units, and in each other rows.
+// The work of a thread block, stage by stage: beyond 32 rows of x units of A, then units of W, BLOCK_ROWS x
+// STAGE_COLUMNS. The thread blocks of a worker have the same units, and in each other rows.
 struct Share {
     int worker, workers, row_block, column_blocks, rank;  // in the cluster
     int first_shrink, shrinks, first, last;
@@ -102,9 +104,9 @@ struct Share {
     __device__ __forceinline__ int unit(int stage) const {
         return stage < shrinks ? first_shrink + stage : first + stage - shrinks;
     }
-    // Stages of A count as stages of W do: a worker that has more of A's has fewer of W's. There are twice as many of W's as
-    // workers, or one worker, so each has at least one of W's. B (A x) counts as units ahead of each row's, unless a worker could
-    // then have nothing else.
+    // Stages of A count as stages of W do: a worker that has more of A's has fewer of W's. There are twice as many of
+    // W's as workers, or one worker, so each has at least one of W's. B (A x) counts as units ahead of each row's,
+    // unless a worker could then have nothing else.
     __device__ int start(const Params& p, int w) const {
         const int rows = (p.rows + SPAN_ROWS - 1) / SPAN_ROWS;
         const int more = rows * (column_blocks + EXPAND_UNITS) > (EXPAND_UNITS + 2) * workers ? EXPAND_UNITS : 0;
@@ -116,8 +118,8 @@ struct Share {
     }
 };
 
-// How a row of blocks is split: `count` successive workers have parts. Those whose last row it is own sums of it, which they add
-// up: all but, maybe, the last worker. With one chunk, or with many rows, the first worker owns all.
+// How a row of blocks is split: `count` successive workers have parts. Those whose last row it is own sums of it, which
+// they add up: all but, maybe, the last worker. With one chunk, or with many rows, the first worker owns all.
 struct RowSplit {
     int me, count, owners;
 

@@ -1,4 +1,4 @@
-"""How the decode product's kernel is compiled, by the rows of x and the size of the layer."""
+"""The compiled variants of the decode product, by the rows of x and the size of the layer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from qerl.formats import tiles as layout
 
-#: Shared memory with which two thread blocks of a launch don't fit onto a multiprocessor. Without it, where a norm's
-#: block takes the place of one, two end up on another multiprocessor, and all wait for them: 28 % of a step at one
-#: sequence.
+#: Shared memory that keeps two thread blocks of a launch off one multiprocessor. Otherwise, if a norm's block occupies
+#: a multiprocessor, two blocks of the product share another and delay all: 28 % of a step at one sequence.
 ONE_PER_SM_BYTES = 116000
 #: Rows of A in a stage of the pipeline, beyond 32 rows of x.
 SHRINK_ROWS = 32
-#: Up to 32 rows of x, A x is cut into at least and at most so many spans of columns, by how many rows A has.
+#: Up to 32 rows of x: the fewest and most spans of columns into which A x is divided, by the number of A's rows.
 _SPANS = (8, 40)
-#: A layer is large if each thread block has at least so many stages of it.
+#: A layer is large if each thread block has at least this many of its stages.
 _LARGE_LAYER_STAGES = 6
 
 
@@ -22,8 +21,8 @@ _LARGE_LAYER_STAGES = 6
 class KernelVariant:
     """The kernel, compiled for up to 8 * `x_tiles` rows of x.
 
-    `stages` of the pipeline bound the bytes in flight. `registers` is the limit of a thread, up to 32 rows.
-    `one_per_sm`: two thread blocks of a launch never share a multiprocessor; each asks for more memory than it needs.
+    The pipeline's `stages` bound the bytes in flight. `registers` is the limit per thread, for up to 32 rows. With
+    `one_per_sm`, each thread block requests enough shared memory that two of a launch never share a multiprocessor.
     `cluster`: thread blocks of a worker; two share what they copy of x, and each has other rows of W.
     `row_blocks` of x are what it is meant for; the last variant takes any number.
     """
@@ -52,18 +51,19 @@ class KernelVariant:
 
     @property
     def small_batch(self) -> bool:
-        """Whether warps of their own compute A x (up to 32 rows). Beyond, A x takes stages of the pipeline."""
+        """Whether separate warps compute A x (up to 32 rows). With more rows, A x uses stages of the pipeline."""
         return self.x_tiles <= 4
 
     @property
     def shrink_warps(self) -> int:
-        """Warps that compute A x or add up its sums; one where two thread blocks share a multiprocessor."""
+        """Warps that compute A x or add its sums; one if two thread blocks may share a multiprocessor."""
         return 1 if self.x_tiles <= 2 else 3
 
     def shared_bytes(self, lora_columns: int) -> int:
-        """Dynamic shared memory of a thread block; A x has `lora_columns` columns.
+        """Dynamic shared memory of a thread block in bytes; A x has `lora_columns` columns.
 
-        It holds the stages, 1,024 bytes to align the first, up to 16 rows sums that warps exchange, and up to 32 A x.
+        It contains the stages, 1,024 bytes to align the first, up to 16 rows the sums that warps exchange, and up to 32
+        rows A x.
         """
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + self.rows * 2 * self.columns
         exchanged = 512 * self.rows if self.x_tiles <= 2 else 0
@@ -82,9 +82,10 @@ class KernelVariant:
         return -(-rows // (layout.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
     def shrink_split(self, columns: int, lora_columns: int, workers: int, processors: int) -> tuple[int, int]:
-        """How A x of `columns` columns of x is divided: the senders of sums of 16 rows of A, and the blocks of a span.
+        """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
 
-        `senders` is an upper bound. A span counts in blocks of columns; it is 0 beyond 32 rows, where stages divide A.
+        The number of senders is an upper bound. A span is in blocks of columns, and 0 beyond 32 rows, where stages
+        divide A.
         """
         if self.small_batch:
             blocks = columns // layout.BLOCK_COLUMNS
@@ -98,21 +99,23 @@ class KernelVariant:
         return 2 * min(blocks, blocks // units_each + 2), 0
 
     def threads(self, rank: int) -> int:
-        """Threads of a block: eight warps that multiply, one that copies, those for A x, and maybe an idle one."""
+        """Threads per block: eight warps that multiply, one that copies, the warps of A x, and maybe an idle warp."""
         return 32 * (8 + 1 + self.shrink_warps + self._has_idle_warp(rank))
 
     def registers_per_thread(self, rank: int) -> int:
-        """The limit of registers; without adapters fewer do, and an idle warp keeps two thread blocks apart."""
+        """The limit of registers per thread. Without adapters fewer suffice, and an idle warp separates thread
+        blocks.
+        """
         return 96 if self._has_idle_warp(rank) else self.registers
 
     def _has_idle_warp(self, rank: int) -> bool:
         return self.small_batch and not self.one_per_sm and not rank
 
 
-#: By rows of x, for small and for large layers; the last serves any number of rows, in row blocks of its own height.
-#: Up to 16 rows, a thread block of a small layer and one of a large layer share a multiprocessor, so that the next
-#: layer's weights are copied while this one ends. Two of a kind don't: memory keeps small layers' apart, registers
-#: large ones'. Up to 384 rows, two row blocks of 192 are fewer products than two of 256.
+#: Variants by rows of x, each for small and for large layers. The last variant also computes more rows, in row blocks.
+#: Up to 16 rows, a thread block of a small and one of a large layer share a multiprocessor, so that the next layer's
+#: weights are copied while this one ends. Two of the same size don't: small layers' lack memory, large ones' registers.
+#: Up to 384 rows, two row blocks of 192 are fewer products than two of 256.
 VARIANTS = (
     (
         KernelVariant(1, stages=4, registers=96, one_per_sm=True),
@@ -129,12 +132,12 @@ VARIANTS = (
     (KernelVariant(24, stages=3, cluster=2, row_blocks=2),) * 2,
     (KernelVariant(32, stages=3, cluster=2, row_blocks=2),) * 2,
 )
-#: Rows of x that one row block has at most.
+#: The most rows of x in a row block.
 MOST_ROWS = VARIANTS[-1][0].rows
 
 
 def variant_for(rows: int, layer_rows: int, columns: int, processors: int) -> tuple[KernelVariant, int]:
-    """The variant for `rows` rows of x and a layer [layer_rows, columns], and the blocks of W that it divides."""
+    """The variant for `rows` rows of x and a layer [layer_rows, columns], and its number of blocks of W."""
     small, large = next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
     blocks = small.blocks(layer_rows, columns)
     return (large if blocks >= _LARGE_LAYER_STAGES * processors else small), blocks
