@@ -151,7 +151,7 @@ class PromptGrid(Settings):
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
     """Ranks of the adapter. 0 means no adapter."""
     points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
-        *((1, tokens) for tokens in (16, 32, 64, 128, 256, 512, 768, 1024)),
+        *((1, tokens) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024)),
         *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
     ]
     """Pairs of the number of prompts in a call and the tokens of each."""
