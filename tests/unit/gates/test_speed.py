@@ -18,7 +18,6 @@ def head() -> str:
     return answer.stdout.strip()
 
 
-@pytest.mark.slow
 def test_a_commit_is_unpacked_once_with_its_kernels(tmp_path):
     folder = speed.unpacked_wheel(head(), tmp_path)
     assert {"api.py", "kernels"} <= {file.name for file in (folder / "qerl").iterdir()}

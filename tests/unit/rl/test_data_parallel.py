@@ -60,6 +60,7 @@ def run(folder, name: str, **changes):
     return weights, rows
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     (one, one_rows), (two, two_rows) = run(folder, "one", processes=1), run(folder, "two", processes=2)

@@ -57,7 +57,6 @@ def optimizer_bytes(adapter):
     return 2 * adapter + 28 * 4
 
 
-@pytest.mark.slow
 def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     out = tmp_path / "out.json"
