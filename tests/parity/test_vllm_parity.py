@@ -414,7 +414,7 @@ def test_a_server_samples_from_the_adapter_of_the_last_sync(checkpoint, server, 
 
 def test_releases_that_were_not_tested_are_refused(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
-    with pytest.raises(ConfigError, match=r"0\.24 and 0\.31, and vLLM 0\.29\.1 is installed"):
+    with pytest.raises(ConfigError, match=r"0\.24 or 0\.31, but vLLM 0\.29\.1 is installed"):
         importlib.reload(worker_hooks)
 
 
