@@ -89,7 +89,7 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
     shown = {
         "run": "run",
         "steps": "steps",
-        "completions": "per step",
+        "completions": "completions/step",
         "gpus": "GPUs",
         "rollout_hours": "rollouts, h",
         "update_hours": "updates, h",
