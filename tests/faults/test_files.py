@@ -143,7 +143,7 @@ def test_an_unreadable_checkpoint_is_named(public):
         store.load(CPU)
 
 
-def test_torn_metrics_are_mended_where_the_run_goes_on(run, whole):
+def test_incomplete_metrics_are_rewritten_when_the_run_continues(run, whole):
     assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
     [metrics] = run.work.glob("*/metrics.jsonl")
     metrics.write_text(metrics.read_text() + '{"step": 4, "rew')
@@ -185,7 +185,7 @@ def limited(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_disk_that_fills_up_within_a_checkpoint_is_told(tmp_path):
+def test_a_disk_that_fills_up_within_a_checkpoint_is_reported(tmp_path):
     """torch.save hides the system's error behind one of its own."""
     store = Checkpoints(tmp_path, "x")
     store.save(1, {"a": torch.ones(100)})
@@ -246,7 +246,7 @@ def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monke
 # --- read-only results -----------------------------------------------------------------------------------------------
 
 
-def test_read_only_results_are_told_before_the_work(public, capsys, monkeypatch):
+def test_read_only_results_are_reported_before_the_work(public, capsys, monkeypatch):
     """All rules check a job's `out` first. Training here would fail for lack of a checkpoint, later."""
     public.chmod(0o555)
     out, absent = public / "results/x", Path("absent")
@@ -265,7 +265,7 @@ def test_what_is_to_be_there_need_not_be_there_yet(tmp_path):
         check_writable(Path("/proc/out.json"))
 
 
-def test_the_page_of_faults_names_tests_that_there_are():
+def test_the_page_of_faults_names_existing_tests():
     root = Path(__file__).parents[2]
     named = set(re.findall(r"`(\w+/test_\w+\.py)`", (root / "docs/faults.md").read_text()))
     assert named

@@ -67,7 +67,7 @@ def reward(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("function", ["sleeps", "spins", "swallows", "backtracks", "waits_for_an_answer"])
-def test_a_reward_that_hangs_is_stopped_and_told_where(reward, function):
+def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
     """None of them returns within the test's own limit."""
     with pytest.raises(ConfigError, match=rf"reward.function own_faults:{function} wasn't done after 0\.1 s") as error:
         reward(function, timeout=0.1)
@@ -121,7 +121,7 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
         cli.main()
 
 
-def test_a_reward_that_ends_the_process_is_told(reward):
+def test_a_reward_that_ends_the_process_is_reported(reward):
     with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
         reward("leaves")
 
@@ -141,7 +141,7 @@ def letters(answer, problem):
 {REWARD.replace("def letters", "def inner")}"""
 
 
-def test_with_a_higher_limit_the_run_goes_on_where_it_was(run):
+def test_with_a_higher_limit_the_run_continues(run):
     run.reward(STUCK)
     Path("stuck").touch()
     reward = {"function": "fault_reward:letters"}

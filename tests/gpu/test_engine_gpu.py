@@ -340,7 +340,7 @@ def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
     assert all(c.finished == (c.token_ids[-1] in range(2, 18)) for group in groups for c in group)
 
 
-def test_memory_that_is_not_there_is_one_sentence(policy):
+def test_missing_memory_is_one_sentence(policy):
     params = SamplingParams(max_tokens=2**20, count=512)
     with pytest.raises(torch.OutOfMemoryError, match="lower max_tokens"):
         endless(policy, 512, kv_cache_gib=2000).generate(PROMPTS, params)

@@ -89,7 +89,7 @@ def stock(checkpoint, adapter):
     return PeftModel.from_pretrained(model, adapter).eval()
 
 
-def test_completions_of_lengths_of_their_own_are_refused(sampler):
+def test_given_lengths_of_completions_are_refused(sampler):
     with pytest.raises(ValueError, match="supports no lengths or tokens"):
         sampler.generate(PROMPTS, SamplingParams(max_tokens=4, lengths=((1,), (2,), (3,), (4,))))
 

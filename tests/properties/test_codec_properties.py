@@ -108,7 +108,7 @@ def test_the_grid_reaches_the_largest_weight_of_its_group(weights_format, weight
 
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
 @given(weight=weights(smallest=2.0**-100, largest=2.0**100, spread=2, dtypes=(torch.float32,)))
-def test_what_came_back_stays_as_it_is(weights_format, weight):
+def test_requantizing_an_unpacked_weight_does_not_change_it(weights_format, weight):
     once = quantize(weight, weights_format, double_quant=False)
     if weights_format == "nvfp4":
         # A scale that E4M3 rounds to a subnormal may lose the code of its largest weight, and with it itself.

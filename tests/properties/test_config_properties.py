@@ -189,7 +189,7 @@ def test_any_bytes_of_a_yaml_file_are_a_mapping_or_one_sentence(content, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["folder", "missing.yaml"])
-def test_what_is_no_file_of_yaml_is_one_sentence(tmp_path, name):
+def test_a_file_that_is_not_yaml_is_one_sentence(tmp_path, name):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=name):
         read_yaml(tmp_path / name)

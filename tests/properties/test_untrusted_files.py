@@ -99,7 +99,7 @@ def test_pickled_weights_are_no_weights(folder, canary, name):
         load_model(folder, torch.float32)
 
 
-def test_a_pickle_in_the_name_of_safetensors_is_none(folder, canary):
+def test_a_pickle_named_safetensors_is_refused(folder, canary):
     (folder / "model.safetensors").write_bytes(pickle.dumps(Attack(canary)))
     with pytest.raises(CheckpointError, match="download it again"):
         load_whole(folder)

@@ -71,7 +71,7 @@ def test_import_is_free_of_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_unknown_attributes_are_told():
+def test_an_unknown_attribute_is_an_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         qerl.trian  # noqa: B018
 
@@ -280,7 +280,7 @@ def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monke
     assert list(run.metrics["reward"]) == list(whole.metrics["reward"])
 
 
-def test_a_folder_of_something_else_is_left_alone(values, tmp_path):
+def test_a_folder_with_other_content_is_left_unchanged(values, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not the folder of a run"):
@@ -308,7 +308,7 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_records_are_told_with_their_line(values, tmp_path):
+def test_wrong_records_are_named_with_their_line(values, tmp_path):
     file = tmp_path / "wrong.jsonl"
     file.write_text('{"question": "1 and 1?", "answer": "two"}\n')
     with pytest.raises(ValueError, match=r"wrong.jsonl, line 1 states no answer"):

@@ -68,7 +68,7 @@ def test_what_rules_call_is_set_apart(call):
     assert "JOB" in call("rule", "--help")
 
 
-def test_every_rule_calls_a_command_that_there_is():
+def test_every_rule_calls_an_existing_command():
     called = {
         line.split("python -m qerl ")[1].split()[0]
         for file in (ROOT / "workflow/rules").glob("*.smk")

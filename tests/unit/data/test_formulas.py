@@ -118,7 +118,7 @@ def test_order_and_grouping_make_no_other_solution(one, other, same):
         "(" * 49 + "1" + ")" * 52,
     ],
 )
-def test_anything_else_is_no_formula(text):
+def test_other_texts_are_no_formulas(text):
     assert parse_formula(text) is None
 
 

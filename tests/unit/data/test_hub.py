@@ -173,7 +173,7 @@ def test_the_error_for_a_missing_folder_names_the_command_that_makes_it(tmp_path
     assert f"`{command}`" in str(error.value)
 
 
-def test_the_plan_tells_of_a_missing_folder(tmp_path):
+def test_the_plan_names_a_missing_folder(tmp_path):
     values = read_yaml(Path(__file__).parents[3] / "config" / "mini.yaml")
     values["datasets"]["more"] = settings("openai/gsm8k", tmp_path / "no")
     with pytest.raises(DataError, match="hf download"):

@@ -76,7 +76,7 @@ def test_an_unknown_record_has_no_format():
         ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
     ],
 )
-def test_columns_of_other_names_are_told_the_mapping_that_reads_them(record, mapping):
+def test_the_error_for_other_column_names_suggests_a_mapping(record, mapping):
     with pytest.raises(DataError, match="line 3 has no key `question`") as error:
         detect_format(record, "line 3")
     assert f"write its own names as `dataset: {{{mapping}, origin: ...}}`" in str(error.value)

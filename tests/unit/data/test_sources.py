@@ -45,7 +45,7 @@ def test_a_generated_set_is_described_by_its_meta(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_a_file_is_split_alike_whatever_its_suffix(tmp_path, suffix):
+def test_the_suffix_of_a_file_does_not_change_its_split(tmp_path, suffix):
     path, reference = tmp_path / f"a{suffix}", write_lines(tmp_path / "b.jsonl", gsm8k(400))
     if suffix == ".parquet":
         pd.DataFrame(gsm8k(400)).to_parquet(path)
@@ -58,7 +58,7 @@ def test_a_file_is_split_alike_whatever_its_suffix(tmp_path, suffix):
     assert 55 <= len(found["test"]) <= 105
 
 
-def test_more_records_move_none_of_the_others(tmp_path):
+def test_more_records_move_no_other_to_another_split(tmp_path):
     few, many = (write_lines(tmp_path / f"{n}.jsonl", gsm8k(n)) for n in (100, 200))
     before = questions(prepared(tmp_path, LocalData(source="local", path=few)))
     after = questions(prepared(tmp_path, LocalData(source="local", path=many), name="after"))

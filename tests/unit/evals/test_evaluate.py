@@ -190,7 +190,7 @@ def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):
     assert (score.problems, score.accuracy) == (3, 1)
 
 
-def test_no_harness_draws_a_bar_of_its_own(run, problems, capsys):
+def test_no_harness_draws_a_progress_bar(run, problems, capsys):
     run(lambda name, i, repeat: stated(name, problems[name][i].answer))
     assert "%|" not in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_a_golden_series_of_another_machine_or_version_is_compared_in_its_first_
     assert judge(gate("loss", "golden", 1e-3), near, NOWHERE).outcome == "no baseline"
 
 
-def test_what_flipped_is_listed():
+def test_changed_verdicts_are_listed():
     found = judge(gate("stored", "same", 0.01), measured(**flipped(2, "0123abcd 0")), OWN)
     assert found.detail == "1 of 200 completions differ, 1 lost, 0 won: arithmetic p1 0"
     found = judge(gate("accuracy", "paired", 0.02), measured(**moved(1, -1, 2, 0)), OWN)
@@ -219,7 +219,7 @@ def test_the_projects_gates_are_read_and_look_at_what_is_measured():
         (["\t".join(COLUMNS), *["a\tb\tat-most\t1\twhy"] * 2], "two gates called 'a'"),
     ],
 )
-def test_a_row_that_is_none_is_named(tmp_path, lines, sentence):
+def test_an_invalid_row_is_named(tmp_path, lines, sentence):
     file = tmp_path / "gates.tsv"
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match=sentence):
@@ -239,7 +239,7 @@ def test_baselines_are_found_by_machine_and_workload(tmp_path):
         read_baseline(written)
 
 
-def test_a_gpu_is_a_class_of_its_own():
+def test_a_gpu_is_a_separate_class_of_machines():
     assert machine_class(Machine(label="1x NVIDIA H200")) == "1x-nvidia-h200"
 
 
@@ -399,7 +399,7 @@ def test_the_exit_code_follows_the_verdict(results, tmp_path):
     assert "| memory" in (tmp_path / "out" / "verdict.md").read_text()
 
 
-def test_what_fails_stands_first():
+def test_failing_gates_come_first():
     verdicts = [
         judge(gate("kl", "at-most", limit), measured(), OWN).model_copy(update={"gate": name})
         for name, limit in (("good", 1.0), ("bad", 0.0))
@@ -439,7 +439,7 @@ def accepting(tmp_path, monkeypatch):
     return store
 
 
-def test_a_baseline_moves_in_a_commit_of_its_own(accepting):
+def test_a_new_baseline_is_a_separate_commit(accepting):
     made = accepting()
     Path("other").write_text("unrelated")
     written = accept(made)

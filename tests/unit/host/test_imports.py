@@ -122,7 +122,7 @@ def without(monkeypatch):
         ("lighteval", "eval", lambda folder: api.evaluate(None, folder, folder / "out")),
     ],
 )
-def test_a_missing_extra_is_said_first_of_all(tmp_path, without, missing, extra, use):
+def test_a_missing_extra_is_reported_before_any_work(tmp_path, without, missing, extra, use):
     without(missing)
     with pytest.raises(ConfigError, match=rf"{missing} isn't installed; .*pip install 'qerl\[{extra}\]'"):
         use(tmp_path)

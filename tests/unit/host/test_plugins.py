@@ -94,7 +94,7 @@ def test_a_reward_that_must_be_waited_for_is_refused(folder):
         check("mine:f", "reward.function")
 
 
-def test_what_can_be_called_as_asked_is_taken(folder):
+def test_a_function_with_matching_arguments_is_accepted(folder):
     rewards = (
         "def f(answer, problem): pass",
         "def f(*any): pass",

@@ -102,7 +102,7 @@ def test_only_what_people_call_is_in_no_rules_version(graph):
 
 
 @pytest.mark.parametrize("kernel", sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cu")), ids=str)
-def test_a_changed_kernel_changes_the_version_of_what_runs_it(copy, version, kernel):
+def test_a_changed_kernel_changes_the_version_of_rules_that_run_it(copy, version, kernel):
     before = version("qerl.rl.train"), version("qerl.quantization.checkpoint")
     file = copy / "qerl" / kernel
     text = file.read_text()

@@ -98,7 +98,7 @@ def test_on_a_cpu_everything_stays_the_same(name, run):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_own_way_gives_what_transformers_does(name, checkpointing, own_way):
+def test_the_projects_attention_equals_transformers(name, checkpointing, own_way):
     plain, ours = made(name)
     if checkpointing:
         ours.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -111,7 +111,7 @@ def test_the_own_way_gives_what_transformers_does(name, checkpointing, own_way):
         assert (grads[key] - gradient).norm() < 1e-5 * gradient.norm(), key
 
 
-def test_what_is_not_packed_never_takes_the_own_way(own_way):
+def test_unpacked_rows_never_use_the_projects_attention(own_way):
     plain, ours = made("qwen2")
     assert torch.equal(alone(ours), alone(plain))
     mask = torch.tensor([[0, 0, *[1] * 7]])

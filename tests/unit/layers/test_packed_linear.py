@@ -234,7 +234,7 @@ def test_merging_is_an_error_and_keeps_the_adapter(weights_format, folder):
         assert not torch.equal(model(TOKENS).logits, before)
 
 
-def test_what_needs_the_dense_weight_is_an_error(weights_format, folder):
+def test_peft_options_that_need_the_dense_weight_are_errors(weights_format, folder):
     with pytest.raises(ValueError, match="init_lora_weights='pissa'"):
         register_lora(LoraConfig(init_lora_weights="pissa", target_modules=TARGETS))
     base = pack(load_model(folder, torch.float32), weights_format)

@@ -67,7 +67,7 @@ def test_a_model_alone_is_a_whole_plan_without_the_miniature_s_settings(model):
     assert planned.config.evaluation.sampling.temperature == 0.6
 
 
-def test_what_is_written_wins(model):
+def test_written_keys_override_the_fitted_ones(model):
     values = yaml.safe_load(OWN.read_text()) | {"model": str(model)}
     values["experiments"]["main"]["base"] |= {"steps": 7, "rollout.sampling.max_tokens": 9}
     values["evaluation"] |= {"repeats": 3}

@@ -87,7 +87,7 @@ def test_a_grid_reaches_nested_keys_beside_dotted_and_whole_ones():
         assert (rollout.prompts, rollout.sampling.max_tokens) == (3, 9)
 
 
-def test_every_run_is_a_folder_name_of_its_own():
+def test_every_run_has_a_unique_folder_name():
     grid = {
         "adapter.rank": [4, 8],
         "loss.ppo.rank": [4, 8],
@@ -224,7 +224,7 @@ def checkpoints_of(**keys):
     return planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
 
 
-def test_a_calibrated_checkpoint_has_a_folder_of_its_own():
+def test_a_calibrated_checkpoint_has_its_own_folder():
     plan_ = checkpoints_of()
     awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
     assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}

@@ -51,7 +51,7 @@ def test_a_changed_formula_changes_the_version(copy):
     assert version_in(copy) != before
 
 
-def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
+def test_an_imported_module_counts_unless_it_only_reports(copy):
     before = version_in(copy, "qerl.rl.train")
     edit(copy, "host/progress.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
     assert version_in(copy, "qerl.rl.train") == before
@@ -59,7 +59,7 @@ def test_an_imported_module_counts_but_one_that_only_tells_does_not(copy):
     assert version_in(copy, "qerl.rl.train") != before
 
 
-def test_a_kernel_counts_for_what_runs_it(copy):
+def test_a_changed_cuda_source_changes_the_versions_that_use_it(copy):
     before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quantization.checkpoint")
     edit(copy, "kernels/w4a16/tile_scheduler.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
     assert version_in(copy, "qerl.rl.train") != before[0]

@@ -51,7 +51,7 @@ def test_an_arm_keeps_its_colour(tmp_path, metrics):
     assert len({colour_of(reward, arm) for arm in ARMS}) == len(ARMS)
 
 
-def test_awq_has_a_name_and_a_colour_of_its_own(tmp_path):
+def test_awq_has_its_own_name_and_colour(tmp_path):
     bases = ({}, {"recipe": "awq"})
     arms = ("nvfp4-lora", "nvfp4-lora-aqn")
     paths = [write_run(tmp_path / str(n), arm, 0, base=base) for n, base in enumerate(bases) for arm in arms]

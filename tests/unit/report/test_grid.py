@@ -61,7 +61,7 @@ def test_a_failed_point_has_a_floor_but_no_speed(files):
     assert pd.isna([failed["tokens_per_second"], failed["percent_of_floor"], failed["peak_memory_gb"]]).all()
 
 
-def test_decode_table_tells_failed_from_not_measured(files):
+def test_the_decode_table_distinguishes_failed_from_not_measured(files):
     table = grid_tables.decode_table(speed_readers.load_points(files), "7B")
     assert table.to_dict("list") == {
         "engine": ["native", "native", "vllm", "vllm"],
@@ -198,7 +198,7 @@ def test_contexts_are_the_crossover_by_prompt(tmp_path):
     assert {"7B, native, LoRA rank 16", "128 tokens", "4,096 tokens"} <= texts(tmp_path / "out/contexts-rank16-256.svg")
 
 
-def test_machines_are_told_but_not_compared(tmp_path):
+def test_machines_are_stated_but_not_compared(tmp_path):
     files = [
         decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
@@ -280,7 +280,7 @@ def test_the_speed_figure_has_a_floor_for_each_format(files):
     assert expected in [list(line.get_ydata()) for line in grey]
 
 
-def test_without_ceilings_there_is_no_floor_to_draw(tmp_path):
+def test_no_floor_is_drawn_without_measured_rates(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
     grid_figures.decode_speed(speed_readers.load_points([file]), tmp_path / "speed")
     assert "floor" not in texts(tmp_path / "speed.svg")

@@ -119,7 +119,7 @@ def test_a_trained_policy_with_only_the_stock_task_has_no_number_beside_the_pape
     assert cell(frame, "nf4", "gsm8k/flexible")["ours"] == 50
 
 
-def test_what_was_not_run_or_failed_says_so(small):
+def test_a_cell_without_a_run_or_with_a_failed_one_says_so(small):
     frame = beside("table1", small)
     assert cell(frame, "bf16", "gsm8k")["status"] == "timeout"
     assert cell(frame, "bf16", "gsm8k/delta")["status"] == "timeout"
@@ -130,7 +130,7 @@ def test_what_was_not_run_or_failed_says_so(small):
     assert (frame["printed"] != "").sum() == len(read_cells(FOLDER / "table1.csv"))
 
 
-def test_a_cell_takes_only_what_it_asks_for(tmp_path):
+def test_a_cell_takes_only_results_with_its_properties(tmp_path):
     right = {"gsm8k": column([1, 0])}
     consistent = {"schedule": "exponential", "mode": "consistent"}
     paths = [
@@ -281,7 +281,7 @@ def test_a_table_has_the_paper_s_rows_and_marks_contradictions(small):
     assert sum(row["GSM8K (%)"] == "timeout" for row in rows) == 1
 
 
-def test_a_wrong_difference_is_told_beside_its_accuracy(small):
+def test_a_wrong_difference_is_marked_beside_its_accuracy(small):
     shown, footnotes = layout.paper_shape(beside("table2", small))
     assert not [name for name in shown if "Δ" in name]
     assert "16.7 (b)" in set(shown["AIME24 (%)"])

@@ -100,7 +100,7 @@ def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
     assert table["gsm8k/note"].iloc[0] == "untrained bf16 base not run; untrained nvfp4 base not run"
 
 
-def test_awq_is_a_format_of_its_own_with_its_own_base(small, tmp_path):
+def test_awq_is_a_separate_format_with_its_own_base(small, tmp_path):
     evaluations, runs = small
     runs = [*runs, write_run(tmp_path, "nvfp4-lora", 0, experiment="awq", base={"recipe": "awq"})]
     evaluations = [
@@ -229,7 +229,7 @@ def test_files_of_a_table(tmp_path):
     assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
 
 
-def test_caption_tells_of_modified_code_and_of_several_machines(tmp_path):
+def test_a_caption_names_modified_code_and_several_machines(tmp_path):
     path = write_quantization(tmp_path, "nf4", 4.1, {})
     stamp = json.loads(path.read_text())["provenance"]
     modified = damaged(path, provenance=stamp | {"dirty": True, "machine": {"label": "H200"}})
@@ -238,7 +238,7 @@ def test_caption_tells_of_modified_code_and_of_several_machines(tmp_path):
     assert text == "Sizes. Machine: H200; Test CPU, 2 cores. Commit: 0123456789ab (modified), 0123456789ab."
 
 
-def test_caption_tells_of_code_without_a_commit(tmp_path):
+def test_a_caption_names_code_without_a_commit(tmp_path):
     path = write_quantization(tmp_path, "nf4", 4.1, {})
     stamp = json.loads(path.read_text())["provenance"]
     installed = damaged(path, provenance=stamp | {"commit": None, "version": "0.1.0", "files": "abc123"})

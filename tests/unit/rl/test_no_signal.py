@@ -44,7 +44,7 @@ def test_what_a_grader_wants_is_what_it_reads(record_format, form):
     assert extract(stated("18", record_format, form), record_format, form) == "18"
 
 
-def test_a_first_step_without_a_readable_answer_is_told_of_once(caplog):
+def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):
     [message] = said(caplog, [rollout("First words. " * 99 + BOXED, BOXED)] * 9)
     assert "step 1: no completion states an answer" in message
     assert "#### 18" in message

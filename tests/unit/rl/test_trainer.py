@@ -383,7 +383,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds(checkpoints, tmp_path, monke
     assert len(drawn.samples) == 8
 
 
-def test_a_continued_run_with_dynamic_sampling_goes_on_at_the_same_problem(checkpoints, tmp_path, monkeypatch):
+def test_a_continued_run_with_dynamic_sampling_continues_at_the_same_problem(checkpoints, tmp_path, monkeypatch):
     equal_rewards_for(monkeypatch, {PROBLEMS[0].question, PROBLEMS[3].question})
     changes = {"rollout": {**BASE["rollout"], "resample": 2}, "steps": 4}
     whole = trainer(checkpoints, tmp_path / "whole", **changes).run()

@@ -240,7 +240,7 @@ def test_it_learns_a_function_of_the_prompt(checkpoints, weights, dtype):
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_a_value_function_that_is_missing_or_impossible_is_told(checkpoints):
+def test_a_missing_or_impossible_value_function_is_an_error(checkpoints):
     with pytest.raises(ValueError, match="call add_value first"):
         values(make(checkpoints, value=False), batch())
     with pytest.raises(ValueError, match="method=lora"):

@@ -238,7 +238,7 @@ def test_a_cache_that_memory_bounds_is_given_back_after_the_rollout(policy, monk
     assert not asked_for.released
 
 
-def test_what_was_interrupted_leaves_a_sampler_that_works(policy, monkeypatch):
+def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
     expected = sampler.generate(PROMPTS, params)
 

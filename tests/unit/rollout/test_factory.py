@@ -30,7 +30,7 @@ def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):
         make_sampler(policy, EngineSettings(engine="vllm"))
 
 
-def test_a_server_that_is_not_there_is_one_sentence(policy, tmp_path):
+def test_a_missing_server_is_one_sentence(policy, tmp_path):
     settings = VllmSettings(url="http://127.0.0.1:9", adapters=tmp_path)
     with pytest.raises(ConfigError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
         make_sampler(policy, EngineSettings(engine="vllm-server", vllm=settings))

@@ -44,7 +44,7 @@ def test_prompts_lie_one_behind_the_other_and_their_tokens_in_their_pages():
     assert sorted(blocks.tolist()) == [[0, 0, 3], [3, 3, 73], [73, 73, 74]]
 
 
-def test_padding_is_a_prompt_of_its_own_that_goes_to_nobodys_page():
+def test_padding_is_a_separate_prompt_that_fills_no_page():
     ids, positions, places, last, blocks = split(pack([[5, 6, 7], [8]], [[4], [2]], PAGE, 32, 5), 32, 5)
     assert last == [2, 3, 0, 0, 0]
     assert not ids[4:].any()

@@ -205,7 +205,7 @@ def test_a_key_given_twice_is_named_with_its_lines(text, sentence):
 
 
 @pytest.mark.parametrize("text", ["a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2"])
-def test_what_is_no_yaml_is_named_with_its_line(text):
+def test_invalid_yaml_is_named_with_its_line(text):
     said = sentence_of(lambda: parse_yaml(text, "my.yaml"))
     assert said.startswith("my.yaml, line 2: this is not valid YAML: ")
 

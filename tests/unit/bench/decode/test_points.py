@@ -101,7 +101,7 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
     assert ("bfloat16" if weights == "bf16" else weights) in result["points"][0]["sampler"]
 
 
-def test_a_job_goes_on_where_its_file_ends(tmp_path, monkeypatch):
+def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     measure(decode, out, [2])
     first = read(out)["points"]

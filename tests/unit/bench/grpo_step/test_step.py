@@ -114,7 +114,7 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
 
 
 @pytest.mark.parametrize("given_back", [False, True])
-def test_an_update_without_the_cache_is_not_told_to_have_it(tmp_path, monkeypatch, written, given_back):
+def test_an_update_after_the_cache_is_released_reports_no_cache(tmp_path, monkeypatch, written, given_back):
     """The highest peak is the update's; what is left of it without the cache must be its own."""
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
