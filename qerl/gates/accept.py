@@ -15,17 +15,17 @@ from qerl.settings.base import ConfigError
 
 
 def accept(plan: Plan) -> Path:
-    """Make the last measurements the baseline of their class of machines, in a git commit of its own."""
+    """Make the last measurements the baseline of their machine class, in a separate git commit."""
     settings = plan.config.gates
     if settings is None:
-        raise ConfigError(f"configuration {plan.config.name} has no `gates`; give config/ci.yaml")
+        raise ConfigError(f"configuration {plan.config.name} has no `gates`; use config/ci.yaml")
     file = Files(plan).gates / MEASURED
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
     measured = read(GateMeasurements, file)
     commit = measured.provenance.commit
     if measured.provenance.dirty or not commit:
-        raise ConfigError("what was measured isn't committed, so no later run could be compared with it; commit first")
+        raise ConfigError("the measured code isn't committed, so no later run could be compared with it; commit first")
     _check_nothing_staged()
     written = write_baseline(settings.baselines, measured)
     _git("add", str(written))

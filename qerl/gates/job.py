@@ -1,4 +1,4 @@
-"""Verdicts: the workflow makes them of results, and commands show them."""
+"""Verdicts, which the workflow computes from results and commands show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qerl.settings.benches import GateSettings
 
 
 def judge_results(job: VerdictJob) -> None:
-    """Judge all gates by the results of the workload's rules."""
+    """Judge all gates by the results of the workflow's rules."""
     write_verdict(job.settings, collect(job.key, job.results), job.out)
 
 
@@ -78,6 +78,6 @@ def _interval(verdict: Verdict) -> str:
 
 
 def sentence(verdicts: Sequence[Verdict]) -> str:
-    """How many gates pass, fail and have no baseline."""
+    """The numbers of gates that fail, have no baseline, and pass, as text."""
     counts = pd.Series([verdict.outcome for verdict in verdicts]).value_counts()
     return ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("fail", "no baseline", "pass"))

@@ -2,10 +2,10 @@
 
 | check | fails if |
 |---|---|
-| `at-most`, `at-least` | the number lies beyond `limit` |
-| `ratio-at-most` | the whole 95 % interval of the ratio of times lies above `limit` |
+| `at-most`, `at-least` | the number is beyond `limit` |
+| `ratio-at-most` | the whole 95 % interval of the ratio of times is above `limit` |
 | `growth` | the number is more than `limit` above the baseline's |
-| `paired` | the runs' mean accuracy is more than `limit` off that of the baseline's runs with the same seeds |
+| `paired` | the runs' mean accuracy differs by more than `limit` from that of the baseline's runs with the same seeds |
 | `same` | a completion of a stored policy, or its verdict, isn't the baseline's; elsewhere than on its machine class
 and versions: of more than the share `limit` |
 | `golden` | the series differs from the baseline's; elsewhere than on its machine class and versions: by more than the
@@ -27,24 +27,24 @@ from qerl.gates.rows import Gate
 from qerl.results.intervals import paired_ratio_interval
 from qerl.results.schema.gates import Baseline, Check, GateMeasurements, Outcome, Verdict
 
-#: Steps that a series of another machine is compared over: later on, rounding has led to other completions.
+#: The first steps, which are comparable with another machine's; later, rounding has led to other completions.
 EARLY_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """`same_machine`: of this class of machines and this workload; `other`: of the workload, on any machine."""
+    """The baselines of this workload: `same_machine` of this machine class, `other` of any machine."""
 
     same_machine: Baseline | None
     other: Baseline | None
 
     def any_of(self, metric: str, kind: str) -> Any:
-        """A metric of the own baseline, else of the other; None without one."""
+        """A metric of the baseline of this machine class, or else of any machine; None without a baseline."""
         baseline = self.same_machine or self.other
         return getattr(baseline.measured, kind).get(metric) if baseline else None
 
     def same_versions(self, measured: GateMeasurements) -> bool:
-        """Whether there is a baseline of this class of machines, made with the same versions of all libraries."""
+        """Whether the baseline of this machine class exists and has the same versions of all libraries."""
         return (
             self.same_machine is not None
             and self.same_machine.measured.provenance.versions == measured.provenance.versions
@@ -52,7 +52,7 @@ class Baselines:
 
 
 def judge(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Verdict:
-    """The verdict of one gate. A metric that wasn't measured fails, whatever its check."""
+    """The verdict of one gate. A gate whose metric wasn't measured fails, for every check."""
     identity = {"gate": gate.gate, "metric": gate.metric, "check": gate.check, "why": gate.why}
     if gate.metric not in _measured_for(gate.check, measured):
         without = gate.metric.endswith("-to-baseline") and measured.compared_with is None
@@ -123,8 +123,8 @@ def _paired(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Fin
         return {"outcome": "fail", "now": mean, "detail": "other runs were evaluated than in the baseline"}
     differences = [now[run] - before[run] for run in before]
     earlier, difference = float(np.mean(list(before.values()))), float(np.mean(differences))
-    # Where no completion flipped the difference is exactly 0; elsewhere it's bounded on both sides: a rise is how a
-    # lenient grader or a leak of test problems looks.
+    # If no completion changed, the difference is exactly 0. It is bounded on both sides, because a lenient grader or a
+    # leak of test problems raises accuracy.
     return {
         "outcome": _outcome(abs(difference) <= gate.limit),
         "now": mean,
@@ -147,7 +147,7 @@ def _same(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Findi
 
 
 def _flips(before: Mapping[str, str], now: Mapping[str, str], shown: int = 4) -> str:
-    """How many completions differ, and those that were right and are wrong, and the reverse."""
+    """A text on the completions that differ, those that became wrong, and those that became right."""
     differing = [name for name in before if before[name] != now[name]]
     if not differing:
         return "equal to the bit"

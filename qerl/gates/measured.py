@@ -1,4 +1,4 @@
-"""The metrics of the gates, collected from stored results of one configuration."""
+"""The metrics that gates judge, collected from the stored results of one configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedRes
 from qerl.results.schema.profile import RolloutBenchResult
 from qerl.results.schema.training import RunResult, StepMetrics
 
-#: Columns of metrics.jsonl that two runs of the same code have in common to the bit, on the same machine.
+#: Columns of metrics.jsonl that are equal, bit for bit, in two runs of the same code on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
 Pairs = tuple[list[float], list[float]]
 
 
 def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
-    """The metrics in results, told apart by the names and folders that the workflow gives them."""
+    """The metrics of result files, whose kinds follow from the names and folders that the workflow gives them."""
     [bench] = [read(RolloutBenchResult, file) for file in files if file.parent.name == PROFILE]
     [numerics] = [read(NumericsResult, file) for file in files if file.name == NUMERICS]
     [speed] = [read(SpeedResult, file) for file in files if file.name == SPEED]
@@ -45,7 +45,7 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
 
 
 def _name(result: RunResult | EvaluationResult) -> str:
-    """The arm, with what the grid varies: "nvfp4-lora", "nvfp4-lora/seed=1"."""
+    """The arm with the varied keys of the grid, such as "nvfp4-lora" or "nvfp4-lora/seed=1"."""
     varied = [f"{key}={value}" for key, value in result.varied.items()]
     return "/".join([str(result.arm), *(varied if varied != ["seed=0"] else [])])
 
@@ -88,7 +88,7 @@ def _samples(file: Path) -> Iterator[SampleRow]:
 
 
 def _of_formats(bench: RolloutBenchResult) -> dict[str, Pairs]:
-    """Seconds a token of each 4-bit format beside those of bf16, measured in turn in one process."""
+    """Seconds per token of each 4-bit format paired with those of bf16, measured alternately in one process."""
     points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
     return {
         f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])

@@ -1,8 +1,8 @@
-"""Codecs, kernels' layouts and graders against stored vectors: numbers that no machine may change.
+"""Codecs, kernel layouts and graders compared with stored vectors, which must agree on every machine.
 
-The vectors (vectors.safetensors, answers.jsonl in the folder `gates.vectors`) don't come from this code: packed weights
-are those of compressed-tensors and bitsandbytes, products those of float64 (`python -m tests.vectors`), verdicts a
-person's.
+The vectors (vectors.safetensors, answers.jsonl in the folder `gates.vectors`) don't come from this code. Packed weights
+are from compressed-tensors and bitsandbytes, products from float64 (`python -m tests.vectors`), and verdicts from a
+person.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure_numerics(folder: Path, out: Path) -> None:
 
 
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Bytes that differ, and the error of a layer's product, for each format.
+    """For each format, the number of bytes that differ and the error of a layer's product.
 
     `vectors` has weight [out, in] in bfloat16 and x [rows, in] in float32. For each format it has the tensors of a
     checkpoint, the bfloat16 weight that they represent (`dense`) and x times that weight in float64 (`product`).
@@ -63,21 +63,21 @@ def _differing(made: Packed, stored: Packed) -> float:
 
 
 def differing(a: Tensor, b: Tensor) -> float:
-    """Bytes that differ; all of them if the shapes or dtypes do."""
+    """The number of bytes that differ; all bytes if the shapes or dtypes differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float(b.numel() * b.element_size())
     return float((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
 
 
 def _product_error(packed: Packed, x: Tensor, product: Tensor) -> float:
-    """Largest error of the layer's float32 product, relative to the largest element of float64's."""
+    """The largest error of the layer's float32 product, relative to the largest element of the float64 product."""
     with torch.no_grad():
         made = PackedLinear.from_packed(packed)(x).double()
     return float((made - product).abs().max() / product.abs().max())
 
 
 def wrong_verdicts(file: Path) -> float:
-    """How many answers are graded otherwise than they should be."""
+    """The number of answers that are graded wrongly."""
     rows = (json.loads(line) for line in file.read_text().splitlines())
     return float(sum(_graded(row) != (row["correct"], row["well_formed"]) for row in rows))
 

@@ -1,4 +1,4 @@
-"""The gates as data: rows of a file of tab-separated values."""
+"""The gates as data: rows of a tab-separated file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""This code's speed, measured in turns with that of a baseline's commit.
+"""The speed of this code, measured alternately with that of the baseline's commit.
 
-One interpreter can't hold two versions of a package without changes to its modules. So each has a process of its own,
-and they take turns: while one works, the other waits for its next request. Load that lasts longer than a turn slows
-both.
+One interpreter can't import two versions of a package, so each version has its own process. They take turns: while one
+works, the other waits for its next request. Load that lasts longer than a turn therefore slows both.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from qerl.results.schema.gates import SpeedPairs, SpeedResult
 from qerl.results.schema.stored import Provenance
 from qerl.settings.base import ConfigError
 
-#: Imported, so that its content counts in the version of what is measured; it runs as a file.
+#: The module is imported so that its content counts in the code version, but the worker runs it as a file.
 WORKER = Path(worker.__file__)
 WORKLOADS = ("rollout", "update")
 _ERROR_LINES = 5
 
 
 def measure_speed(job: SpeedJob) -> None:
-    """Time this code in turn with the baseline's; without a baseline the result says so and has no samples."""
+    """Time this code alternately with the baseline's; without a baseline, the result has no samples."""
     provenance = Provenance.of_now()
     baseline = own_baseline(job.baselines, provenance.machine, job.key)
     if baseline is None:
@@ -49,7 +48,7 @@ def measure_speed(job: SpeedJob) -> None:
 
 
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, SpeedPairs]:
-    """Seconds a token of this code and of the code of `commit`, by workload: one pair a round."""
+    """Seconds per token of this code and of the code of `commit`, by workload, with one pair per round."""
     folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}
     commits = {"now": os.environ.get("QERL_COMMIT"), "baseline": commit}
     samples: dict[str, dict[str, list[float]]] = {name: {"now": [], "baseline": []} for name in WORKLOADS}
@@ -60,11 +59,11 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
         }
         for turn in range(rounds + 1):
             for workload in WORKLOADS:
-                # Who goes first changes, so that neither always finds the machine as the other left it.
+                # The order alternates, so that neither version always runs right after the other.
                 for name in sorted(workers, reverse=bool(turn % 2)):
                     seconds = workers[name].ask(workload)
                     if turn:  # the first is a warm-up
-                        # Repeats of a turn share what disturbs it, so they are one sample: the least disturbed.
+                        # Repeats within a turn share its disturbances, so the fastest of them is one sample.
                         samples[workload][name].append(min(seconds))
             log.info("round %d of %d", turn, rounds)
     return {workload: SpeedPairs(**times) for workload, times in samples.items()}
@@ -74,7 +73,7 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
 
 
 def unpacked_wheel(commit: str, folder: Path) -> Path:
-    """A folder to import the package from as it was at `commit`: its wheel, built once and unpacked."""
+    """A folder with the package at `commit`, ready for import: its wheel, built once and unpacked."""
     target = folder / commit
     if target.is_dir():
         return target.resolve()
@@ -106,7 +105,7 @@ def _unpack_commit(commit: str, target: Path) -> None:
         [*repository, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False
     ).returncode:
         raise ConfigError(
-            f"commit {commit[:12]}, which the baseline is of, isn't in this clone; fetch it (git fetch --unshallow), "
+            f"commit {commit[:12]} of the baseline isn't in this clone; fetch it (git fetch --unshallow), "
             "or make a new baseline (qerl gate accept)"
         )
     archive = target.with_suffix(".tar")
@@ -154,18 +153,18 @@ class Worker:
 
     def _ended(self) -> ConfigError:
         code = self.process.wait()
-        return ConfigError(f"the process to be timed ended (exit code {code}): {_last_lines(self.errors.read_text())}")
+        return ConfigError(f"the timed process ended with exit code {code}: {_last_lines(self.errors.read_text())}")
 
 
 @contextmanager
 def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> Iterator[Worker]:
-    """A worker that imports the package from folder `code`; it trains in `folder`."""
+    """A context with a worker that imports the package from the folder `code` and trains in `folder`."""
     folder.mkdir(parents=True)
     errors = folder / "errors.txt"
-    # One thread on a CPU: where several wait for each other, another program on the machine costs times over.
+    # One thread: with several that wait for each other, another program on the machine would slow all of them.
     environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     if commit:
-        environment["QERL_COMMIT"] = commit  # unpacked code lies in no clone that it could ask
+        environment["QERL_COMMIT"] = commit  # unpacked code isn't in a clone from which to read its commit
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         errors.open("w") as stderr,

@@ -1,8 +1,8 @@
-"""Samples and trains on request, and reports times: a worker for one of the two versions that `speed.py` compares.
+"""A worker that samples and trains on request and reports times, for one of the two versions that `speed.py` compares.
 
 It runs as a file, with one version of the package first on the import path. It uses only `load`, `sample`, `train` and
-the columns of metrics.jsonl, so that future versions can be compared with today's. Requests are JSON lines: first what
-to load, then the name of a workload. An answer has the seconds per token of each repeat.
+the columns of metrics.jsonl, so that future versions can be compared with today's. Requests are JSON lines: first the
+arguments of `load`, then names of workloads. An answer has the seconds per token of each repeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAINING = {
     "adapter": {"rank": 16, "alpha": 32},
 }
 PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
-#: Rollouts a request; the first is a warm-up.
+#: Rollouts per request; the first is a warm-up.
 ROLLOUTS = 9
 
 
@@ -45,7 +45,7 @@ class Workloads:
         self.trained = 0
 
     def rollout(self) -> list[float]:
-        """Seconds a token of completions of 32 prompts."""
+        """Seconds per token of completions of 32 prompts."""
         return [self._rollout(seed) for seed in range(ROLLOUTS)][1:]
 
     def _rollout(self, seed: int) -> float:
@@ -54,7 +54,7 @@ class Workloads:
         return (time.perf_counter() - start) / sum(one.tokens for completions in drawn for one in completions)
 
     def update(self) -> list[float]:
-        """Seconds a token of the updates of a short run."""
+        """Seconds per token of the updates of a short run."""
         self.trained += 1
         settings = {**TRAINING, "model": self.checkpoint, "weights": self.weights}
         run = self.api.train(settings, out=self.folder / str(self.trained))
@@ -62,14 +62,14 @@ class Workloads:
 
 
 def main() -> None:
-    """Answer requests until there are none."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    """Answer requests until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # so that libraries can't print among the answers
     asked = json.loads(sys.stdin.readline())
     from qerl import api
 
     imported = Path(api.__file__).resolve().parents[1]
     if imported != Path(asked.pop("code")).resolve():
-        sys.exit(f"the version that was imported lies in {imported}, and that is not the one to be timed")
+        sys.exit(f"the imported version is in {imported}, which is not the version to be timed")
     workloads = Workloads(api, **asked)
     known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
     for line in sys.stdin:

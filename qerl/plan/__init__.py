@@ -1,4 +1,4 @@
-"""Plans: the checkpoints, runs, evaluations and measurements of a configuration, with their cost."""
+"""Plans: the checkpoints, runs, evaluations and benches of a configuration, with their cost."""
 
 from __future__ import annotations
 

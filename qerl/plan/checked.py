@@ -1,4 +1,4 @@
-"""Which models are looked at together with their problems, before anything long."""
+"""The checks of models with their problems that precede any long job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qerl.plan.sheets import Plan, PlannedEvaluation, PlannedRun
 from qerl.settings.evaluation import EvaluationSettings, TaskSettings
 from qerl.settings.models import PretrainSettings
 
-#: What a run's lengths are looked at by: other settings check nothing anew.
+#: The settings on which the check of a run's lengths depends; a change of others doesn't repeat it.
 _LOOKED_AT: Any = {
     "max_prompt_tokens": True,
     "sampling": {"max_tokens"},
@@ -23,7 +23,7 @@ _LOOKED_AT: Any = {
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """A model that wasn't made here with problems: those of a run, or of an evaluation's tasks."""
+    """The check of a model that this project didn't train with the problems of a run or of an evaluation's tasks."""
 
     model: str
     runs: tuple[RunLengths, ...]
@@ -31,12 +31,14 @@ class ModelCheck:
 
     @property
     def datasets(self) -> list[str]:
-        """The data sets that are looked at."""
+        """The data sets that are checked."""
         return sorted({run.dataset for run in self.runs} | {task.dataset for task in self.evaluation.tasks})
 
     @property
     def id(self) -> str:
-        """By its content, so that other lengths are another check, and runs that keep theirs aren't made anew."""
+        """An id from the check's content, so that changed lengths are a new check and leave other runs' checks
+        valid.
+        """
         runs = [[run.dataset, run.rollout.model_dump(mode="json", include=_LOOKED_AT)] for run in self.runs]
         looked_at = {
             "model": self.model,
@@ -48,14 +50,14 @@ class ModelCheck:
 
 
 def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
-    """The check before a run."""
+    """The check that precedes a run."""
     values = run.settings.rollout.model_dump(include=_LOOKED_AT)
     lengths = RunLengths(dataset=run.settings.dataset, rollout=type(run.settings.rollout).model_validate(values))
     return _check(plan, run.settings.model, [lengths], [])
 
 
 def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
-    """The check before an evaluation."""
+    """The check that precedes an evaluation."""
     asked = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
     return _check(plan, evaluation.checkpoint.model, [], asked)
 
@@ -65,7 +67,7 @@ def _check(plan: Plan, model: str, runs: list[RunLengths], tasks: list[TaskSetti
 
 
 def checks(plan: Plan) -> dict[str, ModelCheck]:
-    """All checks by id; the miniature, trained on these problems by this project, needs none."""
+    """All checks by id. The miniature needs none, since this project trains it on these problems."""
     every = [
         *(run_check(plan, run) for run in plan.runs.values()),
         *(evaluation_check(plan, evaluation) for evaluation in plan.evaluations.values()),

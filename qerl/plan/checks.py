@@ -21,7 +21,7 @@ from qerl.settings.models import LocalModel, PretrainSettings
 
 
 def check_run(run: PlannedRun, config: Config) -> None:
-    """Check what can be known of a run before any job starts."""
+    """Check a run's settings, as far as possible before any job starts."""
     settings = run.settings
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
@@ -34,7 +34,7 @@ def check_run(run: PlannedRun, config: Config) -> None:
 
 
 def check_followed(plan_: Plan) -> None:
-    """Check that each thermostat follows a run that is there, takes as many steps, and follows none itself."""
+    """Check that each thermostat follows an existing run with enough steps that itself follows none."""
     for run in plan_.runs.values():
         arm = run.settings.thermostat.arm if run.settings.thermostat else None
         if arm is None:
@@ -43,9 +43,9 @@ def check_followed(plan_: Plan) -> None:
         key = f"{written_as(run.experiment, experiment, run.arm, 'thermostat.arm')}={arm}"
         other = plan_.followed(run)
         if other is None:
-            raise ConfigError(f"{key} is no arm of this experiment ({', '.join(experiment.arms)})")
+            raise ConfigError(f"{key} is not an arm of this experiment; use one of {', '.join(experiment.arms)}")
         if other.settings.thermostat is not None:
-            raise ConfigError(f"{key} follows another arm itself; name that one")
+            raise ConfigError(f"{key} itself follows another arm; name that arm instead")
         if other.settings.steps < run.settings.steps:
             raise ConfigError(
                 f"{key} takes {other.settings.steps} steps, fewer than the {run.settings.steps} of {run.arm}"
@@ -62,7 +62,7 @@ def _check_groups(model: Any, weights: str, where: str) -> None:
 
 
 def _widths(model: Any) -> dict[str, int]:
-    """Input widths of the linear layers, where they are known before a download."""
+    """Input widths of the linear layers, if they are known before a download."""
     if isinstance(model, PretrainSettings):
         return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
     if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
@@ -114,7 +114,7 @@ def _check_lengths(plan_: Plan) -> None:
 
 
 def _check_test_splits(plan_: Plan) -> None:
-    """Check that evaluated data sets have a test split, as far as the configuration says."""
+    """Check that evaluated data sets have a test split, as far as the configuration states it."""
     asked = {task for evaluation in plan_.evaluations.values() for task in evaluation.tasks}
     for name in dict.fromkeys(task.dataset for task in plan_.config.evaluation.tasks if task.split == "test"):
         if name not in asked:
@@ -123,7 +123,7 @@ def _check_test_splits(plan_: Plan) -> None:
         if isinstance(origin, HubData) and "test" not in origin.splits:
             raise ConfigError(
                 f"evaluation.tasks: {name} has no test split; name one of the repository's in datasets.{name}.origin."
-                "splits, as {test: train} where all there is to test on is called train"
+                "splits, such as {test: train} if the repository has only a split called train"
             )
         if isinstance(origin, LocalData) and origin.path.is_file() and origin.test_fraction == 0:
             raise ConfigError(
@@ -132,7 +132,7 @@ def _check_test_splits(plan_: Plan) -> None:
 
 
 def check_engines(plan_: Plan) -> None:
-    """Check that the engines of runs, evaluations and measurements are installed, before jobs start here."""
+    """Check that the engines of runs, evaluations and benches are installed, before jobs start on this machine."""
     for run in plan_.runs.values():
         check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
     if plan_.evaluations:

@@ -1,4 +1,4 @@
-"""GPU-hours before anything runs: tokens over measured speeds, and estimates without a measurement.
+"""GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 
 Hours are upper limits, because every completion counts at its longest. Starting, loading, compiling and quantization,
 which take minutes per job, are not counted.
@@ -15,22 +15,22 @@ from pathlib import Path
 from qerl.settings.base import ConfigError
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-#: Measured tokens a second of one device, by machine, model (the name in the configuration), weights and batch. A row
-#: may have one of the two rates; that of an update holds for runs with the same `gradient_checkpointing`.
+#: Measured tokens/s of one device, by machine, model (its name in the configuration), weights and batch. A row may have
+#: only one of the two rates; an update's rate applies to runs with the same `gradient_checkpointing`.
 SPEEDS = REFERENCE / "speeds.csv"
 #: Gigabytes (1e9 bytes) of a checkpoint.
 SIZES = REFERENCE / "sizes.csv"
-#: Test problems of the hub's data sets.
+#: Numbers of test problems of the hub's data sets.
 PROBLEMS = REFERENCE / "problems.csv"
 UNMEASURED = "unmeasured"
 
-#: bf16 operations a second of one device, dense, by its data sheet.
+#: Dense bf16 FLOP/s of one device, by its data sheet.
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
-#: The share of them that an estimate takes an update to reach.
+#: The share of this peak that estimates assume for an update.
 UTILIZATION = 0.4
-#: Operations a parameter and token of an update: forward and backward; with gradient checkpointing one forward more.
+#: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
 FLOPS, FLOPS_CHECKPOINTING = 6, 8
-#: Whose rollouts stand in for those of a format that was not measured: both are unpacked in the same kernels.
+#: Formats without measured rollouts, and the format whose rates replace them, because both use the same kernels.
 STAND_IN = {"mxfp4": "nvfp4"}
 ASSUMED = (
     "Rollouts run at the best measured rate among batches that aren't larger, of any model and training. Time per "
@@ -42,7 +42,7 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Hours:
-    """GPU-hours by measured speeds and by estimates. NaN if there is no basis for an estimate."""
+    """GPU-hours from measured speeds and from estimates; NaN if there is no basis for an estimate."""
 
     measured: float = 0.0
     estimated: float = 0.0
@@ -51,7 +51,7 @@ class Hours:
         return Hours(self.measured + other.measured, self.estimated + other.estimated)
 
     def __str__(self) -> str:
-        """Text such as "9.8 + ~120". The part after ~ is an estimate."""
+        """Text such as "9.8 + ~120", where ~ marks an estimate."""
         measured = [_rounded(self.measured)] if self.measured else []
         if math.isnan(self.estimated):
             return " + ".join([*measured, UNMEASURED])
@@ -63,7 +63,7 @@ def _rounded(hours: float) -> str:
 
 
 def total(hours: Iterable[Hours]) -> Hours:
-    """The sum."""
+    """The sum of several hours."""
     return sum(hours, Hours())
 
 
@@ -74,12 +74,12 @@ class PlannedWork:
     model: str
     weights: str
     method: str
-    """full, lora, or none for a base."""
+    """`full`, `lora`, or `none` for a base."""
     rank: int
     sequences: int
-    """Completions drawn together on one GPU."""
+    """Completions that are drawn together on one GPU."""
     drawn: float
-    """Tokens of all completions; NaN where that isn't known."""
+    """Tokens of all completions; NaN if unknown."""
     trained: float = 0
     """Tokens that updates read, each pass counted."""
     gradient_checkpointing: bool = False
@@ -97,7 +97,7 @@ class Speed:
     sequences: int
     gradient_checkpointing: bool
     rate: float
-    """Tokens a second, of the rollout or the update."""
+    """Tokens/s of the rollout or the update."""
 
 
 class Costs:
@@ -107,7 +107,7 @@ class Costs:
         measured = _rows(SPEEDS)
         known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
         if machine not in known:
-            raise ConfigError(f"no speeds are known of the machine {machine!r}; use one of {', '.join(known)}")
+            raise ConfigError(f"there are no speeds of the machine {machine!r}; use one of {', '.join(known)}")
         rows = [row for row in measured if row["machine"] == machine]
         self._rollouts, self._updates = (
             [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
@@ -132,7 +132,7 @@ class Costs:
         return Hours(estimated=_hours(work.trained, self._update_rate(work)))
 
     def measured_rollout(self, work: PlannedWork) -> Speed | None:
-        """The measurement that hours of rollouts come from."""
+        """The measured speed that gives the hours of rollouts, or None."""
         return _nearest(work, self._rollouts)
 
     def _rollout_rate(self, work: PlannedWork) -> float:
@@ -149,9 +149,10 @@ class Costs:
 
 
 def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measurement of this model, format and training with the nearest rank and the largest batch within the job's.
+    """The measured speed of this model, weight format and training with the nearest rank and the largest fitting batch.
 
-    A larger batch has a higher rate, so hours stay upper limits."""
+    No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits.
+    """
     same = [
         speed
         for speed in speeds
@@ -163,7 +164,7 @@ def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
 
 def _rows(file: Path) -> list[dict[str, str]]:
     if not file.is_file():
-        raise ConfigError(f"{file} doesn't exist: measured speeds come with the repository alone; run in a clone of it")
+        raise ConfigError(f"{file} doesn't exist: only the repository has measured speeds; run in a clone of it")
     with file.open(newline="") as rows:
         return list(csv.DictReader(rows))
 

@@ -1,4 +1,4 @@
-"""The runs of an experiment: its arms times its grid."""
+"""The runs of an experiment: one for each arm and point of its grid."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Experiment, merged
 from qerl.settings.run import RunSettings
 
-#: No settings are nested as deeply as this.
+#: The deepest allowed nesting of settings; deeper values contain themselves through an alias.
 _DEEPEST = 20
 
 
 def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """{"adapter.rank": 8, "adapter": {"alpha": 16}} as {"adapter": {"rank": 8, "alpha": 16}}; `depth` for itself."""
+    """Merge {"adapter.rank": 8, "adapter": {"alpha": 16}} to {"adapter": {"rank": 8, "alpha": 16}}, recursively."""
     if depth > _DEEPEST:
         raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
     tree: dict[str, Any] = {}
     for key, value in dotted.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{key!r} is no key of a run; write it as text")
+            raise ConfigError(f"{key!r} is not a key of a run; write it as text")
         branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
         for part in reversed(key.split(".")):
             branch = {part: branch}
@@ -48,7 +48,7 @@ def expand(name: str, experiment: Experiment) -> Iterator[PlannedRun]:
 
 
 def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
-    """The key of a configuration that a dotted key of a run's settings comes from."""
+    """The key in the configuration from which a dotted key of a run's settings comes."""
     above = f"experiments.{name}"
     if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
         return f"{above}.grid.{key}"
@@ -58,7 +58,7 @@ def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
 
 
 def _holds(tree: Any, key: str) -> bool:
-    """Whether there is a value at a dotted key, without places in lists (`[0]`)."""
+    """Whether a value exists at a dotted key, whose list indices (`[0]`) are ignored."""
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if not isinstance(tree, Mapping) or part not in tree:
             return False
@@ -67,7 +67,7 @@ def _holds(tree: Any, key: str) -> bool:
 
 
 def _as_taken(value: Any, key: str, settings: Any) -> Any:
-    """A value of a grid, with every word for "off" replaced by the settings' own."""
+    """A value of a grid, with synonyms of "off" replaced by the settings' value."""
     for part in key.split("."):
         settings = getattr(settings, part)
     if isinstance(value, Mapping):
@@ -82,5 +82,5 @@ def _short(keys: list[str]) -> dict[str, str]:
 
 
 def plain(value: Any) -> str:
-    """A value as a part of paths and commands."""
+    """A value as text for paths and commands."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(value))

@@ -1,4 +1,4 @@
-"""Where the files of a plan lie, and which ones a job reads."""
+"""The paths of a plan's files, and the files that each job reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Files:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.results = Path(plan.folder)
-        #: What a killed job left, outside of the results.
+        #: The folder of killed jobs' state, outside of the results.
         self.work = Path("work") / plan.config.name
 
     def data(self, dataset: str) -> Path:
@@ -50,7 +50,7 @@ class Files:
         return self.results / DATA / dataset
 
     def data_folders(self, datasets: Iterable[str]) -> dict[str, Path]:
-        """The folder of each of some data sets."""
+        """The folders of data sets, by name."""
         return {name: self.data(name) for name in datasets}
 
     def data_files(self, datasets: Iterable[str]) -> list[str]:
@@ -63,37 +63,37 @@ class Files:
         ]
 
     def is_own(self, model: str) -> bool:
-        """Whether a model is a folder of the user's."""
+        """Whether a model is a local folder of the user."""
         return isinstance(self._plan.config.models[model], LocalModel)
 
     def dense(self, model: str) -> Path:
-        """The unquantized model: the user's folder, or what is trained or downloaded."""
+        """The unquantized model: the user's folder, or the folder into which it is trained or downloaded."""
         settings = self._plan.config.models[model]
         return settings.path if isinstance(settings, LocalModel) else self.made_model(model)
 
     def made_model(self, model: str) -> Path:
-        """A model that is trained or downloaded here."""
+        """The folder of a model that a job trains or downloads."""
         return self.results / MODELS / model
 
     def checkpoint(self, checkpoint: Checkpoint) -> Path:
-        """A base in one format."""
+        """The folder of a base in one weight format."""
         return self.quantized(checkpoint.id) / CHECKPOINT
 
     def quantized(self, checkpoint: str) -> Path:
-        """The folder of a base in one format, with its report."""
+        """The folder of a base in one weight format and its report."""
         return self.results / QUANTIZE / checkpoint
 
     def checked(self, check: str) -> Path:
-        """The file that says that a model fits its problems."""
+        """The file that marks the check of a model with its problems as passed."""
         return self.results / CHECKED / check
 
     def calibration(self, checkpoint: str) -> list[str]:
-        """What AWQ measures activations on; nothing for a checkpoint that is rounded to nearest."""
+        """The problems with which AWQ calibrates; none for a checkpoint that is rounded to nearest."""
         made = self._plan.checkpoints[checkpoint].calibration
         return self.data_files([str(made.dataset)]) if made else []
 
     def policy(self, run: str) -> Path:
-        """What a run trains."""
+        """The folder of a run's trained policy."""
         return self.run(run) / POLICY
 
     def run(self, run: str) -> Path:
@@ -105,7 +105,7 @@ class Files:
         return self.results / EVALUATE / evaluation
 
     def bench(self, bench: str) -> Path:
-        """The file of a measurement."""
+        """The result file of a bench."""
         return self.results / PROFILE / f"{bench}.json"
 
     def followed(self, run: str) -> Path | None:
@@ -116,7 +116,7 @@ class Files:
         return planned.settings.thermostat.metrics if planned.settings.thermostat else None
 
     def bench_inputs(self, bench: str) -> list[str]:
-        """What a measurement reads."""
+        """The files that a bench reads."""
         plan = self._plan
         if isinstance(plan.config.benches[bench], RolloutBench):
             return sorted(str(self.checkpoint(one)) for one in plan.bench_checkpoints(bench))
@@ -126,7 +126,7 @@ class Files:
 
     @property
     def stored(self) -> list[str]:
-        """Every result that tables and figures are made of."""
+        """All results from which tables and figures are made."""
         plan = self._plan
         files = [
             *(self.quantized(name) / REPORT for name in plan.checkpoints),
@@ -138,12 +138,12 @@ class Files:
 
     @property
     def listed(self) -> Path:
-        """A file with the path of each of them a line."""
+        """The file that lists the paths of these results, one per line."""
         return self.results / LISTED
 
     @property
     def outcome(self) -> list[str]:
-        """What a configuration is run for: tables and figures, of its shapes alone, or the verdict of its gates."""
+        """The final files of a configuration: its tables and figures, those of its shapes, or its gates' verdict."""
         plan = self._plan
         if plan.config.shapes:
             return [str(self.tables)]
@@ -181,12 +181,12 @@ class Files:
 
     @property
     def speed(self) -> Path:
-        """The file of times beside the baseline's."""
+        """The file of times paired with the baseline's."""
         return self.gates / SPEED
 
     @property
     def passed(self) -> Path:
-        """A file that is there only if every gate passes."""
+        """The file that exists only if every gate passes."""
         return self.gates / "passed"
 
     def stored_evaluation(self, policy: str) -> Path:
@@ -195,35 +195,35 @@ class Files:
 
     @property
     def gate_runs(self) -> list[str]:
-        """The runs that are compared with the baseline's."""
+        """The runs that gates compare with the baseline's."""
         assert self._plan.config.gates is not None
         return [e.run.id for e in self._plan.evaluations_of(self._plan.config.gates.experiment) if e.run]
 
     @property
     def gate_tasks(self) -> list[str]:
-        """The data sets that policies are evaluated on."""
+        """The data sets on which policies are evaluated."""
         return sorted({task.dataset for task in self._plan.config.evaluation.tasks})
 
     @property
     def gate_checkpoint(self) -> Path:
-        """The base whose sampling and updating is timed."""
+        """The base with which sampling and updates are timed."""
         return self.checkpoint(self._plan.runs[self.gate_runs[0]].checkpoint)
 
     @property
     def stored_policies(self) -> list[str]:
-        """The names of the trained policies that the gates evaluate as they are."""
+        """The names of the committed policies that the gates evaluate."""
         gates = self._plan.config.gates
         return sorted(file.name for file in gates.stored.iterdir() if file.is_dir()) if gates else []
 
     @property
     def baselines(self) -> list[str]:
-        """Baselines of all machines; the jobs pick theirs."""
+        """The baselines of all machine classes, from which jobs choose."""
         assert self._plan.config.gates is not None
         return sorted(map(str, self._plan.config.gates.baselines.glob("*.json")))
 
     @property
     def judged(self) -> list[str]:
-        """The results that the verdict is made of."""
+        """The results from which the verdict is made."""
         assert self._plan.config.gates is not None
         runs = self.gate_runs
         files = [
@@ -238,7 +238,7 @@ class Files:
 
 
 def printed_files(name: str | None = None) -> list[str]:
-    """What the paper prints; for a table or a figure that doesn't stand beside it, nothing."""
+    """The files of printed numbers; none for a table or figure that isn't compared with the paper."""
     return sorted(map(str, printed.FOLDER.glob("*.csv"))) if name is None or name in printed.NAMES else []
 
 

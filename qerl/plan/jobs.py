@@ -1,4 +1,4 @@
-"""The job of every rule, by the name that its wildcard has."""
+"""The job of every rule, by the value of the rule's wildcard."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Jobs:
 
     @cached_property
     def checks(self) -> dict[str, ModelCheck]:
-        """The models that are looked at together with their problems."""
+        """The checks of models with their problems, by id."""
         return checks(self._plan)
 
     def check(self, id: str) -> CheckJob:
-        """Look at a model and problems."""
+        """Check a model with problems."""
         check = self.checks[id]
         return CheckJob(
             model=self.files.dense(check.model),
@@ -78,18 +78,18 @@ class Jobs:
         )
 
     def checked_run(self, run: str) -> list[str]:
-        """The file that says that a run's base fits its problems; none for one that needs no check."""
+        """The files that mark the check of a run's base with its problems as passed; none if it needs no check."""
         return self._checked(run_check(self._plan, self._plan.runs[run]))
 
     def checked_evaluation(self, evaluation: str) -> list[str]:
-        """The same of an evaluation."""
+        """The files that mark the check of an evaluation as passed."""
         return self._checked(evaluation_check(self._plan, self._plan.evaluations[evaluation]))
 
     def _checked(self, check: ModelCheck) -> list[str]:
         return [str(self.check(check.id).out)] if check.id in self.checks else []
 
     def quantize(self, checkpoint: str) -> QuantizeJob:
-        """Make a base in one format."""
+        """Make a base in one weight format."""
         base = self._plan.checkpoints[checkpoint]
         made = base.calibration
         return QuantizeJob(
@@ -124,7 +124,7 @@ class Jobs:
         )
 
     def evaluate(self, id: str) -> EvaluateJob:
-        """Evaluate a base, or what a run trains."""
+        """Evaluate a base or a run's policy."""
         evaluation = self._plan.evaluations[id]
         tasks = [task for task in self._config.evaluation.tasks if task.dataset in evaluation.tasks]
         return EvaluateJob(
@@ -137,7 +137,7 @@ class Jobs:
         )
 
     def profile(self, bench: str) -> RolloutJob | StepJob:
-        """Measure rollouts or steps."""
+        """Run a bench of rollouts or steps."""
         settings, out = self._config.benches[bench], self.files.bench(bench)
         if isinstance(settings, RolloutBench):
             bases = {base.weights: self.files.checkpoint(base) for base in self._plan.bench_checkpoints(bench)}
@@ -177,7 +177,7 @@ class Jobs:
         return self.points[id]
 
     def shapes(self) -> ShapesJob:
-        """Make tables and figures of the points that are measured, here or elsewhere."""
+        """Make tables and figures of the points that are measured, on this machine or elsewhere."""
         assert self._config.shapes is not None
         files = measured_files(self._config.shapes, self.files.points)
         return ShapesJob(files=files, out=self.files.tables)
@@ -190,7 +190,7 @@ class Jobs:
         return self._config.gates
 
     def stored(self, name: str) -> EvaluateJob:
-        """Evaluate a committed adapter as it is."""
+        """Evaluate a committed adapter."""
         settings: EvaluationSettings = self._config.evaluation
         return EvaluateJob(
             policy=StoredPolicy(stored=name),
@@ -206,7 +206,7 @@ class Jobs:
         return NumericsJob(vectors=self._gates.vectors, out=self.files.numerics)
 
     def speed(self) -> SpeedJob:
-        """Time this code in turn with the baseline's."""
+        """Time this code alternately with the baseline's."""
         return SpeedJob(
             checkpoint=self.files.gate_checkpoint,
             baselines=self._gates.baselines,
@@ -229,16 +229,16 @@ class Jobs:
         job: Job = getattr(self, rule)(*names)
         return job
 
-    # --- what decides results beside a job's own values
+    # --- code and content that decide results besides a job's values
 
     def code(self, rule: str, *names: str) -> str:
-        """The version of the code that does a job, functions of the user included."""
+        """The version of the code that a job runs, including functions of the user."""
         job = self.of(rule, *names)
         versions = map(source_version, sorted(user_functions(job)))
         return " ".join([code_version(function_of(job)[0]), *versions])
 
     def content(self, rule: str, *names: str) -> list[str]:
-        """The content of the user's own files that a job reads: their times tell of copies alone."""
+        """Hashes of the user's files that a job reads, because modification times change with copies."""
         job = self.of(rule, *names)
         if isinstance(job, DataJob):
             return [content_of(source)] if (source := job.settings.own_file) else []
@@ -251,7 +251,7 @@ class Jobs:
 
 
 def user_functions(job: Job) -> set[str]:
-    """The functions of the user that a job calls."""
+    """The user's functions that a job calls."""
     if isinstance(job, DataJob):
         named = [getattr(job.settings.origin, "function", None)]
     elif isinstance(job, TrainJob):

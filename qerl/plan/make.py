@@ -18,25 +18,25 @@ from qerl.settings.config import Config
 from qerl.settings.models import LocalModel
 from qerl.settings.reading import read_yaml
 
-#: It names files, whose names have at most 255 bytes with what is appended to it.
+#: The longest id in characters; with suffixes it becomes a file name, which has at most 255 bytes.
 _LONGEST_ID = 200
 
 
 def plan(config: Config) -> Plan:
-    """Expand a configuration and check that its parts fit. A `ConfigError` names a part that doesn't."""
+    """Expand a configuration to its plan. Raises `ConfigError`, which names the part that doesn't fit."""
     config = shortened(config) if config.model or config.problems else config
     runs: dict[str, PlannedRun] = {}
     for name, experiment in config.experiments.items():
         for run in expand(name, experiment):
             if run.id in runs:
                 raise ConfigError(
-                    f"two runs are named {run.id}; rename an arm or a grid key, and put values of a grid that differ "
-                    "in special characters alone into arms"
+                    f"two runs are named {run.id}; rename an arm or a grid key, or make arms of grid values that "
+                    "differ only in special characters"
                 )
             if len(run.id) > _LONGEST_ID:
                 raise ConfigError(
                     f"experiments.{name}.grid: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
-                    "characters; put the long values of the grid into arms"
+                    "characters; make arms of the grid's long values"
                 )
             check_run(run, config)
             runs[run.id] = run
@@ -56,7 +56,7 @@ def plan(config: Config) -> Plan:
 
 
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
-    """The bases that runs start from, and bf16 beside them, each on the tasks of all their runs; then the runs."""
+    """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     of_run = {id: _tasks(config, run) for id, run in trained.items()}
     of_base: dict[Checkpoint, set[str]] = {}
@@ -78,7 +78,7 @@ def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
 
 
 def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Checkpoint]:
-    """Every base in bf16 (the reference of each table) and in each format that a run or a measurement uses."""
+    """Every base in bf16 (the reference of each table) and in each weight format that a run or bench uses."""
     for run in runs.values():
         yield Checkpoint(run.settings.model, "bf16")
         yield run.checkpoint
@@ -88,7 +88,7 @@ def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Che
 
 
 def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
-    """Each checkpoint once, by its id, which must not be another's."""
+    """The distinct checkpoints by id. Raises ConfigError if two have the same id."""
     named: dict[str, Checkpoint] = {}
     for checkpoint in checkpoints:
         if named.setdefault(checkpoint.id, checkpoint) != checkpoint:
@@ -97,7 +97,7 @@ def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
 
 
 def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
-    """The plan of what Snakemake was given: a whole configuration, or single keys over the one in `default`.
+    """The plan of Snakemake's arguments: a whole configuration, or single keys that override the one in `default`.
 
     A whole configuration comes from `files`, if there are any, except for the keys `typed` on the command line. Errors
     name both.
@@ -120,12 +120,12 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
 
 
 def _as_typed(file: Path) -> str:
-    """A file's path as people write it: relative to the working directory if it is below that."""
+    """A file's path, relative to the working directory if it is below it."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def fitting(plan_: Plan) -> list[str]:
-    """Lines for people about the settings that follow from the models."""
+    """Lines for the user about the settings that were chosen by the models."""
     if not plan_.config.fit_to_model:
         return []
     first = {run.settings.model: run for run in reversed(plan_.runs.values())}

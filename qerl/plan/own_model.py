@@ -1,6 +1,7 @@
-"""The choice of settings for a user's own model, by its checkpoint.
+"""The choice of settings for a user's model, by its checkpoint.
 
-The choices are rules of thumb for a first run that fits and learns. Keys in the configuration win.
+The choices are rules of thumb for a first run that fits into memory and learns. Keys in the configuration override
+them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from qerl.host.gpu_lease import devices
 from qerl.settings.base import ConfigError
 from qerl.settings.config import merged
 
-#: Learning rates of LoRA by the least number of parameters: the paper's from 3B on, higher ones for smaller models.
+#: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
 _LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
-#: The most tokens of a completion, where the context has room for them and for as long a prompt.
+#: The most tokens of a completion, if the context has room for them and for a prompt of the same length.
 _MAX_TOKENS = 1024
 _MAX_TOKENS_CPU = 256
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a model and machine that the choices depend on."""
+    """The properties of a model and machine on which the choices depend."""
 
     parameters: int
     context: int | None
@@ -34,14 +35,14 @@ class Traits:
 
 
 def traits(folder: Path) -> Traits:
-    """The traits of a checkpoint on this machine, from its headers. A `CheckpointError` if the folder isn't one."""
+    """The traits of a checkpoint on this machine, from its headers. Raises CheckpointError for another folder."""
     context = context_length(read_config(folder))
     parameters = sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
     return Traits(parameters, context, bool(devices()))
 
 
 def chosen(of: Traits) -> dict[str, Any]:
-    """`run`: values of a run's settings; `evaluation`: of the evaluation's."""
+    """The chosen settings: `run` for a run, `evaluation` for the evaluation."""
     limit = _MAX_TOKENS if of.gpu else _MAX_TOKENS_CPU
     max_tokens = limit if of.context is None else min(limit, of.context // 2)
     dtype = "bfloat16" if of.gpu else "float32"
@@ -90,7 +91,7 @@ def _folder(values: Mapping[str, Any], experiment: Any) -> Path:
 
 
 def described(of: Traits, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for people: the checkpoint's traits, and the values in `settings` of the keys that follow from them."""
+    """Lines for the user: the checkpoint's traits, and the values of the chosen keys in `settings`."""
     where = "with a GPU" if of.gpu else "without a GPU"
     length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
     yield f"{of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:"

@@ -1,6 +1,6 @@
-"""The runs, evaluations and measurements of each table and figure of the paper, and their cost.
+"""The runs, evaluations and benches for each table and figure of the paper, and their cost.
 
-The join is that of the tables themselves (`qerl.report.paper`): the first arm whose result fits a printed number.
+They are joined as in the tables (`qerl.report.paper`): the first arm whose result fits a printed number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qerl.settings.evaluation import TaskSettings
 
 @dataclass
 class Need:
-    """Names of the experiments and measurements that a table or figure needs."""
+    """Names of the experiments and benches that a table or figure needs."""
 
     runs: set[str] = field(default_factory=set)
     evaluations: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Needs:
         if cell.kind in ("rollout", "step"):
             return Need(benches={name for name in self._plan.config.benches if self._measures(name, cell)})
         if cell.kind != "average" and cell.kind not in self._asked:
-            return Need()  # a size or a setting: nothing is trained, scored or timed for it
+            return Need()  # a size or a setting, for which nothing is trained, scored or timed
         bases = {e.id for e in self._plan.evaluations.values() if e.run is None and fits(cell, _base(e))}
         runs = {run.id for run in self._first_arm(cell)}
         scored = {self._evaluation_of[run].id for run in runs if run in self._evaluation_of}
@@ -120,7 +120,7 @@ def _step(run: PlannedRun) -> dict[str, Any]:
 
 
 def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[PlannedWork]:
-    """The most work of each task of an evaluation."""
+    """The most work that each task of an evaluation may need."""
     settings, run = plan.config.evaluation, evaluation.run
     for task in settings.tasks:
         if task.dataset in evaluation.tasks:
@@ -136,13 +136,13 @@ def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[Plann
 
 
 def _problems(plan: Plan, task: TaskSettings) -> float:
-    """The number of test problems. NaN if it is known only after the data is prepared."""
+    """The number of test problems; NaN if only the prepared data states it."""
     origin = plan.config.datasets[task.dataset].origin
     return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
 
 
 def bench_work(plan: Plan, bench: str) -> Iterator[PlannedWork]:
-    """The work of each point of a measurement, the warm-up included."""
+    """The work of each point of a bench, including the warm-up."""
     settings = plan.config.benches[bench]
     if isinstance(settings, StepBench):
         yield from (run_work(run, settings.repeats + 1) for run in plan.step_bench_runs(bench))
@@ -159,9 +159,9 @@ def bench_work(plan: Plan, bench: str) -> Iterator[PlannedWork]:
 
 
 def by_table(plan: Plan, machine: str) -> pd.DataFrame:
-    """One row per table or figure of the paper: its needs and the most GPU-hours. Shared needs are in each row.
+    """One row per table or figure of the paper, with its needs and the most GPU-hours. Shared needs are in each row.
 
-    The last rows have the needs of no table, and the whole plan with each need once.
+    The last rows have the needs that no table has, and the whole plan with each need once.
     """
     needs = Needs(plan)
     rows = {name: needs.of(name) for name in [*plan.tables, *plan.figures] if name in NAMES}
@@ -195,7 +195,7 @@ def _row(plan: Plan, need: Need, costs: Costs) -> dict[str, Any]:
 
 
 def _names(plan: Plan, need: Need) -> str:
-    """Experiments and measurements, in the order of the configuration."""
+    """The names of experiments and benches, in the order of the configuration."""
     experiments = [name for name in plan.config.experiments if any(plan.runs[r].experiment == name for r in need.runs)]
     benches = [name for name in plan.config.benches if name in need.benches]
     if len(need.runs) == len(plan.runs) and len(benches) == len(plan.config.benches):
@@ -204,7 +204,7 @@ def _names(plan: Plan, need: Need) -> str:
 
 
 def page(plan: Plan, machine: str) -> str:
-    """The costs by table as Markdown, with the meaning of the numbers."""
+    """The costs by table as Markdown, with an explanation of the numbers."""
     lines = [
         f"# GPU-hours of {plan.config.name}, by table and figure",
         f"`qerl plan CONFIG --by table` prints this page. Hours are upper limits for one {machine.upper()}: every "

@@ -1,4 +1,4 @@
-"""The table of runs for people: the cost of each by measured speeds, and its state."""
+"""The run table: each run with its cost by measured speeds and its state."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from qerl.results.schema.training import RunResult
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """The table, one row per run. Hours are those of one GPU and upper limits (`qerl.plan.cost_model`).
+    """The run table, with one row per run. Hours are upper limits for one GPU (`qerl.plan.cost_model`).
 
-    If no speed was measured for model, weights and training on `machine`, hours are "unmeasured". The estimate then
-    stands in a column of its own.
+    If no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and a separate column
+    has the estimate.
     """
     costs = Costs(machine)
     return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
 
 
 def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
-    """The most work of the training of a run, or of some of its steps."""
+    """The most work of a run's training, or of `steps` of its steps."""
     settings = run.settings
     rollout = settings.rollout
     completions = rollout.prompts * rollout.group_size
@@ -87,7 +87,7 @@ def _done(plan: Plan, run: PlannedRun) -> str:
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
-    """Gigabytes of each checkpoint, and of the whole models that full fine-tuning leaves behind."""
+    """Gigabytes of each checkpoint, and of the whole models that full fine-tuning writes."""
     sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes
 
     def size(model: str, weights: str) -> float | str:
@@ -99,7 +99,7 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
-    """The totals of the table and the arms that the configuration leaves out, in sentences."""
+    """Lines with the totals of the table, and the arms that the configuration leaves out."""
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
@@ -117,7 +117,7 @@ def disk_total(plan: Plan) -> str:
 
 
 def omitted(plan: Plan) -> list[str]:
-    """The arms that the configuration leaves out."""
+    """Lines with the arms that the configuration leaves out, and why."""
     return [
         f"{name} leaves out {arm}: {reason}"
         for name, experiment in plan.config.experiments.items()

@@ -1,4 +1,4 @@
-"""The jobs of the speed grid (`shapes` of a configuration): each measures some points in a process of its own."""
+"""The jobs of the speed grid (`shapes` of a configuration), each of which measures some points in its own process."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
 from qerl.settings.run import RunSettings
 
-#: In what `state` says of a job that isn't finished.
+#: The word in `state` for points that aren't measured yet.
 MISSING = "missing"
-#: Formats that others than this project can't run, or not from random weights.
+#: By system, the weight formats that it doesn't support, or not with random weights.
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
 
 
 def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
-    """Every job by its id, in the order in which they are to be measured; a `ConfigError` for what can't be.
+    """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
 
-    Each writes `work`/ID/points.json, and goes on with a file that an earlier one left.
+    Each job writes `work`/ID/points.json, and continues the file of an earlier attempt.
     """
     by_id: dict[str, PointJob] = {}
     for id, job in (
@@ -47,7 +47,7 @@ def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
         *(j for grid in settings.prompts for j in _prompts(grid, work)),
     ):
         if id in by_id:
-            raise ConfigError(f"shapes: {id} is asked for twice; merge the two entries, sequences included")
+            raise ConfigError(f"shapes: {id} occurs twice; merge the two entries and their sequences")
         by_id[id] = job
     return by_id
 
@@ -58,7 +58,7 @@ def file_of(id: str) -> str:
 
 
 def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
-    """The files there are of the grid's jobs: those of this machine in `own`, else committed ones."""
+    """The existing result files of the grid's jobs: this machine's in `points`, or else committed ones."""
     files = []
     for id in point_jobs(settings, Path()):
         here = [folder / file_of(id) for folder in (points, settings.samples) if (folder / file_of(id)).is_file()]
@@ -67,7 +67,7 @@ def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
 
 
 def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str:
-    """How far a job is, in words, by this machine's or by committed points."""
+    """The state of a job as text, by this machine's or by committed points."""
     for folder, where in ((points, "measured"), (settings.samples, "committed")):
         file = folder / file_of(id)
         if file.is_file():
@@ -78,7 +78,7 @@ def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str
 
 
 def _points(job: PointJob, file: Path) -> tuple[Sequence[object], set[object]]:
-    """The points that a job asks for and those in its file. Steps have none."""
+    """The points that a job requests, and those in its file. Steps have none."""
     if isinstance(job, DecodeJob):
         return job.sequences, {point.sequences for point in read(DecodeResult, file).points}
     if isinstance(job, PromptsJob):
@@ -100,7 +100,9 @@ def _decodes(grid: DecodeGrid, work: Path) -> Iterator[tuple[str, DecodeJob]]:
 
 def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
     if grid.prompt[0] > grid.prompt[1]:
-        raise ConfigError(f"shapes: no prompt has {grid.prompt[0]} to {grid.prompt[1]} tokens; turn the two around")
+        raise ConfigError(
+            f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
+        )
     for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
         _check(grid.engine, size, weights)
         asked = Mix(
@@ -134,9 +136,9 @@ def _prompts(grid: PromptGrid, work: Path) -> Iterator[tuple[str, PromptsJob]]:
 
 def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
     if grid.memory_gb and grid.system == "trl":
-        raise ConfigError("shapes: TRL's memory can't be capped here; leave memory_gb out of that entry")
+        raise ConfigError("shapes: memory_gb can't cap TRL's memory; remove memory_gb from that entry")
     if "auto" in grid.recompute and grid.system == "trl":
-        raise ConfigError("shapes: TRL recomputes or doesn't; leave recompute: auto out of that entry")
+        raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
     policies, batches = product(grid.sizes, grid.weights, grid.ranks), product(grid.prompts, grid.group_size)
     for (size, weights, rank), (prompts, group), recompute, cap in product(policies, batches, grid.recompute, caps):
@@ -185,6 +187,6 @@ def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:
 
 def _check(system: str, size: str, weights: str) -> None:
     if size not in ARCHITECTURES:
-        raise ConfigError(f"shapes: there is no size {size!r}; use one of {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(ARCHITECTURES)}")
     if weights in _MISSING.get(system, ()):
-        raise ConfigError(f"shapes: {system} has no {weights} here; leave it out of that entry")
+        raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")

@@ -1,4 +1,4 @@
-"""The rows of a plan: checkpoints, runs, evaluations, and the tables and figures of these."""
+"""The parts of a plan: checkpoints, runs and evaluations, and the tables and figures from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl.settings.run import RunSettings
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A base model in one weight format, rounded to nearest, or by AWQ where there is a calibration.
+    """A base in one weight format, rounded to nearest, or by AWQ if it has a calibration.
 
     With an `error` it is dense and has that random error.
     """
@@ -28,7 +28,7 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """The name of its folder."""
+        """The name of the checkpoint's folder."""
         made = self.calibration
         awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
         random = f"-random-{self.error.of}-seed{self.error.seed}" if self.error else ""
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def recipe(self) -> Recipe:
-        """How its weights are quantized."""
+        """The recipe by which its weights are quantized."""
         if self.error:
             return "random"
         return "awq" if self.calibration else "rtn"
@@ -44,7 +44,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training run: a row of the table of runs."""
+    """One training run, which is a row of the run table."""
 
     id: str
     experiment: str
@@ -54,14 +54,14 @@ class PlannedRun:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The base that the run starts from."""
+        """The base of the run."""
         settings = self.settings
         return Checkpoint(settings.model, settings.weights, settings.calibrated, settings.perturbed)
 
 
 @dataclass(frozen=True)
 class PlannedEvaluation:
-    """A policy to evaluate: a base in one format, or the outcome of a run; `tasks` names the tasks' data sets."""
+    """An evaluation of a base in one weight format or of a run's policy; `tasks` has the names of data sets."""
 
     id: str
     checkpoint: Checkpoint
@@ -71,7 +71,7 @@ class PlannedEvaluation:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows of all tables of one configuration."""
+    """All jobs' inputs of one configuration: checkpoints, runs and evaluations."""
 
     config: Config
     runs: dict[str, PlannedRun]
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def tables(self) -> list[str]:
-        """The tables that this configuration fills."""
+        """The names of the tables for which this configuration has results."""
         return [
             "accuracy",
             "quantization",
@@ -92,14 +92,14 @@ class Plan:
 
     @property
     def figures(self) -> list[str]:
-        """The figures that this configuration fills."""
+        """The names of the figures for which this configuration has results."""
         noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
         curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
         return [*curves, *_for_benches(self.config, {"rollout": "throughput"}), *figures_fed(self._covered)]
 
     @property
     def _covered(self) -> set[tuple[str, str]]:
-        """(kind, model) of the results that stand beside the paper's, see `qerl.results.printed`."""
+        """(kind, model) of the results that are compared with the paper's (`qerl.results.printed`)."""
         models = {checkpoint.model for checkpoint in self.checkpoints.values()}
         evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
         trained = {
@@ -122,23 +122,23 @@ class Plan:
         return f"results/{self.config.name}"
 
     def followed(self, run: PlannedRun) -> PlannedRun | None:
-        """The run that a run's thermostat follows: of another arm, at the same point of the grid."""
+        """The run that a run's thermostat follows: another arm at the same point of the grid."""
         arm = run.settings.thermostat.arm if run.settings.thermostat else None
         same = (other for other in self.runs.values() if other.experiment == run.experiment and other.arm == arm)
         return next((other for other in same if other.varied == run.varied), None)
 
     def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
-        """The evaluations of what an experiment trains."""
+        """The evaluations of an experiment's trained policies."""
         return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
 
     def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
-        """The bases that a rollout measurement reads."""
+        """The bases that a rollout bench reads."""
         settings = self.config.benches[bench]
         assert isinstance(settings, RolloutBench)
         return [Checkpoint(settings.model, weights) for weights in settings.weights]
 
     def step_bench_runs(self, bench: str) -> list[PlannedRun]:
-        """The runs that a step measurement times: the first seed of each arm and point of its experiment's grid."""
+        """The runs that a step bench times: the first seed of each arm and point of its experiment's grid."""
         settings = self.config.benches[bench]
         assert isinstance(settings, StepBench)
         first: dict[str, PlannedRun] = {}

@@ -20,7 +20,7 @@ from qerl.settings.models import LocalModel
 def shortened(config: Config) -> Config:
     """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
 
-    Results go to a folder of their own, which ends in a hash of the two paths: other paths may have the same names.
+    Results go to a separate folder, whose name ends in a hash of the two paths, since other paths may have equal names.
     """
     from qerl.data.sources import check_problem_file
 
@@ -53,9 +53,9 @@ def shortened(config: Config) -> Config:
 
 
 def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
-    """A file's or folder's name as a part of paths and commands; empty for no path.
+    """A file's or folder's name as text for paths and commands; empty without a path.
 
-    `otherwise` takes the place of a name without a plain character; a name that is `taken` gets the path's hash.
+    `otherwise` replaces a name without a plain character; a name in `taken` gets the path's hash.
     """
     if path is None:
         return ""
@@ -65,6 +65,6 @@ def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> st
 
 
 def _path_hash(*paths: Path | None) -> str:
-    """Eight hexadecimal digits for files and folders, as they lie from the working directory, where results are too."""
+    """Eight hexadecimal digits that identify paths, relative to the working directory, which also has the results."""
     lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
     return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What the gates compare: results of one workload only."""
+"""The key of a workload; gates compare only results with the same key."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import json
 
 from qerl.settings.config import Config
 
-#: What `workload_key` calls the folder of every local model: its content counts, its place doesn't. With another name
-#: here, all committed baselines would be of another workload.
+#: The path that `workload_key` uses for every local model, because only its content counts. Changing it would change
+#: the key of all committed baselines.
 _ANY_FOLDER = "config/gates/policy"
 
 
 def workload_key(config: Config) -> str:
-    """A hash of what is run: another one makes results that can't be compared.
+    """A hash of everything that makes results comparable.
 
-    The files of the base and of the stored policies count; timings and the places of files don't.
+    It includes the files of the base and of the stored policies, but not settings of timing or paths.
     """
     assert config.gates is not None
     values = config.model_dump(mode="json", include={"models", "datasets", "evaluation"})
     for task in values["evaluation"]["tasks"]:
-        # Younger than the baselines, whose tasks all ask the test split.
+        # The key is newer than the baselines, whose tasks all use the test split.
         if task["split"] == "test":
             del task["split"]
     for model in values["models"].values():

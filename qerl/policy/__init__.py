@@ -1,1 +1,1 @@
-"""Policies: a frozen base with its trained tensors, loading and export."""
+"""Policies, which are a frozen base with its trained tensors; their loading and export."""

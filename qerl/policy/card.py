@@ -1,4 +1,4 @@
-"""The README.md of a trained adapter's folder: what it is, and how PEFT loads it."""
+"""The card (README.md) of a trained adapter's folder, which describes the adapter and how PEFT loads it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import yaml
 
 CARD = "README.md"
 
-#: What transformers must be told of a base that PEFT has no adapter for as it is packed.
+#: The argument that makes transformers unpack a base for whose packed layers PEFT has no adapter.
 _UNPACKED = "CompressedTensorsConfig(dequantize=True)"
-#: Where stock libraries differ from the policy as it was trained.
+#: By weight format: how stock libraries deviate from the policy as it was trained.
 _NOTES = {
     "bf16": "",
     "nvfp4": "PEFT has no adapter for layers packed so: they are unpacked, and transformers rounds them to bfloat16.",
@@ -23,14 +23,14 @@ _NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, whic
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that an adapter belongs to: a folder, or a repository of the hub with its commit."""
+    """The checkpoint of an adapter: a folder, or a repository of the hub with its commit."""
 
     name: str
     revision: str | None = None
 
 
 def write_card(folder: Path, base: Base, weights: str, norms: bool) -> None:
-    """Write the card of the adapter in `folder`, which was trained on `base` of the format `weights`."""
+    """Write the card of the adapter in `folder`, which was trained on `base` in the weight format `weights`."""
     about = {
         "base_model": base.name,
         "library_name": "peft",

@@ -1,4 +1,4 @@
-"""Checkpoints for other engines: unpacked, or with trained norms written in beside a pure LoRA adapter."""
+"""Checkpoints for other engines: unpacked weights, or a base with trained norms and a separate LoRA adapter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qerl.provenance.files import put
 from qerl.settings.base import ConfigError
 
 _PREFIX = "base_model.model."
-#: Ranks that vLLM reserves room for; an adapter gets the next one.
+#: The values of vLLM's `max_lora_rank`; an adapter needs the least that isn't below its rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -41,12 +41,12 @@ def lora_room(rank: int) -> int:
     """The `max_lora_rank` that vLLM needs for an adapter."""
     room = next((size for size in _RANKS if size >= rank), None)
     if room is None:
-        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, the most that vLLM serves; use a lower rank")
+        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, vLLM's highest rank; lower it")
     return room
 
 
 def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write a packed checkpoint into the folder `target` with all weights unpacked to `dtype`."""
+    """Write a packed checkpoint to the folder `target`, with all weights unpacked to `dtype`."""
     weights_format = weights_format_of(source)
     headers = read_headers(source)
     layers = set(packed_layers(headers, weights_format))
@@ -62,11 +62,11 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def export(checkpoint: Path, trained: Path, out: Path) -> None:
-    """Split a trained policy into what engines without trained norms can load: `out`/base and `out`/adapter.
+    """Split a trained policy into `out`/base and `out`/adapter, which engines without trained norms can load.
 
-    The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter is LoRA alone. An engine
-    that computes norms in 16 bits rounds them as it loads them. `trained` is the folder of an adapter in PEFT's layout.
-    `out` appears complete or not at all.
+    The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter has only LoRA. An engine
+    that computes norms in 16 bits rounds them when it loads them. `trained` is the folder of an adapter in PEFT's
+    layout. `out` is written completely or not at all.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
@@ -99,7 +99,7 @@ def _copy_but_weights(source: Path, target: Path) -> None:
 
 
 def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Copy a safetensors file, each tensor passed through `change`."""
+    """Copy a safetensors file, applying `change` to each tensor."""
     with safe_open(source, framework="pt") as shard:
         tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
         save_file(tensors, target, metadata=shard.metadata())

@@ -1,4 +1,4 @@
-"""Load a dense or packed checkpoint as a Hugging Face model whose packed layers are `PackedLinear`."""
+"""Loading of dense and packed checkpoints as Hugging Face models, whose packed layers are `PackedLinear`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.layers.packed_linear import PackedLinear
 
-#: What marks a layer as packed, by format: the tensor that is there for packed layers alone.
+#: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
 _HEAD = "lm_head.weight"
 
@@ -42,9 +42,9 @@ def load_model(
     """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
 
     Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Modules whose names end
-    with one of `float32` keep float32 weights; the caller puts modules in their place that compute with these. Tensors
-    are read one at a time, so that the peak of memory is the model; with a GPU as `device`, host memory holds one file
-    at most. Raises `CheckpointError`, which names the file and the fix.
+    with one of `float32` keep float32 weights; the caller replaces them by modules that compute with such weights.
+    Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
+    most one file. Raises `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
@@ -66,7 +66,7 @@ def load_model(
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint; `CheckpointError` where it needs code that comes with the checkpoint."""
+    """The tokenizer of a checkpoint. Raises CheckpointError if it needs code from the checkpoint."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
@@ -86,13 +86,13 @@ def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator
 
 
 def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
-    """Names of the layers whose weight is packed."""
+    """The names of the layers with packed weights."""
     marker = _MARKER[weights_format]
     return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
 
 
 def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without tensors (all on the meta device) and without the library's own quantization."""
+    """The model with all tensors on the meta device, and without transformers' quantization."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -103,12 +103,14 @@ def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _insert_packed(
     model: PreTrainedModel, headers: dict[str, TensorInfo], weights_format: str, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Replace the linear layers that are packed in the file."""
+    """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
     for layer in packed_layers(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
-            raise CheckpointError(f"{folder} holds a packed weight for {layer}, which is no linear layer of the model")
+            raise CheckpointError(
+                f"{folder} has a packed weight for {layer}, which isn't a linear layer of the model; check config.json"
+            )
         nested = f"{layer}.weight.nested_absmax" in headers
         try:
             packed = PackedLinear(
@@ -126,7 +128,7 @@ def _insert_packed(
 
 
 def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
-    """Every tensor that the checkpoint must hold, by its name there."""
+    """Every tensor that the checkpoint must contain, by its name there."""
     slots = {}
     for prefix, module in model.named_modules():
         names = [*module._parameters, *module._buffers]
@@ -158,7 +160,7 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: 
 
 
 def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
-    """Put a tensor of the file where it belongs."""
+    """Store a tensor of the file in its parameter or buffer."""
     module = slot.module
     if name.endswith(nf4.STATE_NAME):
         _fill_nf4_state(module, tensor, info)
@@ -188,7 +190,7 @@ def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None
 
 
 def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
-    """Share the embedding's tensor with the head; a file that holds both must hold them equal."""
+    """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
     if not model.config.tie_word_embeddings:
         return
     head = model.get_parameter(_HEAD)
@@ -201,10 +203,10 @@ def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
 
 
 def _restore_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Rebuild what no checkpoint holds and the meta device lost: the frequencies of the rotary embedding."""
+    """Rebuild buffers that the meta device lost and no checkpoint has: the rotary embedding's frequencies."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             model.set_submodule(name, type(module)(model.config).to(device))
     lost = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
     if lost:
-        raise RuntimeError(f"no tensor was loaded for {lost[0]}")
+        raise RuntimeError(f"no tensor was loaded for {lost[0]}: a defect of qerl")

@@ -1,4 +1,4 @@
-"""A policy: a frozen base (dense or packed) with its trained tensors and its tokenizer."""
+"""Policies: a frozen base (dense or packed) with its trained tensors and its tokenizer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from qerl.settings.training import AdapterSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-#: PEFT's name of the value's adapter, and the folder that it is saved in.
+#: The name of the value function's adapter in PEFT, and of the folder in which it is saved.
 VALUE_ADAPTER = "value"
-#: Names the head of the value function among what is trained, and its file.
+#: The name of the value function's head among the trained tensors, and of its file.
 VALUE_HEAD = "value_head"
 
 
 @contextmanager
 def same_requires_grad(model: nn.Module) -> Iterator[None]:
-    """After the block, every parameter that was there before it requires a gradient exactly if it did before.
+    """A context after which every parameter has the `requires_grad` that it had before.
 
-    PEFT makes the adapter that it switches to trainable and freezes all others.
+    PEFT makes the adapter to which it switches trainable, and freezes all others.
     """
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -48,31 +48,31 @@ def same_requires_grad(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Policy:
-    """`lm` is the Hugging Face causal LM, adapters injected in place; `peft` wraps it when there are adapters.
+    """A policy. `lm` is the Hugging Face causal LM with adapters injected; `peft` wraps it if there are adapters.
 
-    It is in evaluation mode; only an update puts it into training mode (LoRA dropout).
+    It is in evaluation mode; only updates use training mode (LoRA dropout).
     """
 
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     peft: PeftModel | None = None
-    #: From the hidden state to the value of a state, with the adapter "value" (`qerl.rl.value`); PPO only.
+    #: Head of the value function, from hidden states with the adapter "value" (`qerl.rl.value`); only with PPO.
     value_head: nn.Linear | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.lm.device
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a completion: those of the generation config, or the tokenizer's end of text."""
+        """The tokens that end a completion, from the generation config, or else the tokenizer's end of text."""
         declared = self.lm.generation_config.eos_token_id if self.lm.generation_config else None
         stops = declared if declared is not None else self.tokenizer.eos_token_id
         return list(stops) if isinstance(stops, (list, tuple)) else [stops]
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Named parameters that the optimizer updates."""
+        """The named parameters that the optimizer updates."""
         yield from ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
         if self.value_head is not None:
             yield from self.value_head.named_parameters(VALUE_HEAD)
@@ -84,18 +84,18 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """A context that disables the trained tensors, so that the base serves as reference without a second model."""
+        """A context that disables the trained tensors, which makes the base the reference policy."""
         if self.peft is None:
-            raise ValueError("a policy trained in full has no reference in it; use method=lora with loss.kl")
+            raise ValueError("full fine-tuning keeps no reference policy; use method=lora with loss.kl")
         with same_requires_grad(self.peft), self.peft.disable_adapter():
             yield
 
     def save(self, folder: Path, base: Base | None = None) -> None:
         """Write the trained tensors: an adapter in PEFT's layout, or the whole model in the hub's layout.
 
-        An adapter names `base` as its base, by default the folder of the checkpoint; a card says how to load it.
-        The matrices of a whole model are rounded to bfloat16; norms and biases stay float32, as an adapter's do.
-        A value function goes into the folder `value` there: its adapter in the same layout, and its head.
+        An adapter refers to `base`, by default the checkpoint's folder, and has a card that says how to load it. A
+        whole model's matrices are rounded to bfloat16; norms and biases stay float32, as an adapter's do. A value
+        function is saved to the subfolder `value`: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
             self._save_adapters(self.peft, folder, base)
@@ -113,26 +113,26 @@ class Policy:
         base = base or Base(str(checkpoint))
         for config in peft.peft_config.values():
             config.base_model_name_or_path, config.revision = base.name, base.revision
-        # Embeddings are never trained: no look at the hub whether they are.
+        # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
         write_card(folder, base, weights_format_of(checkpoint), norms)
 
 
 def choose_device() -> torch.device:
-    """This process's GPU if there is one; by number, since safetensors takes a mere "cuda" for the first."""
+    """This process's GPU, or the CPU without one; with an index, because safetensors reads "cuda" as the first GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def use_own_modules(lm: PreTrainedModel) -> None:
-    """Put norms that carry noise, fused MLPs and attentions into a loaded model's blocks; names of weights stay."""
+    """Replace norms, MLPs and attentions of a loaded model by this project's; names of weights stay."""
     make_noisy(lm)
     fuse_mlps(lm)
     fuse_attentions(lm)
 
 
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    # A norm of 16 bits would round what is added to it: a copy that PEFT loads trained norms into has its dtype.
+    # Norms are float32, since 16 bits would round noise away, and PEFT's copies for trained norms have the same dtype.
     lm = load_model(checkpoint, DTYPES[dtype], device or choose_device(), float32=ROLES)
     use_own_modules(lm)
     tokenizer = load_tokenizer(checkpoint)
@@ -140,7 +140,7 @@ def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[Pr
 
 
 def lora_config(adapter: AdapterSettings) -> LoraConfig:
-    """PEFT's configuration of the adapter, with the norms of each block where they are trained."""
+    """PEFT's configuration of the adapter, with the norms of each block if they are trained."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
@@ -174,7 +174,7 @@ def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Pol
 
 
 def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torch.device | None = None) -> Policy:
-    """A policy to sample from: the base as it is, or with the outcome of a run (adapter or full weights)."""
+    """A policy for sampling: the base, or the base with a run's trained tensors (adapter or full weights)."""
     if trained is None or not (trained / ADAPTER_CONFIG).is_file():
         return Policy(*_base(trained or checkpoint, dtype, device))
     check_adapter(trained)

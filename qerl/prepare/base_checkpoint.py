@@ -1,4 +1,4 @@
-"""Base checkpoints from files to files: downloaded, quantized."""
+"""Base checkpoints: downloading, quantizing and linking them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantize_base(job: QuantizeJob) -> None:
 
         texts = Calibration(job.calibration.settings, job.calibration.data)
     else:
-        with imports(OPTIONAL):  # nothing optional rounds to nearest
+        with imports(OPTIONAL):  # rounding to nearest needs no optional package
             from qerl.quantization.writer import SCHEMES
 
             if job.weights in SCHEMES or (job.error and job.error.of in SCHEMES):
@@ -42,9 +42,10 @@ def quantize_base(job: QuantizeJob) -> None:
 
 
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
-    """Download a model of the hub to `target`, or to the hub's cache; return its folder.
+    """Download a model from the hub to `target`, or to the hub's cache, and return its folder.
 
-    Offline, the error names the command that fetches it. A file that differs from `locked` is an error.
+    If the hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an
+    error.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -71,9 +72,9 @@ def make_checkpoint(
     calibration: Calibration | None = None,
     error: RandomErrorSettings | None = None,
 ) -> None:
-    """A checkpoint in one weight format and a JSON file about it; bf16 is the source, linked.
+    """Make a checkpoint in one weight format, and a JSON report about it; for bf16 the source is linked.
 
-    With a `calibration` it is made by AWQ. With an `error`, bf16 is the source with that random error.
+    With a `calibration` AWQ quantizes it. With an `error`, bf16 is the source plus that random error.
     """
     from qerl.quantization.checkpoint import quantize_checkpoint
 
@@ -85,7 +86,7 @@ def make_checkpoint(
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """Make a folder of symbolic links, because a second copy of the weights would only take space."""
+    """Make a folder of symbolic links to the source's files, which takes no space for a second copy."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.resolve().iterdir():
         if file.is_file() and not (target / file.name).exists():

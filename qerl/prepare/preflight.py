@@ -1,4 +1,4 @@
-"""Checks of tokenizer and problems before any long work: chat template, lengths, test splits."""
+"""Checks before any long work of a model with its problems: chat template, lengths and test splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl.settings.rollout import RolloutSettings
 
 
 def check_problems(job: CheckJob) -> None:
-    """Check a model with the problems of runs and of an evaluation; an empty file says that all is well."""
+    """Check a model with the problems of runs and of an evaluation, and write an empty file if all checks pass."""
     check_runs(job.model, ((job.data[run.dataset], run.rollout) for run in job.runs))
     check_evaluation(job.model, job.evaluation, job.data)
     job.out.touch()
@@ -36,7 +36,7 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
 def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:
     """Raise an error if a task has no problems, or prompts that leave no room to answer.
 
-    Prompts of stock tasks are the harness's and are checked when completions are drawn.
+    The harness makes the prompts of stock tasks, so these are checked when completions are drawn.
     """
     context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
     for task in settings.tasks:

@@ -1,4 +1,4 @@
-"""Parts of a run's folder that are made once: data and checkpoint, and the record of their inputs."""
+"""Data and checkpoint of a run's folder, which are made once, and the record of their inputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
 
-#: What a run's parts were made of, by the keys of its settings: dataset, model, reward.
+#: The record of the inputs of a run, by the keys of its settings: dataset, model, reward.
 INPUTS = "inputs.json"
 DATA = "data"
 CHECKPOINT = "checkpoint"
 
 
 def check_inputs(settings: RunFile) -> None:
-    """Refuse a finished run whose inputs have changed. Inputs that are gone, or on the hub, aren't compared."""
+    """Refuse a finished run whose inputs have changed. Inputs that no longer exist or are on the hub aren't
+    compared.
+    """
     data_file, source = settings.dataset.own_file, Path(settings.model)
     now = {
         "dataset": _of_data(settings) if data_file is None or data_file.exists() else None,
@@ -51,7 +53,7 @@ def make_data(settings: RunFile) -> None:
 
 
 def make_base(settings: RunFile, source: Path) -> None:
-    """Make the checkpoint that the run trains on: linked where `source` is in its format already."""
+    """Make the run's base checkpoint, which is a link if `source` already has its weight format."""
     made = _of_checkpoint(settings, source)
     _make(settings, "model", CHECKPOINT, made, lambda folder: _base(settings, source, folder))
 
@@ -63,7 +65,7 @@ def tell_reward(settings: RunFile) -> None:
 
 
 def whole(target: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` write the folder `target` unless it exists, completely or not at all if the process is killed."""
+    """Let `make` write the folder `target` unless it exists, completely or not at all."""
     if target.exists():
         return
     partial = target.with_name(f".{target.name}.partial")
@@ -93,7 +95,7 @@ def _of_reward(settings: RunFile) -> MadeOf:
 
 
 def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:
-    """Let `make` write a folder of the run, unless it exists and was made of the same inputs."""
+    """Let `make` write a folder of the run, unless it exists and was made from the same inputs."""
     target, file = settings.out / name, settings.out / INPUTS
     record = read_record(file)
     if target.exists() and record.get(key) == made:
@@ -101,7 +103,7 @@ def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[
     if target.exists():
         changes = record[key].changes(made) if key in record else []
         log.info("%s is made anew: %s changed", target, ", ".join(changes) or "the code")
-        # Whenever the process is killed, the record tells of nothing but what is there.
+        # First remove the record, so that after a kill it never describes a folder that isn't there.
         write_record(file, {other: of for other, of in record.items() if other != key})
         shutil.rmtree(target)
     whole(target, make)

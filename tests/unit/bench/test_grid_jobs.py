@@ -71,7 +71,7 @@ def test_the_content_of_a_trace_decides_its_points(tmp_path):
 
 def test_prompts_of_no_length_are_an_error():
     mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "prompt": [8, 4]}]
-    with pytest.raises(ConfigError, match="turn the two around"):
+    with pytest.raises(ConfigError, match="swap the two numbers"):
         jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": mixes}, "grid"))
 
 
@@ -102,7 +102,7 @@ def test_steps_are_jobs_by_recomputation_and_cap():
 
 def test_trl_does_not_choose_what_it_recomputes():
     steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
-    with pytest.raises(ConfigError, match="leave recompute: auto out"):
+    with pytest.raises(ConfigError, match="doesn't support recompute: auto"):
         jobs_of(parse(ShapesSettings, {"samples": "committed", "decode": [], "steps": steps}, "grid"))
 
 
@@ -144,10 +144,10 @@ def test_prompts_of_several_lengths_are_jobs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sizes": ["8B"]}, "no size '8B'"),
-        ({"engine": "vllm", "weights": ["mxfp4"]}, "vllm has no mxfp4"),
-        ({"engine": "transformers", "weights": ["nvfp4"]}, "transformers has no nvfp4"),
-        ({"ranks": [4, 4]}, "asked for twice"),
+        ({"sizes": ["8B"]}, "size '8B' is unknown"),
+        ({"engine": "vllm", "weights": ["mxfp4"]}, "vllm doesn't support mxfp4"),
+        ({"engine": "transformers", "weights": ["nvfp4"]}, "transformers doesn't support nvfp4"),
+        ({"ranks": [4, 4]}, "occurs twice"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(changes, message):

@@ -42,7 +42,7 @@ def test_another_version_than_asked_for_is_not_timed(tmp_path):
     (tmp_path / "code").mkdir()
     with (
         speed.started(tmp_path / "code", None, POLICY, tmp_path / "work") as worker,
-        pytest.raises(ConfigError, match=r"the process to be timed ended \(exit code 1\): .* not the one to be timed"),
+        pytest.raises(ConfigError, match=r"the timed process ended with exit code 1: .* not the version to be timed"),
     ):
         worker.ask("rollout")
 

@@ -55,8 +55,8 @@ def test_a_thermostat_follows_the_run_at_the_same_point_of_the_grid():
 @pytest.mark.parametrize(
     ("arm", "sentence"),
     [
-        ({"thermostat.arm": "hot"}, "experiments.e.arms.cool.thermostat.arm=hot is no arm of this experiment"),
-        ({"thermostat.arm": "cool"}, "follows another arm itself"),
+        ({"thermostat.arm": "hot"}, "experiments.e.arms.cool.thermostat.arm=hot is not an arm of this experiment"),
+        ({"thermostat.arm": "cool"}, "itself follows another arm"),
         ({"thermostat.arm": "warm", "steps": 10}, "takes 9 steps, fewer than the 10 of cool"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_thousand_runs_have_a_thousand_names():
         ({"adapter.rnk": [4]}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
         ({"adapter.targets": [["q_proj"], "q_proj"]}, "`experiments.e.grid.adapter.targets` must be a list"),
         ({"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]}, "two runs are named"),
-        ({"rollout.vllm.adapters": ["a b", "a-b"]}, "put values of a grid that differ in special characters"),
+        ({"rollout.vllm.adapters": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
     ],
 )
 def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
