@@ -35,6 +35,10 @@ COLOURS: dict[Any, str] = {
     ("nvfp4-awq", "lora+aqn"): "#7a3600",
     ("mxfp4-awq", "lora"): "#1f5f82",
     ("mxfp4-awq", "lora+aqn"): "#6e4a28",
+    ("bf16-random", "lora"): "#5b6ea8",
+    ("bf16-random", "lora+aqn"): "#a8795b",
+    ("bf16-random", "full"): "#6b6b6b",
+    ("bf16-random", "full+aqn"): "#8f6b6b",
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 7,

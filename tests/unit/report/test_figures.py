@@ -1,9 +1,17 @@
 import re
+from contextlib import suppress
+from itertools import product
+from typing import get_args
 
 import pytest
 
 from qerl.report import figures, tables
+from qerl.report.drawing import COLOURS
 from qerl.results import readers
+from qerl.results.names import training_name, weights_name
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.run import RunSettings
 from tests.synthetic_results import answers, write_evaluation, write_run, write_tree
 
 
@@ -49,6 +57,21 @@ def test_an_arm_keeps_its_colour(tmp_path, metrics):
     for arm in ARMS[1:]:
         assert colour_of(reward, arm) == colour_of(entropy, arm)
     assert len({colour_of(reward, arm) for arm in ARMS}) == len(ARMS)
+
+
+def test_every_kind_of_run_has_a_colour_of_its_own():
+    """All weights, recipes, methods and noise that settings allow together."""
+    kinds = set()
+    values = (get_args(WeightFormat), get_args(Recipe), ("lora", "full"), ("off", "exponential"))
+    for weights, recipe, method, schedule in product(*values):
+        run = {"model": "m", "dataset": "d", "weights": weights, "recipe": recipe, "method": method}
+        with suppress(ConfigError):
+            settings = parse(RunSettings, {**run, "noise": {"schedule": schedule}}, "")
+            name = weights_name(settings.weights, settings.recipe)
+            kinds.add((name, training_name(settings.method, settings.noise.schedule)))
+    assert ("bf16-random", "lora") in kinds
+    assert kinds == COLOURS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 def test_awq_has_its_own_name_and_colour(tmp_path):
