@@ -1,8 +1,8 @@
-"""Leases: a process has GPUs of this node, and the folder of its run, to itself.
+"""GPU leases, which give a process exclusive GPUs of this node, and locks on folders of runs.
 
-Jobs of several workflows thus never share a GPU by accident. A lease is a `filelock` on one file per GPU. This is an
-flock, which the kernel drops when the process ends for any reason. NVML finds the GPUs without torch, because
-CUDA_VISIBLE_DEVICES must be set before torch is imported.
+Jobs of several workflows thus never share a GPU by accident. A lease is a `filelock` on one file per GPU: an flock,
+which the kernel releases when the process ends for any reason. NVML lists the GPUs, because CUDA_VISIBLE_DEVICES must
+be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_SECONDS = 1.0
 def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The GPUs that this process may use, as a mapping from their name in CUDA_VISIBLE_DEVICES to their UUID.
 
-    Locks go by UUID, because within a SLURM job or a container every first GPU has the index 0.
+    Locks use the UUID, because within a SLURM job or a container every first GPU has the index 0.
     """
     uuids = _uuids()
     visible = environment.get(VISIBLE)
@@ -53,7 +53,7 @@ def _uuids() -> dict[str, str]:
 
 
 def lock_folder() -> Path:
-    """The folder of locks of this node, for all its users."""
+    """The folder of this node's locks, which all users share."""
     folder = Path(tempfile.gettempdir()) / "qerl-gpus"
     if not folder.is_dir():
         folder.mkdir(exist_ok=True)
@@ -63,10 +63,10 @@ def lock_folder() -> Path:
 
 @contextmanager
 def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
-    """Lock `folder` (made if it is missing) during the block, or raise a `ConfigError` if another process has it.
+    """A context that locks `folder`, which it makes if missing. Raises `ConfigError` if another process has the lock.
 
-    A training survives a killed Snakemake, and a second training would write the same checkpoints. `lock` is the name
-    of the locked file. Processes with different names can share a folder.
+    A training survives a killed Snakemake, and a second training would write the same checkpoints. `lock` names the
+    locked file; processes with different names can share a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / lock
@@ -75,7 +75,7 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
     except Timeout:
         raise ConfigError(
             f"process {file.read_text().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
-            "start again: it goes on from what is kept there"
+            "start again: it continues from the state there"
         ) from None
     with kept:
         file.write_text(f"{os.getpid()} on {socket.gethostname()}")
@@ -84,15 +84,15 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
 
 @contextmanager
 def lease(count: int) -> Iterator[list[str]]:
-    """Wait until `count` GPUs are free, keep them during the block, and hide all others from CUDA.
+    """A context that waits for `count` free GPUs, leases them, and hides all others from CUDA.
 
-    Yields their names, on a machine without GPUs an empty list at once. Raises `ConfigError` if the machine has fewer
-    GPUs than requested.
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. Raises `ConfigError` if the
+    machine has fewer GPUs than requested.
     """
     visible = devices()
     if visible and count > len(visible):
         raise ConfigError(
-            f"{count} GPUs are needed, {len(visible)} are visible here; lower `processes` or `tensor_parallel`"
+            f"{count} GPUs are needed, but only {len(visible)} are visible; lower `processes` or `tensor_parallel`"
         )
     if not visible or count == 0:
         yield []
@@ -139,7 +139,7 @@ def _wait(visible: Mapping[str, str], count: int, locks: ExitStack) -> list[str]
 
 
 def _lock(uuid: str, locks: ExitStack) -> bool:
-    # Writable by all users of the node, whoever made the file.
+    # All users of the node may write the file, regardless of its owner.
     lock = FileLock(lock_folder() / f"{uuid}.lock", mode=0o666, timeout=0)
     try:
         locks.enter_context(lock)

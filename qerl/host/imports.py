@@ -1,4 +1,4 @@
-"""Faster imports of large libraries, and a sentence for a missing one."""
+"""Faster imports of large libraries, and clear errors for missing ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qerl.settings.rollout import EngineSettings
 
 DISTRIBUTION = "qerl"
 
-#: What transformers, PEFT and accelerate import wherever it is installed, for functions that no job of a policy calls:
-#: assisted generation (sklearn), losses of object detection (scipy), layers of bitsandbytes, jobs on SageMaker (boto3).
+#: Libraries that transformers, PEFT and accelerate import if they are installed, for functions that no job of a policy
+#: calls: assisted generation (sklearn), object detection (scipy), layers of bitsandbytes, SageMaker (boto3).
 OPTIONAL = ("sklearn", "scipy", "bitsandbytes", "boto3")
-#: The versions that are known to do without: others import what they find.
+#: The versions that are known to work without these libraries; with other versions nothing is hidden.
 DO_WITHOUT = {
     "transformers": SpecifierSet("~=5.17.0"),
     "peft": SpecifierSet("~=0.21.2"),
@@ -47,7 +47,7 @@ def check_installed(extra: str) -> None:
 
 
 def check_engine(settings: EngineSettings, key: str) -> None:
-    """Raise `ConfigError` where the settings under `key` ask for vLLM, in this process, and it isn't installed."""
+    """Raise `ConfigError` if the settings under `key` select vLLM in this process and it isn't installed."""
     if settings.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"{key}=vllm needs vLLM, which isn't installed here; install it (README, One GPU), or use {key}=native"
@@ -64,13 +64,13 @@ def _is_there(requirement: Requirement) -> bool:
 
 @contextmanager
 def imports(without: Collection[str] = ()) -> Iterator[None]:
-    """Exempt the objects of a block of imports from garbage collection. The block stands at the start of a process.
+    """A context for the imports at the start of a process, whose objects are exempted from garbage collection.
 
-    Modules stay until the process ends, and they are a million objects. The collector would scan them repeatedly while
-    they are made, and once more at the end. This is 3 of the 10 s of CPU time of a training's imports. A library's
-    function must not do so, because all other objects of the process would be kept for good, too.
+    Modules are a million objects that stay until the process ends. The collector would scan them repeatedly during the
+    imports, and once more at the end: 3 of the 10 s of CPU time of a training's imports. Functions of a library must
+    not use it, because all other objects of the process would then never be collected either.
 
-    Inside the block, the libraries `without` look as if they weren't installed. After it, they can be imported.
+    Within the context, the libraries `without` seem not to be installed. Afterwards they can be imported.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -85,17 +85,17 @@ def imports(without: Collection[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def absent(libraries: Collection[str]) -> Iterator[None]:
-    """Make the libraries that aren't imported yet look as if they weren't installed, for the length of the block.
+    """A context in which libraries that aren't imported yet seem not to be installed.
 
-    Python's documented way: a None in `sys.modules` (The import system, "The module cache"). Libraries that know how to
-    do without them do; with versions other than `DO_WITHOUT` nothing is hidden, because they may not know.
+    It sets None in `sys.modules`, as Python documents (The import system, "The module cache"). With other versions than
+    `DO_WITHOUT` nothing is hidden, because they may not work without these libraries.
     """
     hidden = [name for name in libraries if name not in sys.modules] if _do_without() else []
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
         if "bitsandbytes" in hidden and "peft" in sys.modules:
-            # PEFT asks when it makes an adapter too, and keeps its first answer.
+            # PEFT also checks for bitsandbytes when it makes an adapter, and caches its first result.
             from peft.import_utils import is_bnb_4bit_available
 
             is_bnb_4bit_available()

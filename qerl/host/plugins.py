@@ -1,6 +1,6 @@
-"""Functions that a configuration names by import path (`module:function`): rewards and data sets of the user.
+"""User functions that a configuration names by import path (`module:function`): rewards and data sets.
 
-Modules are found among the installed ones, then in the working directory.
+Modules are searched among the installed ones first, then in the working directory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from qerl.provenance.code_version import hash_of_code, of_this_package
 from qerl.settings.base import ConfigError
 
-#: What a function is called with, by the key of the configuration that names it.
+#: The names of a function's arguments, by the key that names the function.
 ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
-#: What `check_unchanged` found: a module that is imported or reloaded anew has another specification.
+#: The specification and hash of each module that `check_unchanged` has seen; a reload makes a new specification.
 _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Import the function `module:function`. A `ConfigError` says which part of the path is wrong.
+    """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    An error that the module itself raises during import is passed on, with a note that names the module.
+    Errors of the module during its import propagate, with a note that names the module.
     """
     module_name, _, name = path.partition(":")
-    # The installed command `qerl` hasn't the working directory on its path as `python -m qerl` has. It comes last, so
-    # that a file in it can't take the place of a package.
+    # Unlike `python -m qerl`, the installed command `qerl` lacks the working directory on its path. It is added last,
+    # so that a file in it can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     module = _imported(module_name, path)
@@ -43,7 +43,7 @@ def load(path: str) -> Callable[..., Any]:
     if function is None:
         raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
     if not callable(function):
-        raise ConfigError(f"{path}: {name} is no function but of type {type(function).__name__}")
+        raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -68,24 +68,24 @@ def _imported(name: str, path: str) -> ModuleType:
     except SystemExit as error:
         raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
     except Exception as error:
-        error.add_note(f"importing {path} raised this; mend the module, and start again")
+        error.add_note(f"importing {path} raised this error; correct the module, and start again")
         raise
 
 
 def _place(error: BaseException) -> str:
-    """The file and line of the user that an error comes from."""
+    """The file and line in the user's code at which an error was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return f"{frames[-1].filename}, line {frames[-1].lineno}"
 
 
 def check(path: str, key: str) -> None:
-    """Raise a `ConfigError` unless the function can be imported and called as that of `key` (`ARGUMENTS`) is."""
+    """Raise `ConfigError` unless the function can be imported and accepts the arguments of `key` (`ARGUMENTS`)."""
     function, arguments = load(path), ARGUMENTS[key]
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -98,22 +98,22 @@ def check(path: str, key: str) -> None:
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:
-    """The import path of a function object. A `ConfigError` says that another process couldn't find it."""
+    """The import path of a function object. Raises `ConfigError` if another process couldn't import it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     path = f"{module}:{name}"
     if module in (None, "__main__") or not name.isidentifier() or load(path) is not function:
         raise ConfigError(
-            f"{key} is {path}, which a run that goes on can't import; define the function in a file, such as mine.py, "
-            "and give it from there"
+            f"{key} is {path}, which a resumed run can't import; define the function in a file, such as mine.py, "
+            "and import it from there"
         )
     return path
 
 
 def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
-    """The return value of the function, which may take `limit` seconds. `key` is its key in the configuration.
+    """Call the function, with a limit of `limit` seconds, and return its value. `key` is its key in the configuration.
 
-    An error that it raises is passed on with a note that names it. If it exceeds the limit or ends the process, a
-    `ConfigError` says where it was.
+    Its errors propagate, with a note that names it. Raises `ConfigError` with the file and line if it exceeds the limit
+    or ends the process.
     """
     function = load(path)
     try:
@@ -136,17 +136,17 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
 
 
 class _OverTime(BaseException):
-    """No `Exception`, which the function might catch."""
+    """The time limit is exceeded. It isn't an `Exception`, which the function might catch."""
 
 
 @contextmanager
 def _limited(limit: float | None, key: str) -> Iterator[None]:
-    """Interrupt the block after `limit` seconds, Python code and waiting alike, by SIGALRM."""
+    """A context that SIGALRM interrupts after `limit` seconds, both in Python code and while waiting."""
     if limit is None:
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(f"{key} can be limited in time in the main thread only; train there, or set timeout: null")
+        raise ConfigError(f"{key} can have a time limit only in the main thread; train there, or set timeout: null")
 
     def expire(*_: Any) -> None:
         raise _OverTime
@@ -161,16 +161,16 @@ def _limited(limit: float | None, key: str) -> Iterator[None]:
 
 
 def source_version(path: str) -> str:
-    """A hash of the function's module and of the modules that it imports from beside it, blind to comments and layout.
+    """A hash of the function's module and of the neighbouring modules that it imports, without comments and layout.
 
-    Beside it is the folder on the path that holds its module or package; of installed ones, their own package. Runs and
-    rules carry it, so that a change of these files counts as a change of the settings.
+    Neighbours are in the folder of `sys.path` that contains its module or package, or for installed modules in their
+    package. Runs and rules include the hash, so that a change of these files counts as a change of settings.
     """
     load(path)
     name = path.partition(":")[0]
     source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
     if source is None:
-        raise ConfigError(f"{path}: the module has no source file, so a change of it couldn't be noticed")
+        raise ConfigError(f"{path}: the module has no source file to hash; use a module with Python source")
     file, depth = Path(source), name.count(".")
     root = file.parents[depth + (file.name == "__init__.py")]
     top = name.partition(".")[0]
@@ -178,13 +178,13 @@ def source_version(path: str) -> str:
     def counts(other: str) -> bool:
         return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
 
-    # Importing a module of a package runs the package, and those around it.
+    # Importing a module of a package also runs the package and its parents.
     packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
     return hash_of_code(packages, root, counts)
 
 
 def check_unchanged(path: str) -> None:
-    """Raise a `ConfigError` if the source has changed since this process first imported it.
+    """Raise `ConfigError` if the source has changed since this process first imported it.
 
     Python doesn't import a module twice, so a notebook would run the old function and record it as the new one.
     """

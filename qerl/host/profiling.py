@@ -16,14 +16,14 @@ PROCESS = Path("/proc/self")
 
 @dataclass
 class Seconds:
-    """The seconds of a block, set when the block ends."""
+    """The seconds of a `with` block, set when it ends."""
 
     value: float = 0.0
 
 
 @contextmanager
 def seconds() -> Iterator[Seconds]:
-    """Wall-clock seconds of the block, the GPU's work included."""
+    """Measure the wall-clock seconds of a block, including its work on the GPU."""
     elapsed = Seconds()
     _synchronise()
     start = time.perf_counter()
@@ -38,12 +38,12 @@ def _synchronise() -> None:
 
 
 def cap_memory(gigabytes: float) -> None:
-    """Let this process allocate no more than so many GB (10^9 bytes) on its GPU; call it before the first allocation.
+    """Limit this process's GPU memory to `gigabytes` (10^9 bytes); call it before the first allocation.
 
-    ValueError on a machine without a GPU, or with a smaller one.
+    Raises ValueError on a machine without a GPU, or with a smaller one.
     """
     if not torch.cuda.is_available():
-        raise ValueError("memory can be capped on a GPU only; leave the cap away")
+        raise ValueError("only a GPU's memory can be capped; remove the cap")
     _, total = torch.cuda.mem_get_info()
     if gigabytes * 1e9 > total:
         raise ValueError(f"this GPU has {total / 1e9:.0f} GB, less than the cap of {gigabytes:g}; lower the cap")
@@ -51,7 +51,7 @@ def cap_memory(gigabytes: float) -> None:
 
 
 def allocatable_bytes() -> int:
-    """What this process can still allocate on its GPU: free memory and what its allocator holds unused; under a cap."""
+    """Bytes that this process can still allocate on its GPU within its cap: free memory and unused reserved memory."""
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     cap = int(torch.cuda.get_per_process_memory_fraction() * total)
@@ -59,9 +59,9 @@ def allocatable_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory held since the start or the last reset.
+    """The peak of memory since the start or the last reset, in bytes.
 
-    On a GPU this is the memory that its allocator handed out, on a CPU the process's resident set (Linux: proc(5)).
+    On a GPU this is the allocated memory, on a CPU the process's resident set (Linux: proc(5)).
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -70,9 +70,9 @@ def peak_memory_bytes() -> int:
 
 
 def reset_peak_memory(collect: bool = True) -> None:
-    """Let `peak_memory_bytes` start anew from what is held now.
+    """Reset `peak_memory_bytes` to the present memory.
 
-    `collect`: without garbage; that takes tenths of a second, too much where time is measured too.
+    `collect` first collects garbage, which takes tenths of a second and so disturbs measurements of time.
     """
     if collect:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then in a log."""
+"""Progress of long work: a bar on a terminal, or a line at intervals in a log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOG_EVERY = 15.0
 
 
 def configure_logging() -> None:
-    """Time-stamped lines on standard error, where Snakemake's rules collect them into their log files."""
+    """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     log.setLevel(logging.INFO)
-    # It warns of an optional package that would speed up what isn't used here.
+    # It warns about a missing optional package for a function that isn't used here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def track(items: Iterable[T], total: int, what: str, start: int = 0) -> Iterator[T]:
-    """Yield `items`, telling how many of `total` are done; `start` of them were done before."""
+    """Yield `items` and show how many of `total` are done, of which `start` were done before."""
     console = Console(stderr=True)
     return _bar(items, total, what, start, console) if console.is_terminal else _lines(items, total, what, start)
 

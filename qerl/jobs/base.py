@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class KilledError(RuntimeError):
-    """The kernel ended a process of a job, perhaps for its memory. A new start continues from what it kept."""
+    """A process of a job was killed, perhaps for lack of memory. A new start continues from its state."""
 
 
 class Lock(NamedTuple):
-    """A file that one process at a time holds."""
+    """A file that only one process at a time can lock."""
 
     folder: Path
     name: str
@@ -27,24 +27,24 @@ class Part(BaseModel):
 
 
 class Job(Part):
-    """One call of `qerl rule`. Every value is given: a job has no defaults."""
+    """The input of one call of `qerl rule`. A job has no default values."""
 
-    #: Whether the process keeps to the cores that belong to its GPUs.
+    #: Whether the process runs only on the CPU cores that belong to its GPUs.
     own_cores: ClassVar[bool] = False
-    #: Libraries that the job's function looks for and does without: to import them takes seconds.
+    #: Optional libraries that the job doesn't need, and whose import, which takes seconds, is prevented.
     without: ClassVar[Collection[str]] = ()
 
     out: Path
-    """Where the result goes: a file, or a folder of files."""
+    """The path of the result: a file, or a folder of files."""
 
     @property
     def gpus(self) -> int:
-        """GPUs that the job takes."""
+        """The number of GPUs that the job needs."""
         return 0
 
     @property
     def lock(self) -> Lock | None:
-        """The lock that the job must hold, because it continues what a killed job left."""
+        """The lock that the job must hold, because it continues the state of a killed job; None if it has none."""
         return None
 
     @property

@@ -45,7 +45,7 @@ AnyJob = (
 )
 _JOB: TypeAdapter[AnyJob] = TypeAdapter(Annotated[AnyJob, Field(discriminator="kind")])
 
-#: The function that does a job of each kind. What is made depends on the code of its module and of all it imports.
+#: The function of each kind of job. A result depends on the code of the function's module and of all it imports.
 FUNCTIONS: dict[type[Job], str] = {
     DataJob: "qerl.data.job:prepare_data",
     CheckJob: "qerl.prepare.preflight:check_problems",
@@ -66,7 +66,7 @@ FUNCTIONS: dict[type[Job], str] = {
     SpeedJob: "qerl.gates.speed:measure_speed",
     VerdictJob: "qerl.gates.job:judge_results",
 }
-#: The function of jobs that each engine does in its way.
+#: The functions of jobs that have one per engine.
 ENGINE_FUNCTIONS: dict[tuple[str, str], str] = {
     ("decode", "native"): "qerl.bench.decode.engine:measure_points",
     ("decode", "vllm"): "qerl.bench.decode.vllm:measure_points",
@@ -82,7 +82,7 @@ def parse_job(text: str) -> AnyJob:
 
 
 def function_of(job: Job) -> tuple[str, str]:
-    """Module and name of the function that does a job."""
+    """Module and name of a job's function."""
     if isinstance(job, DecodeJob | RolloutMixJob):
         path = ENGINE_FUNCTIONS[job.kind, job.work.engine]
     else:
@@ -92,11 +92,11 @@ def function_of(job: Job) -> tuple[str, str]:
 
 
 def run(job: Job) -> None:
-    """Do a job with its GPUs and its lock."""
+    """Run a job with its GPUs and its lock."""
     check_writable(job.out)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as kept:
-        if job.lock:  # first: a job that is left over from a killed Snakemake may have the GPU too
+        if job.lock:  # before the GPU, which a job that outlived a killed Snakemake may still have
             kept.enter_context(alone(*job.lock))
         gpus = kept.enter_context(lease(job.gpus))
         if job.own_cores and gpus:

@@ -13,7 +13,7 @@ from qerl.settings.rollout import UNDECIDING_OF_ENGINE
 
 
 class PlannedPolicy(Part):
-    """The description of a planned policy in its result: a base, or the outcome of a run."""
+    """The description of a planned policy in its result: a base, or a run's policy."""
 
     eval: str
     model: str
@@ -40,12 +40,12 @@ class EvaluateJob(Job):
     settings: EvaluationSettings
     checkpoint: Path
     trained: Path | None
-    """The outcome of a run; None for a base."""
+    """The folder of a run's policy; None for a base."""
     data: dict[str, Path]
 
     @property
     def gpus(self) -> int:
-        """The GPUs of its engine."""
+        """The number of GPUs of the engine."""
         return self.settings.engine_gpus
 
     @property

@@ -17,7 +17,7 @@ class NumericsJob(Job):
 
 
 class SpeedJob(Job):
-    """Time this code in turn with that of the machine's baseline."""
+    """Time this code alternately with that of the machine's baseline."""
 
     kind: Literal["speed"] = "speed"
     checkpoint: Path
@@ -25,11 +25,11 @@ class SpeedJob(Job):
     key: str
     """A hash of the workload."""
     rounds: int
-    """How often both take turns."""
+    """The number of rounds, in each of which both are timed."""
 
     @property
     def gpus(self) -> int:
-        """One, where there is any."""
+        """One GPU, if the machine has any."""
         return 1
 
 

@@ -1,4 +1,4 @@
-"""Jobs that measure the time and memory of a configuration's runs (the rule `profile`)."""
+"""Jobs of a configuration's benches of time and memory (the rule `profile`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RolloutJob(Job):
 
     @property
     def gpus(self) -> int:
-        """Those of its engine."""
+        """The number of GPUs of the engine."""
         return self.settings.engine_gpus
 
 
 class TimedRun(Part):
-    """A run of which single steps are timed."""
+    """A run whose single steps are timed."""
 
     id: str
     arm: str
@@ -50,7 +50,7 @@ class StepJob(Job):
 
     @property
     def gpus(self) -> int:
-        """Each run is timed in one process, whatever it trains in."""
+        """The most GPUs of any run's engine; each run is timed in one process, even if it trains in several."""
         return max(run.settings.rollout.engine_gpus for run in self.runs)
 
     @property

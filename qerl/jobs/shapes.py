@@ -9,23 +9,23 @@ from qerl.jobs.base import Job, Lock, Part
 
 
 class PointJob(Job):
-    """Has a GPU, and its part of the cores, to itself; goes on with a file that a killed one left."""
+    """A job with a GPU and its share of the cores to itself; it continues the file of a killed job."""
 
     own_cores: ClassVar[bool] = True
 
     @property
     def gpus(self) -> int:
-        """One, where there is any."""
+        """One GPU, if the machine has any."""
         return 1
 
     @property
     def lock(self) -> Lock:
-        """Several share a folder."""
+        """A lock for the job's file, since several jobs share a folder."""
         return Lock(self.out.parent, f".{self.out.stem}.lock")
 
 
 class Decoding(Part):
-    """The work at several numbers of sequences. `prompt` and `tokens` (decoded) are those of each sequence."""
+    """The work at each number of sequences. `prompt` and `tokens` (decoded) are per sequence."""
 
     engine: Literal["native", "vllm", "transformers"]
     size: str
@@ -36,7 +36,7 @@ class Decoding(Part):
 
 
 class DecodeJob(PointJob):
-    """Measure an engine's decode speed, a point for each number of sequences."""
+    """Measure an engine's decode speed, with a point for each number of sequences."""
 
     kind: Literal["decode"] = "decode"
     work: Decoding
@@ -76,7 +76,7 @@ class RolloutMixJob(PointJob):
 
 
 class Prompting(Part):
-    """The policy whose prompts are timed; rank 0 has no adapter."""
+    """The policy of a prefill bench; rank 0 has no adapter."""
 
     size: str
     weights: str
@@ -84,7 +84,7 @@ class Prompting(Part):
 
 
 class PromptsJob(PointJob):
-    """Measure the time of prompts in this project's engine, a point for each pair of prompts and tokens of each."""
+    """Measure prefill time in this project's engine, with a point for each pair of prompts and tokens per prompt."""
 
     kind: Literal["prompts"] = "prompts"
     work: Prompting
@@ -93,7 +93,7 @@ class PromptsJob(PointJob):
 
 
 class Work(Part):
-    """The work of each system in a GRPO step."""
+    """The work of a GRPO step, which is the same for each system."""
 
     size: str
     weights: str
@@ -103,23 +103,23 @@ class Work(Part):
     completion_tokens: int
     rank: int
     repeats: int
-    """Timed steps, beside those that warm up."""
+    """Number of timed steps, besides the warm-up."""
 
     @property
     def completions(self) -> int:
-        """Completions of a step."""
+        """Number of completions per step."""
         return self.prompts * self.group
 
 
 class GrpoStep(Part):
-    """This project's own settings of the step."""
+    """This project's settings of the step."""
 
     recompute: bool | Literal["auto"]
     """`gradient_checkpointing` of a run."""
     micro_batch_tokens: int
     kv_cache_gib: float | None
     memory_gb: float | None
-    """The process gets no more of the GPU's memory, in 10^9 bytes."""
+    """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 
 
 class GrpoStepJob(PointJob):
@@ -131,23 +131,23 @@ class GrpoStepJob(PointJob):
 
 
 class TrlStep(Part):
-    """TRL's own settings of the step."""
+    """TRL's settings of the step."""
 
     sampler: Literal["vllm", "transformers"]
     micro_batch: int
-    """Completions of a forward pass."""
+    """Completions per forward pass."""
     recompute: bool
     correction: bool
-    """Importance weights between vLLM and the trainer, TRL's default, which cost another forward pass."""
+    """Importance weights between vLLM and the trainer, which are TRL's default and need another forward pass."""
     liger: bool
     sleep: bool
     vllm_memory: float | None
-    """Share of the GPU for vLLM; None: what it needs to decode all completions at once."""
+    """vLLM's share of the GPU; None is the share with which it decodes all completions at once."""
     optimizer: str
 
 
 class TrlStepJob(PointJob):
-    """Measure the same step of TRL."""
+    """Measure a whole GRPO step of TRL."""
 
     kind: Literal["trl_step"] = "trl_step"
     work: Work

@@ -12,7 +12,7 @@ from qerl.settings.run import UNDECIDING, RunSettings
 
 
 class HubBase(Part):
-    """A base as it lies on the hub."""
+    """A base of the hub: its repository and commit."""
 
     name: str
     revision: str
@@ -27,14 +27,14 @@ class TrainJob(Job):
     experiment: str
     arm: str
     varied: dict[str, Any]
-    """What the grid varies, by dotted key."""
+    """The values of the grid, by dotted key."""
     settings: RunSettings
     on_failure: Literal["stop", "row"]
-    """`row`: out of memory and over the time limit are results."""
+    """With `row`, running out of memory or over the time limit is a result."""
     time_limit: float | None
     """Hours."""
     base: HubBase | None
-    """Where the run's base is the hub's as it is there; None for one made here."""
+    """The repository of a base that is used unchanged from the hub; None for a base that a job made."""
     checkpoint: Path
     data: Path
     work: Path
@@ -43,16 +43,18 @@ class TrainJob(Job):
 
     @property
     def gpus(self) -> int:
-        """Those of its processes or of its engine."""
+        """The number of GPUs of its processes or of its engine."""
         return self.settings.gpus
 
     @property
     def lock(self) -> Lock:
-        """A training survives a killed Snakemake, and a second one would write the same checkpoints."""
+        """A lock of the work folder: a training survives a killed Snakemake, and a second would write the same
+        files.
+        """
         return Lock(self.work, "lock")
 
     @property
     def undeciding(self) -> Any:
-        """A time limit decides where a run that is over it is a result."""
+        """Settings that decide no result. A time limit decides one only if exceeding it is a result."""
         fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True}
         return fields if self.on_failure == "row" else fields | {"time_limit": True}

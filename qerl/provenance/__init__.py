@@ -1,1 +1,1 @@
-"""The origin of results: the stamp, the version of the code, and files that are written completely or not at all."""
+"""The origin of results: stamp, code version, and files that are written completely or not at all."""

@@ -1,4 +1,4 @@
-"""The version of the code that makes a result: a hash of modules and of all that they import."""
+"""The code version of a result: a hash of modules and of all modules that they import."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 
-#: Modules that decide nothing about a result: they tell of its progress, and where it comes from.
+#: Modules that decide no result, because they only report progress and origin.
 TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.provenance")
-#: An import path in a text, of what is loaded by its name.
+#: An import path in a string, by which a module is loaded at run time.
 _IMPORT_PATH = re.compile(r"[a-z_]\w*(\.\w+)+(:\w+)?")
 
 
 def _remove_docstrings(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """Remove texts that are statements: docstrings of modules, classes, functions and fields. Returns these texts."""
+    """Remove docstrings of modules, classes, functions and fields, and return their nodes."""
     removed: set[ast.AST] = set()
     for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -37,13 +37,13 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def module_file(name: str, root: Path) -> Path | None:
-    """The file of a module under `root`. None if the name isn't a module there but a name imported from one."""
+    """The file of a module under `root`, or None if the name isn't a module there."""
     base = root / Path(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
 def _imports(nodes: Iterable[ast.AST], package: str) -> set[str]:
-    """Full names of the modules that a module of `package` imports. An imported name may be a module too."""
+    """Full names that a module of `package` imports; some may be names within modules."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -59,13 +59,13 @@ def _texts(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _named(texts: Iterable[str]) -> set[str]:
-    """Modules in texts: `package.module`, `package.module.Class`, `package.module:function`."""
+    """Modules named in strings: `package.module`, `package.module.Class`, `package.module:function`."""
     paths = [text.partition(":")[0] for text in texts if _IMPORT_PATH.fullmatch(text)]
     return {*paths, *(path.rpartition(".")[0] for path in paths)}
 
 
 def _with_packages(names: Iterable[str]) -> set[str]:
-    """Importing a module runs the packages around it, too; the outermost one of this package only loads on demand."""
+    """The names with their parent packages, which an import also runs, except the outermost, which loads on demand."""
     modules = set(names)
     for name in names:
         package = name.rpartition(".")[0]
@@ -77,9 +77,9 @@ def _with_packages(names: Iterable[str]) -> set[str]:
 
 @cache
 def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
-    """A module without what says nothing, the modules that it loads, and its CUDA sources, which lie beside it."""
+    """A module's code without comments and docstrings, the modules that it loads, and its CUDA sources."""
     tree = ast.parse(source)
-    nodes = list(ast.walk(tree))  # once, because Snakemake waits for this at every call
+    nodes = list(ast.walk(tree))  # only once, because every call of Snakemake waits for it
     removed = _remove_docstrings(nodes)
     kept = [node for node in nodes if node not in removed]
     texts = _texts(kept)
@@ -88,10 +88,10 @@ def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]
 
 
 def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> dict[str, str]:
-    """The code of modules under `root` and of all that they load from there, as far as `counts` says of a name.
+    """The code of modules under `root` and of all modules that they load from there and for which `counts` is true.
 
-    It is blind to comments, docstrings and layout of Python, not of the CUDA sources that a module names. A module is
-    loaded by an import, or by a text that is its import path; a computed name isn't seen.
+    Comments, docstrings and layout of Python don't count; those of CUDA sources that a module names do. A module is
+    loaded by an import, or by a string that is its import path; computed names aren't detected.
     """
     seen: dict[str, str] = {}
     queue, met = [*_with_packages(modules)], set[str]()
@@ -118,7 +118,7 @@ def hash_of_code(modules: Iterable[str], root: Path, counts: Callable[[str], boo
 def code_version(*modules: str) -> str:
     """The hash of modules of this package and of all they import from it.
 
-    Rules carry it as a parameter: editing a comment reruns nothing, editing the loss reruns what was trained with it.
+    Rules have it as a parameter: editing a comment reruns nothing, and editing the loss reruns trainings.
     """
     for name in modules:
         if module_file(name, PACKAGE.parent) is None:
@@ -127,10 +127,10 @@ def code_version(*modules: str) -> str:
 
 
 def of_this_package(name: str) -> bool:
-    """Whether a module is one of this package's."""
+    """Whether a module belongs to this package."""
     return name.split(".")[0] == PACKAGE.name
 
 
 def decides(name: str) -> bool:
-    """Whether a module is one of this package's, and may decide a result."""
+    """Whether a module belongs to this package and may decide a result."""
     return of_this_package(name) and not any(f"{name}.".startswith(f"{module}.") for module in TELLING)

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and checks of a clock that was set back."""
+"""Files that are written completely or not at all, and checks for a clock that was set back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from qerl.settings.base import ConfigError
 
-#: Seconds that clocks of several machines may differ by.
+#: Seconds by which the clocks of several machines may differ.
 CLOCK_SKEW = 60
 
 
 def cache_folder(name: str) -> Path:
-    """The user's folder for files that can be made again."""
+    """The user's folder for files that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / name
 
 

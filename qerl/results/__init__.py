@@ -1,1 +1,1 @@
-"""The contract of results: places and schemas of all files under results/, their writers and readers, and intervals."""
+"""The contract of results: paths and schemas of all files under results/, their writers and readers, and intervals."""

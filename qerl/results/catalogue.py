@@ -1,4 +1,4 @@
-"""The schema of each result file, by its name, its folder and its own statement of kind."""
+"""The schema of each result file, by its name, its folder, and the kind that it states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qerl.results.schema.training import RunResult, StepMetrics
 Schema = type[Stored]
 Content = dict[str, Any]
 
-#: Files that have a name of their own.
+#: Schemas of files whose name identifies them.
 _BY_NAME: dict[str, Schema] = {
     paths.RUN: RunResult,
     paths.REPORT: QuantizationReport,
@@ -38,7 +38,7 @@ _BENCHES: dict[str, Schema] = {
     "rollout_mix": RolloutMixResult,
 }
 _KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}
-#: Files whose name says nothing, by what is in them.
+#: Schemas of the other files, which their content identifies.
 _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
     (StoredPolicyResult, lambda content: "tasks" in content and "stored" in content),
     (OwnEvaluationResult, lambda content: "tasks" in content and "adapter" in content),
@@ -50,7 +50,7 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
 
 
 def schema_of(file: Path) -> Schema | None:
-    """The schema of a file. None for other files than results, such as tables, figures and logs."""
+    """The schema of a file; None for files that aren't results, such as tables, figures and logs."""
     if file.suffix == ".jsonl":
         return TraceRow if file.parent.name == paths.TRACES else _ROWS.get(file.name)
     if file.suffix != ".json":
@@ -65,7 +65,7 @@ def check(file: Path) -> None:
     """Read a result file by its schema. Raises ResultError if it has none or doesn't match it."""
     schema = schema_of(file)
     if schema is None:
-        raise ResultError(f"{file} is no result that a schema of qerl.results describes")
+        raise ResultError(f"{file} is not a result: no schema of qerl.results describes it")
     if file.suffix == ".jsonl":
         for _ in read_rows(schema, file):
             pass

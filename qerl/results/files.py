@@ -1,4 +1,4 @@
-"""Result files: a model writes each completely, and reads it with an error that names the file."""
+"""Result files: each is a model that is written completely or not at all, and read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path: Path, result: Stored) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Stored]) -> None:
-    """Write JSON lines, the whole file anew, so that a killed job leaves no torn or repeated row."""
+    """Write JSON lines. The whole file is rewritten, so that a killed job leaves no partial or repeated row."""
     write_text(path, "".join(json.dumps(row.content()) + "\n" for row in rows))
 
 
@@ -36,7 +36,7 @@ def read(schema: type[T], path: Path) -> T:
     try:
         return schema.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise ResultError(f"{path} doesn't exist; let the workflow make it") from None
+        raise ResultError(f"{path} doesn't exist; run the workflow to make it") from None
     except ValidationError as error:
         raise ResultError(f"{path} is not a {schema.__name__}: {sentence(error, schema)}") from None
 
@@ -44,7 +44,7 @@ def read(schema: type[T], path: Path) -> T:
 def read_rows(schema: type[T], path: Path) -> Iterator[T]:
     """The rows of a file of JSON lines as their model."""
     if not path.exists():
-        raise ResultError(f"{path} doesn't exist; let the workflow make it")
+        raise ResultError(f"{path} doesn't exist; run the workflow to make it")
     with path.open() as file:
         for number, line in enumerate(file, start=1):
             try:

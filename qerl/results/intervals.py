@@ -34,8 +34,8 @@ class Interval:
 def accuracy_interval(scores: Scores) -> Interval:
     """Accuracy of an arm and its interval, within [0, 1].
 
-    `scores` [seeds, problems] has the share of a problem's right repeats, one row per evaluation. If all answers are
-    right, or all wrong, resampling can't see the uncertainty, and the interval is Wilson's.
+    `scores` [seeds, problems] has each problem's share of right repeats, with one row per evaluation. If all answers
+    are right, or all wrong, resampling would give no uncertainty, so the interval is Wilson's.
     """
     _check(scores)
     mean = float(scores.mean())
@@ -50,7 +50,7 @@ def accuracy_interval(scores: Scores) -> Interval:
 
 
 def difference_interval(scores: Scores, base: Scores) -> Interval:
-    """Accuracy of an arm less that of an untrained base, paired over problems.
+    """Accuracy of an arm minus that of an untrained base, paired over problems.
 
     scores: float [seeds, problems]; base: float [problems], the same problems in the same order.
     """
@@ -60,7 +60,7 @@ def difference_interval(scores: Scores, base: Scores) -> Interval:
 
 
 def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
-    """Mean of the accuracies on several data sets, each with the same weight; less that of `bases`, if given.
+    """Mean of the accuracies on several data sets with equal weights, minus that of `bases` if given.
 
     sets: float [seeds, problems], the same seeds in the same order; bases: float [problems], likewise paired.
     """
@@ -79,10 +79,10 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Median of the ratios of two lists of times. The times of a pair were measured in consecutive turns.
+    """Median of the ratios of paired times. The times of a pair were measured in consecutive turns.
 
-    Other load slows both times of a pair and keeps their ratio, and one disturbed round keeps the median. The interval
-    is a percentile bootstrap over the pairs.
+    Other load slows both times of a pair and leaves their ratio, and one disturbed round leaves the median. The
+    interval is a percentile bootstrap over the pairs.
     """
     if len(above) != len(below) or len(above) == 0:
         raise ValueError(f"times must come in pairs, not {len(above)} and {len(below)}")
@@ -142,4 +142,4 @@ def _check(scores: Scores) -> None:
     if scores.ndim != 2 or 0 in scores.shape:
         raise ValueError(f"scores must be [seeds, problems] with at least one of each, not of shape {scores.shape}")
     if not np.isfinite(scores).all():
-        raise ValueError("scores hold a value that is not finite: a problem without an answer of every seed")
+        raise ValueError("scores contain a value that is not finite: a problem lacks the answer of a seed")

@@ -1,4 +1,4 @@
-"""The words that identify a result: weights, training and what a grid varies; imports nothing heavy."""
+"""The names that identify a result: weights, training and the grid's values. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from qerl.settings.models import Recipe
 
-#: What identifies an arm, apart from its seeds.
+#: Columns that identify an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
 
 
 def weights_name(weights: str, recipe: Recipe) -> str:
-    """A weight format, with the recipe where it isn't rounding to nearest: nvfp4 or nvfp4-awq."""
+    """A weight format with its recipe, unless that is rounding to nearest: nvfp4 or nvfp4-awq."""
     return weights if recipe == "rtn" else f"{weights}-{recipe}"
 
 
 def variant(varied: dict[str, Any]) -> str:
-    """What the grid varies besides the seed: "adapter.rank=16"."""
+    """The values of the grid besides the seed, such as "adapter.rank=16"."""
     return ", ".join(f"{key}={value}" for key, value in varied.items() if key != "seed")
 
 
 def training_name(method: str, schedule: str) -> str:
-    """How a run was trained, in the words of the paper's Table 1: full, lora or lora+aqn (full+aqn likewise)."""
+    """The training of a run, named as in the paper's Table 1: full, lora, lora+aqn or full+aqn."""
     return method + ("" if schedule == "off" else "+aqn")

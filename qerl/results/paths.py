@@ -1,4 +1,4 @@
-"""Names of the files and folders of results; `qerl.plan.files` knows where those of a configuration lie."""
+"""Names of the files and folders of results; `qerl.plan.files` has the paths of a configuration's results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEED = "speed.json"
 MEASURED = "measured.json"
 VERDICT = "verdict.json"
 VERDICT_TABLE = "verdict.md"
-#: What a run trained, in its folder, and a base in one format, in that of its report.
+#: The folder of a trained policy within its run's, and of a base in one weight format within that of its report.
 POLICY = "policy"
 CHECKPOINT = "checkpoint"
 #: Folders of a configuration's results, by what is in them.
@@ -33,5 +33,5 @@ GATES = "gates"
 STORED = "stored"
 #: Folder of the token ids of logged completions.
 TRACES = "traces"
-#: A file that each task of the workflow leaves: the paths of the results that tables are made of.
+#: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"

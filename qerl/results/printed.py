@@ -1,8 +1,8 @@
-"""The paper's printed numbers (config/paper/*.csv), and the tables and figures of it that a configuration feeds.
+"""The paper's printed numbers (config/paper/*.csv), and its tables and figures for which a configuration has results.
 
 A row of a table's file is one printed number. Model, weights, method, noise, rank, setting (such as `bs=8; gc=on`) and
-metric identify it. An empty column isn't stated or doesn't apply. `inconsistent` says how the paper contradicts the
-number. This module imports neither torch nor pandas, because the plan needs it.
+metric identify it. An empty column isn't stated in the paper or doesn't apply. `inconsistent` says how the paper
+contradicts the number. This module imports neither torch nor pandas, because the plan imports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "config" / "paper"
-#: Points measured on the paper's plots; not in `TABLES`.
+#: The file of points read off the paper's plots, which isn't in `TABLES`.
 CURVES = "curves.csv"
 #: The names that the paper's models have in a configuration.
 MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
@@ -21,17 +21,18 @@ MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
 
 @dataclass(frozen=True)
 class Asked:
-    """The properties of a result that stands beside a printed one. Empty or none matches anything."""
+    """The properties of the results that are compared with a printed number. Empty or None matches any value."""
 
     model: str = ""
     weights: str = ""
     method: str = ""
     noise: str = ""
-    """The schedule, or `off`."""
+    """The noise schedule, or `off`."""
     rank: int | None = None
     setting: dict[str, str] = field(default_factory=dict)
-    """data: the set trained on; lr; sigma: where the noise starts; bs: completions at once; gc: gradient checkpointing,
-    on or off."""
+    """data: training set; lr: learning rate; sigma: sigma_start of the noise; bs: batch size; gc: gradient
+    checkpointing, on or off.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Cell(Asked):
 
     @property
     def kind(self) -> str:
-        """The kind of result that feeds it: rollout, step, run, size, or the data set of an evaluation."""
+        """The kind of its result: rollout, step, run, size, or the data set of an evaluation."""
         if "." in self.metric or self.metric == "batch":
             return "run"
         name = self.metric.partition("/")[0]
@@ -84,7 +85,7 @@ TABLES = {
     "table9": "Rollout throughput by LoRA rank, beside the paper's Table 9",
 }
 
-#: Figures of bars, and the files that their numbers come from; the first one says which models they show.
+#: Bar charts and the files of their numbers; the first file decides which models are shown.
 BARS = {"figure1": ("figure1",), "figure11": ("figure11", "table9")}
 #: The figure of the noise schedules, which needs no result.
 SCHEDULES = "figure15"
@@ -155,7 +156,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
     "figure17": [Panel("7B, GSM8K, LoRA's learning rates", _REWARD, _rates("bf16", "off"))],
 }
 
-#: All tables and figures that stand beside the paper's, and their place in the report.
+#: All tables and figures that are compared with the paper's, and their category in the report.
 NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
 CATEGORY = "4 Paper beside ours"
 

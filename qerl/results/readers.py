@@ -1,6 +1,7 @@
-"""Stored results as tidy data frames, with one row per run, step, evaluation of a data set, sample, model or point.
+"""Stored results as tidy data frames: one row per run, step, evaluation of a data set, sample, model or point.
 
-Every loader takes the paths of the result files. A file that doesn't match its schema is a `ResultError` that names it.
+Every loader takes the paths of result files, and raises `ResultError` with the file's name if a file doesn't match its
+schema.
 `weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (the grid's values besides the seed, such as
 "adapter.rank=16") identify a row. A column that doesn't apply is "".
 """
@@ -23,17 +24,17 @@ from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
 from qerl.settings.models import Recipe
 
-#: What tables and figures show of the files.
+#: The columns of metrics.jsonl that tables and figures use.
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished", "flexible")
 _TASK = {"harness", "task", "problems", "repeats", "accuracy"}
-#: The recipe of a checkpoint that wasn't rounded to nearest, by the method of its report.
+#: The recipe of a checkpoint by the method in its report; all other methods are rounding to nearest.
 _RECIPES: dict[str, Recipe] = {"awq": "awq", "random": "random"}
 _REPORT = {"model", "weights", "method", "size_bytes", "bits_per_weight", "bits_per_weight_model"}
 
 
 def load_runs(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a run of train/<run>/run.json, with its summary (seconds, bytes, tokens a second; empty if it failed)."""
+    """One row per train/<run>/run.json, with its summary (seconds, bytes, tokens/s), which is empty if it failed."""
     rows = [_run_row(read(RunResult, path)) for path in paths]
     return pd.DataFrame(rows, columns=None if rows else ["run", *KEY, "seed", "machine", "commit"])
 
@@ -44,7 +45,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RunResult]:
 
 
 def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a step of the metrics.jsonl beside each run.json, with the columns that identify the run.
+    """One row per step in the metrics.jsonl beside each run.json, with the columns that identify the run.
 
     A failed run has no rows.
     """
@@ -61,7 +62,7 @@ def load_metrics(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
-    """One row an (evaluation, data set) of evaluate/<eval>/result.json; `runs` tells how each run was trained."""
+    """One row per (evaluation, data set) of evaluate/<eval>/result.json; `runs` describes each run's training."""
     training = dict(zip(runs["run"], runs["training"], strict=True))
     rows: list[dict[str, Any]] = []
     for path in paths:
@@ -87,9 +88,9 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a sample (eval, dataset, problem, repeat, correct, flexible, tokens, finished) beside each result.json.
+    """One row per sample (eval, dataset, problem, repeat, correct, flexible, tokens, finished) of each evaluation.
 
-    `flexible` is NaN where the task has no such second match.
+    `flexible` is NaN if the task has no second match.
     The accuracy of the samples must be that of result.json, to less than one sample.
     """
     frames = []
@@ -105,7 +106,7 @@ def load_samples(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a quantized model of quantize/<checkpoint>/report.json; `<layer type>/relative_error` columns."""
+    """One row per quantize/<checkpoint>/report.json, with columns `<layer type>/relative_error`."""
     rows = []
     for path in paths:
         report = read(QuantizationReport, path)
@@ -117,7 +118,7 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.DataFrame:
-    """One row a point of profile/<bench>.json; `samples`: a list, in tokens a second (rollout) or seconds (step)."""
+    """One row per point of profile/<bench>.json; `samples` is a list, in tokens/s (rollout) or seconds (step)."""
     rows: list[dict[str, Any]] = []
     for path in paths:
         bench = read(RolloutBenchResult, path) if kind == "rollout" else read(StepBenchResult, path)

@@ -1,7 +1,7 @@
-"""The least time of a decode step of a shape, by the bytes that it must move and the FLOPs that it must compute.
+"""The floor of a decode step: its least time, by the bytes that it must move and the FLOPs that it must compute.
 
-Each byte counts once, as if caches were perfect. Writes besides the cache (activations, logits) don't count. Both
-counts are therefore lower bounds for any engine.
+Each byte counts once, as if caches were perfect. Writes other than to the KV cache (activations, logits) don't count.
+Both counts are therefore lower bounds for any engine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _BF16 = 2
 
 
 def mean_context(prompt: int, tokens: int) -> float:
-    """Tokens in the cache of a sequence, on the average over the steps that decode `tokens` after a prompt."""
+    """The mean number of cached tokens of a sequence over the steps that decode `tokens` after a prompt."""
     return prompt + tokens / 2
 
 
 def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
-    """Bytes of one decode step by kind. `context` is the number of cached tokens of each sequence before it.
+    """Bytes of one decode step by kind. `context` is the number of cached tokens per sequence before the step.
 
-    Packed weights as `qerl.quantization` stores them, scales and tables included (NF4 with double quantization);
-    all else in bfloat16. The embedding is read a row a sequence, the head whole, also where both are one tensor.
+    Packed weights count as `qerl.quantization` stores them, with scales and tables (NF4 with double quantization); all
+    else is bfloat16. Of the embedding one row per sequence is read, of the head everything, even if both are tied.
     """
     hidden, layers, heads, kv_heads, _, vocabulary, _ = ARCHITECTURES[size]
     narrow = hidden // heads * kv_heads
@@ -42,16 +42,16 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
 
 
 def step_bytes(size: str, weights: str, rank: int, sequences: int, context: float) -> float:
-    """Sum of `byte_parts`."""
+    """The bytes of one decode step, which are the sum of `byte_parts`."""
     return sum(byte_parts(size, weights, rank, sequences, context).values())
 
 
 def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
-    """FLOPs of one decode step, two a multiplication: projections, adapters, head and attention over `context`."""
+    """FLOPs of one decode step: projections, adapters, head and attention over `context`; a multiply-add counts two."""
     hidden, layers, _, _, _, vocabulary, _ = ARCHITECTURES[size]
     linear = layers * sum(map(math.prod, linear_shapes(size).values()))
     products = 2 * (linear + _adapter_weights(size, rank) + vocabulary * hidden)
-    # q k^T and p v: 4 FLOPs a token of the context and element of a head; hidden = heads * head size.
+    # q k^T and p v: 4 FLOPs per token of the context and element of a head; hidden = heads * head size.
     return sequences * (products + 4 * context * layers * hidden)
 
 
@@ -67,5 +67,5 @@ def _weight_bytes(weights: str, shape: tuple[int, int]) -> int:
 
 
 def _adapter_weights(size: str, rank: int) -> int:
-    """Elements of A and B on all seven projections of all layers."""
+    """Number of elements of A and B on all seven projections of all layers."""
     return ARCHITECTURES[size][1] * rank * sum(rows + columns for rows, columns in linear_shapes(size).values())

@@ -55,7 +55,7 @@ class TaskScore(Stored):
 
 
 class Scores(Stored):
-    """The content of every result.json. That of a failed run has its `status` and no task."""
+    """The content of every result.json. The result of a failed run has its `status` and no task."""
 
     tasks: dict[str, TaskScore]
     sampler: str = ""
@@ -65,7 +65,7 @@ class Scores(Stored):
 
 
 class EvaluationResult(Scores):
-    """evaluate/<eval>/result.json; `run` is none for an untrained base."""
+    """evaluate/<eval>/result.json; `run` is None for an untrained base."""
 
     eval: str
     model: str
@@ -78,13 +78,13 @@ class EvaluationResult(Scores):
 
 
 class StoredPolicyResult(Scores):
-    """gates/stored/<policy>/result.json: a policy that is kept with the project."""
+    """gates/stored/<policy>/result.json, of a committed policy."""
 
     stored: str
 
 
 class OwnEvaluationResult(Scores):
-    """The result.json of `qerl eval`: a policy and a protocol of the user's own."""
+    """The result.json of `qerl eval`, with the user's policy and settings."""
 
     eval: str
     model: str
@@ -97,5 +97,5 @@ _ANY: TypeAdapter[AnyEvaluation] = TypeAdapter(AnyEvaluation)
 
 
 def evaluation_of(policy: dict[str, Any], seed: int, **scores: Any) -> AnyEvaluation:
-    """The result of scoring a policy, by what `policy` says that it is, with the stamp of now."""
+    """The result of scoring the policy that `policy` describes, with a new stamp."""
     return _ANY.validate_python({**policy, **scores, "provenance": Provenance.of_now(seed)})

@@ -1,4 +1,4 @@
-"""Schemas of the regression gates' files: their own measurements, all measurements together, and the verdict."""
+"""Schemas of the regression gates' files: single measurements, all measurements together, and the verdict."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 from qerl.results.schema.stored import Provenance, Stored
 
-#: What a gate compares (docs/gates.md): a number with a bound, a ratio's interval with a bound, a number with the
-#: baseline's, accuracies, completions or a series of numbers with the baseline's.
+#: The checks of gates (docs/gates.md): a number or a ratio's interval against a bound; or a number, accuracies,
+#: completions or a series of numbers against the baseline's.
 Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "paired", "same", "golden"]
 Outcome = Literal["pass", "fail", "no baseline"]
 
@@ -27,7 +27,7 @@ class SpeedPairs(Stored):
 
 
 class SpeedResult(Stored):
-    """gates/speed.json: by workload; without a baseline there are no samples."""
+    """gates/speed.json, by workload; it has no samples without a baseline."""
 
     baseline: str | None
     samples: dict[str, SpeedPairs]
@@ -35,35 +35,35 @@ class SpeedResult(Stored):
 
 
 class GateMeasurements(Stored):
-    """gates/measured.json: the metrics of one run of the workload, by name, and where they come from."""
+    """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
 
     key: str
     """Key of the workload (`qerl.gates.measured.workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
-    """One number a step."""
+    """One number per step."""
     accuracies: dict[str, dict[str, float]]
-    """Share of right completions of each trained policy, by what its run has of its own (the seed)."""
+    """Share of right completions of each arm's trained policies, by the run's seed."""
     completions: dict[str, dict[str, str]]
     """For each completion of each stored policy, a hash of its text and whether it was right."""
     ratios: dict[str, tuple[list[float], list[float]]]
-    """Speed: seconds of what is judged and of what it is compared with, pairs taken one after the other."""
+    """Seconds of the judged workload and of the one it is compared with, in pairs of consecutive measurements."""
     compared_with: str | None
-    """The commit that `ratios` are to, where they are to a baseline's code; none without a baseline."""
+    """The commit of the baseline's code in `ratios`; None without a baseline."""
     provenance: Provenance
 
 
 class Baseline(Stored):
-    """config/gates/baselines/<machine>.json, the reference of later runs.
+    """config/gates/baselines/<machine>.json, with which later runs are compared.
 
-    Runs are compared with it to the bit on machines of its class, within bounds on others.
+    Runs on machines of its class must agree bit for bit, others within bounds.
     """
 
     measured: GateMeasurements
 
     @property
     def commit(self) -> str:
-        """The code that was measured. `qerl gate accept` refuses measurements of code without a commit."""
+        """The commit of the measured code. `qerl gate accept` refuses measurements of code without a commit."""
         assert self.measured.provenance.commit is not None
         return self.measured.provenance.commit
 
@@ -88,7 +88,7 @@ class Verdict(Stored):
 
 
 class VerdictResult(Stored):
-    """gates/verdict.json: the worst of all outcomes, and each gate's; a test names the `defect` it planted."""
+    """gates/verdict.json: the worst outcome, and each gate's; a test states the `defect` that it planted."""
 
     defect: str | None = None
     outcome: Outcome

@@ -12,10 +12,10 @@ from qerl.settings.models import WeightFormat
 
 
 class PreparedDataset(Stored):
-    """data/<dataset>/dataset.json: how problems are asked, rows and SHA-256 of each split, and where they come from.
+    """data/<dataset>/dataset.json: the problems' prompt and origin, and the rows and SHA-256 of each split.
 
-    Folders that were prepared before data sets had units have none. It has no stamp, so that the same problems give the
-    same file.
+    Folders that were prepared before data sets had units lack them. It has no stamp, so that equal problems give equal
+    files.
     """
 
     format: RecordFormat

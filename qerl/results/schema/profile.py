@@ -1,4 +1,4 @@
-"""Schemas of a configuration's measurements: rollout throughput and seconds of a GRPO step."""
+"""Schemas of a configuration's benches: rollout throughput and seconds of a GRPO step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BenchPoint(MeasuredPoint):
 
 
 class RolloutPoint(BenchPoint):
-    """Rollout throughput, samples in tokens a second."""
+    """A point of rollout throughput, with samples in tokens/s."""
 
     sequences: int
     prompt_tokens: int = 0
@@ -27,7 +27,7 @@ class RolloutPoint(BenchPoint):
 
 
 class StepPoint(BenchPoint):
-    """One GRPO step of an arm, samples in seconds."""
+    """A point of an arm's GRPO step, with samples in seconds."""
 
     model: str
     arm: str

@@ -1,4 +1,4 @@
-"""Schemas of the speed grid's files: decode speed by number of sequences, time of prompts, and GRPO steps."""
+"""Schemas of the speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 
 def _known_shape(size: str) -> str:
     if size not in ARCHITECTURES:
-        raise ValueError(f"there is no shape {size}; use one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"size {size!r} is unknown; use one of {', '.join(ARCHITECTURES)}")
     return size
 
 
@@ -58,7 +58,7 @@ class GpuStates(Stored):
 
 
 class DecodePoint(MeasuredPoint):
-    """One number of sequences, samples in decoded tokens a second; prompts' seconds are the median of theirs."""
+    """The point of one number of sequences, with samples in decoded tokens/s and the median seconds of prompts."""
 
     sequences: int
     prompt_seconds: float | None = None
@@ -66,7 +66,7 @@ class DecodePoint(MeasuredPoint):
 
 
 class DecodeResult(Stored):
-    """points/decode-*.json, a file of one (engine, size, weights, rank); no ceilings on a CPU."""
+    """points/decode-*.json, with one file per (engine, size, weights, rank); there are no ceilings on a CPU."""
 
     bench: Literal["decode"]
     engine: Engine
@@ -86,7 +86,7 @@ class DecodeResult(Stored):
 
 
 class PromptPoint(Stored):
-    """Seconds of calls with so many prompts of so many tokens; the first call stands apart. A failure has none."""
+    """Seconds of calls with `prompts` prompts of `tokens` tokens, without the first call; a failed point has none."""
 
     prompts: int
     tokens: int
@@ -97,7 +97,7 @@ class PromptPoint(Stored):
 
 
 class PromptsResult(Stored):
-    """points/prompts-*.json, a file of one (size, weights, rank)."""
+    """points/prompts-*.json, with one file per (size, weights, rank)."""
 
     bench: Literal["prompts"]
     size: Size
@@ -113,7 +113,7 @@ class PromptsResult(Stored):
 
 
 class MixWork(Stored):
-    """The work of an engine in a rollout, as the job asks for it."""
+    """The work of a rollout, as the job states it."""
 
     engine: Engine
     size: Size
@@ -158,17 +158,17 @@ class PhaseSeconds(Stored):
 
 
 class MixRun(Stored):
-    """One timed rollout. Only this project's engine tells its phases."""
+    """One timed rollout. Only this project's engine reports phases."""
 
     seconds: float
     phases: PhaseSeconds | None = None
 
 
 class RolloutMixResult(Stored):
-    """points/mix-*.json: an engine's rollouts of one workload; without runs where `status` says why.
+    """points/mix-*.json: an engine's rollouts of one workload, or a `status` that says why there are none.
 
-    `prompt_tokens` and `completion_tokens` are the lengths that were drawn, the latter by prompt. `ready_seconds` are
-    those until the engine takes requests, `first_seconds` those of the first rollout, which compiles and captures.
+    `prompt_tokens` and `completion_tokens` are the drawn lengths, the latter by prompt. `ready_seconds` is the time
+    until the engine accepts requests, `first_seconds` that of the first rollout, which compiles and captures graphs.
     """
 
     bench: Literal["rollout_mix"]

@@ -41,7 +41,7 @@ def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
         ("mine_gone:f", "no module mine_gone; put mine_gone.py into the working directory"),
         ("mine_gone.sub:f", "no module mine_gone.sub; put mine_gone/sub.py"),
         ("mine:gone", r"module mine \(.*mine.py\) has no function gone"),
-        ("mine:number", "number is no function but of type int"),
+        ("mine:number", "number is of type int, not a function"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(folder, path, message):
@@ -72,7 +72,7 @@ def test_what_the_module_raises_is_passed_on_with_its_name(folder):
     (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
     with pytest.raises(ValueError, match="math domain error") as error:
         load("mine:f")
-    assert error.value.__notes__ == ["importing mine:f raised this; mend the module, and start again"]
+    assert error.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
 
 
 REWARD = (

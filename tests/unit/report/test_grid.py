@@ -333,7 +333,7 @@ def test_a_step_that_failed_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"size": "8B"}, "`size`: there is no shape 8B"),
+        ({"size": "8B"}, "`size`: size '8B' is unknown"),
         ({"ceilings": {}}, "copy"),
         ({"tokens": None}, "`tokens`"),
     ],

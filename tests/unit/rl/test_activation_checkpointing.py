@@ -133,7 +133,7 @@ def test_a_cap_bounds_what_can_be_allocated(monkeypatch):
 
 
 def test_a_cap_needs_a_gpu_that_has_as_much(monkeypatch):
-    with pytest.raises(ValueError, match="leave the cap away"):
+    with pytest.raises(ValueError, match="remove the cap"):
         cap_memory(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 24 * 10**9))
