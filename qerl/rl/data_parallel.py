@@ -6,8 +6,8 @@ computes its share of the micro-batches, and sums gradients with the others befo
 
 from __future__ import annotations
 
+import gc
 import os
-import pickle
 import signal
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,6 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import nn
 
-from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
@@ -111,7 +110,7 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
         max_restarts=0,
     )
     try:
-        elastic_launch(launch, _start)(count, pickle.dumps((function, arguments)))
+        elastic_launch(launch, _start)(count, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -126,13 +125,11 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 
-def _start(count: int, call: bytes) -> None:
-    """Make a pickled call, whose unpickling imports what the function needs."""
-    with imports(without=OPTIONAL):
-        from qerl.host.progress import configure_logging
+def _start(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    from qerl.host.progress import configure_logging
 
-        function, arguments = pickle.loads(call)
+    gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
     configure_logging()
-    # Otherwise each process would use all cores.
+    # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))
     function(*arguments)

@@ -153,7 +153,7 @@ def test_sigma_zero_is_bit_identical_to_no_noise(policy):
 
 
 def test_an_empty_prompt_is_an_error(policy):
-    with pytest.raises(ValueError, match="without tokens"):
+    with pytest.raises(ValueError, match="has no tokens"):
         NativeSampler(policy).generate([[1], []], SamplingParams(max_tokens=2))
 
 

@@ -268,7 +268,7 @@ def test_moved_weights_are_an_error(checkpoints):
     moved = load_policy(checkpoints["llama"], None, "float32", CPU)
     sampler = sampler_of(moved)
     moved.lm.bfloat16()
-    with pytest.raises(RuntimeError, match="make a new one"):
+    with pytest.raises(RuntimeError, match="make a new sampler"):
         sampler.sync()
 
 
@@ -281,10 +281,10 @@ def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "knows qwen2, qwen3, llama, not 'gpt2'"),
+        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, not 'gpt2'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "no dynamic rotary positions"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding-window attention"),
-        ({"hidden_act": "gelu"}, "SiLU only"),
+        ({"hidden_act": "gelu"}, "supports only SiLU"),
     ],
 )
 def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, message):
@@ -296,7 +296,7 @@ def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, mes
 
 
 def test_an_empty_prompt_is_an_error(policy):
-    with pytest.raises(ValueError, match="without tokens"):
+    with pytest.raises(ValueError, match="has no tokens"):
         sampler_of(policy).generate([[1], []], SamplingParams(max_tokens=2))
     assert sampler_of(policy).generate([], SamplingParams(max_tokens=2)) == []
 
