@@ -1,1 +1,1 @@
-"""Evaluation: lm-eval and lighteval over the project's own `Sampler`, so that every policy is scored the same way."""
+"""Evaluation by lm-eval, lighteval or the grader of training, with completions from the project's samplers."""

@@ -1,4 +1,4 @@
-"""The evaluation of one policy: every task's problems, `repeats` completions a problem, scored by its harness."""
+"""The evaluation of one policy: `repeats` completions of each task's problems, scored by the task's harness."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def evaluate(
     """Score the policy on the problems of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
-    depends on (settings.seed, problem, r) alone. `out` receives every sample (samples.jsonl); the score of each task
-    is returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
+    depends only on (settings.seed, problem, r). All samples are written to `out` (samples.jsonl); the score of each
+    task is returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
     """
     tasks = [(task, open_task(task, datasets)) for task in settings.tasks]
     out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def _score(
 
 
 def _pass_at(rows: Sequence[SampleRow], repeats: int) -> dict[int, float]:
-    """The mean pass@k over problems, for each k that there are completions for."""
+    """The mean pass@k over problems, for each k up to the number of completions."""
     right = Counter({row.problem: 0 for row in rows})
     for row in rows:
         right[row.problem] += row.correct
@@ -105,7 +105,7 @@ def _distinct_solutions(rows: Sequence[SampleRow]) -> float:
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
-    """The problems of a task. An `EvaluationError` if there are none, or none that its harness can score."""
+    """The problems of a task. Raises `EvaluationError` if there are none, or none that its harness can score."""
     if task.dataset not in datasets:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]
@@ -147,7 +147,7 @@ def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str
 
 def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[list[GradedCompletion]]]:
     """The function that scores a policy by a harness."""
-    # Each harness costs seconds to import; only those in use are.
+    # Importing a harness takes seconds, so only the ones in use are imported.
     if name == "lm-eval":
         from qerl.evals import lm_eval
 

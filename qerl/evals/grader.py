@@ -1,4 +1,4 @@
-"""Data sets of every format scored by the grader of training, at the prompt of training, without another harness."""
+"""Evaluation of data sets of every format by the grader and the prompt of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qerl.evals.policy import EvaluatedPolicy, EvaluationSet, GradedCompletion
 
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
-    """Draw and score the problems; verdicts by problem, then by repeat."""
+    """Draw and score completions; returns them by problem, then by repeat."""
     prompts = [prompt_ids(policy.tokenizer, problem.question, dataset.instruction) for problem in dataset.problems]
     form = (dataset.format, dataset.answer, dataset.units)
     return [

@@ -1,4 +1,4 @@
-"""An evaluation that reads and writes files."""
+"""The job of an evaluation, from and to files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from qerl.settings.evaluation import EvaluationSettings
 
 
 def evaluate_policy(job: EvaluateJob) -> None:
-    """Score a base or the outcome of a run on every task.
+    """Score a base or a run's policy on every task.
 
-    The result of a failed run says so and has no task.
+    The result of a failed run has its status and no task.
     """
     about = job.policy.model_dump(mode="json")
     if job.trained and (status := failed(job.trained)):
@@ -46,6 +46,6 @@ def score_policy(
     sampler = make_sampler(policy, settings)
     context = usable_length(policy.lm.config.to_dict(), settings)
     tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info, context)
-    # That it was noise-free is told as it was, not as it should have been.
+    # The result states the measured noise, which should be 0.
     noise = noise_norm(policy.lm)
     write(out / RESULT, evaluation_of(row, settings.seed, tasks=tasks, sampler=sampler.served, noise_norm=noise))

@@ -44,7 +44,7 @@ def _boxed(answer: str) -> str:
 
 
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
-    """The function that makes the metric's input of a completion."""
+    """The function that makes the metric's input from a completion."""
 
     def boxed(text: str) -> str:
         answer = extract(text, dataset.format, dataset.answer, dataset.units)
@@ -54,9 +54,9 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
 
 
 class SamplerModel(LightevalModel):
-    """lighteval's model interface over a policy. It only generates, and caches nothing.
+    """lighteval's model interface for a policy, which only generates, without a cache.
 
-    `read` makes the text that metrics see of a completion.
+    `read` makes the metric's input from a completion.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class SamplerModel(LightevalModel):
 
     @property
     def add_special_tokens(self) -> bool:
-        """Only to bare text: the chat template writes them itself."""
+        """Whether to add special tokens, which the chat template already contains."""
         return not self.chat
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest completion."""
+        """The most tokens of a completion."""
         return self.policy.params.max_tokens
 
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
@@ -107,7 +107,7 @@ class SamplerModel(LightevalModel):
 
 
 def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
-    """Return the lighteval task of a math- or aime-format data set; its records are the fields of `Problem`."""
+    """The lighteval task of a math- or aime-format data set, whose records have the fields of `Problem`."""
 
     def to_doc(record: dict[str, Any], task_name: str) -> Doc:
         query = prompt_text(record["question"], dataset.instruction)
@@ -131,8 +131,8 @@ def _gold(record: dict[str, Any], dataset: EvaluationSet) -> str:
 
 
 def stock_config(task: StockTask) -> LightevalTaskConfig:
-    """Return a stock task of lighteval, or the project's amc23."""
-    # Each imports a solver framework, which only stock tasks need.
+    """A stock task of lighteval, or the project's amc23."""
+    # Both import a solver framework, which only stock tasks need.
     from lighteval.tasks.tasks import aime, math_500
 
     # The hub's copy of AMC 2023 states floats ("27.0"), which the metric takes as numbers like any other.
@@ -167,7 +167,7 @@ def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
     config = stock_config(dataset.stock.task) if dataset.stock else task_config(dataset)
     rows = dataset.stock.records if dataset.stock else [asdict(problem) for problem in dataset.problems]
     task = LightevalTask(config)
-    # Set here, the data set is neither looked up on the hub nor cached on disk.
+    # Setting the data set avoids a look-up on the hub and a cache on disk.
     task.dataset = DatasetDict({config.evaluation_splits[0]: Dataset.from_list(rows)})
     # lighteval shuffles the documents and numbers them by `id`.
     return sorted(task.get_docs(), key=lambda doc: int(doc.id)), config.metrics[0]
@@ -175,7 +175,7 @@ def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
-    # One warning for each completion without an answer would fill the log; the samples file tells them.
+    # It would log a warning for each completion without an answer, which the samples file already shows.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
     extracted: list[str | None] = []
     docs, stock_metric = documents(dataset)
@@ -183,7 +183,7 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     chat = dataset.stock is None or dataset.stock.chat
     model = SamplerModel(policy, _reader(dataset), chat=chat)
     responses = model.greedy_until(docs)
-    # lighteval's own metric over samples would average the repeats: each is a response of its own.
+    # lighteval's metric would average the repeats, so each repeat is scored as a separate response.
     pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]
     outputs = apply_metric(docs=[doc for doc, _ in pairs], responses=[r for _, r in pairs], metrics=[metric])
     correct = [bool(output[metric.metric_name] == 1.0) for output in outputs]

@@ -1,8 +1,8 @@
 """gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, strict match.
 
-With the project's own prompting it is zero-shot, and prompts are those of training. If completions state their answer
-in tags, the strict match gets that number as `#### n`. The metric and all else stay the stock task's. As the stock task
-it has the prompt, the examples and both filters of the task file, and only the records come from here.
+With the project's prompts it is zero-shot, and prompts are those of training. If completions state their answer in
+tags, the strict match gets that number as `#### n`; metric and all else are the stock task's. As a stock task it has
+the prompt, the examples and both filters of lm-eval's task file, and only the records are this project's.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SPLIT = "test"
 _STRICT = "strict-match"
 _FLEXIBLE = "flexible-extract"
 _METRIC = "exact_match"
-#: What lm-eval's regex filter returns where nothing matches.
+#: The result of lm-eval's regex filter if nothing matches.
 _INVALID = "[invalid]"
 
 
 class SamplerLM(LM):
-    """lm-eval's model interface over a policy. It only generates."""
+    """lm-eval's model interface for a policy, which only generates."""
 
     def __init__(self, policy: EvaluatedPolicy, *, chat: bool = True) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class SamplerLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name that lm-eval keys its request cache by (the cache is off)."""
+        """The key of lm-eval's request cache, which is off."""
         return str(self.policy.tokenizer.name_or_path)
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
@@ -80,13 +80,13 @@ class SamplerLM(LM):
 
 
 class _QuietTask(ConfigurableTask):  # type: ignore[misc]
-    """lm-eval's task without the bar of progress that it draws while it writes prompts, in no time."""
+    """lm-eval's task without the progress bar while it writes prompts, which takes no time."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def build_all_requests(self, **settings: Any) -> None:
-        """Write the prompts; logging keeps its own stream."""
+        """Write the prompts without a progress bar."""
         with redirect_stderr(StringIO()):
             super().build_all_requests(**settings)
 
@@ -136,7 +136,7 @@ def _stock_prompts(file: dict[str, Any], stock: Stock) -> dict[str, Any]:
 
 
 def _in_memory(splits: dict[str, list[dict[str, Any]]]) -> Callable[..., DatasetDict]:
-    """The function that lm-eval calls for records, without the hub and without a cache on disk."""
+    """A function that gives lm-eval the records, without the hub and without a cache on disk."""
     return lambda **_: DatasetDict({split: Dataset.from_list(records) for split, records in splits.items()})
 
 
@@ -165,7 +165,7 @@ def _from_tags(strict: list[dict[str, Any]], dataset: EvaluationSet) -> list[dic
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
     """Draw and score the test split; verdicts by problem, then by repeat."""
-    # It warns of records in memory.
+    # It would warn about records in memory.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chat = dataset.stock is None or dataset.stock.chat
     model = SamplerLM(policy, chat=chat)

@@ -1,4 +1,4 @@
-"""The shared parts of both harnesses: the policy under evaluation, its completions, and the data set."""
+"""The parts that all harnesses share: the evaluated policy, its completions, and the data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qerl.settings.evaluation import StockTask
 
 @dataclass(frozen=True)
 class Drawn:
-    """One completion as a harness sees it: text without special tokens, up to the first stop string."""
+    """One completion as a harness reads it: text without special tokens, up to the first stop string."""
 
     prompt: str
     text: str
@@ -39,7 +39,7 @@ class GradedCompletion:
     flexible: bool | None = None
 
 
-#: The columns that the prompt and the gold answer of a stock task are made of.
+#: The columns from which a stock task makes its prompt and gold answer.
 STOCK_COLUMNS: dict[StockTask, tuple[str, ...]] = {
     "gsm8k": ("question", "answer"),
     "math_500": ("problem", "solution"),
@@ -57,7 +57,7 @@ class Stock:
     records: list[dict[str, str]]
     chat: bool = True
     fewshot: int | None = None
-    """Examples ahead of the question, out of `examples`; none: as many as the task has."""
+    """Number of examples before the question, from `examples`; None takes the task's number."""
     examples: Sequence[dict[str, str]] = ()
 
 
@@ -81,7 +81,7 @@ class EvaluationSet:
 class EvaluatedPolicy:
     """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat.
 
-    `context`: the most tokens of a prompt and its completion, where that is known.
+    `context` is the most tokens of a prompt with its completion, or None if unknown.
     """
 
     sampler: Sampler

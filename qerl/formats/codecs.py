@@ -1,4 +1,4 @@
-"""Codecs of the 4-bit weight formats: plain PyTorch, the reference that kernels are checked against.
+"""Codecs of the 4-bit weight formats in plain PyTorch, the reference for kernels.
 
 A weight W [out_features, in_features] is stored as 4-bit codes and scales (paper section 2):
 
@@ -29,7 +29,7 @@ PACKED_FORMATS = tuple(GROUP_SIZE)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
-#: Stands in for an E4M3 scale that rounds to zero.
+#: Replaces an E4M3 scale that rounds to zero.
 _E4M3_ZERO = 0.125
 _E8M0_BIAS = 127
 _LARGEST = 2.0**126
@@ -100,9 +100,9 @@ def quantize(
 
 
 def check_magnitudes(weight: Tensor, name: str) -> None:
-    """Raise `FormatError`, which calls the weight `name`, for an empty one, NaN, infinity, or what would become such.
+    """Raise `FormatError`, which names the weight, if it is empty or has NaN, infinity or a magnitude over 2^126.
 
-    Over 2^126, a code of 6 or a scale rounded upwards overflows float32.
+    Above that, a code of 6 or a scale that is rounded up overflows float32.
     """
     if not weight.numel() or not weight.abs().max() <= _LARGEST:
         raise FormatError(f"can't quantize {name}: it is empty, or holds NaN or magnitudes over 2^126")
@@ -163,7 +163,7 @@ def _e2m1_values(device: torch.device) -> Tensor:
 
 @cache
 def _e8m0_values(device: torch.device) -> Tensor:
-    # 255 is infinity here, as compressed-tensors decodes it; the OCP specification makes it a NaN.
+    # 255 is infinity here, as in compressed-tensors; in the OCP specification it is NaN.
     return torch.tensor([2.0 ** (exponent - _E8M0_BIAS) for exponent in range(256)], dtype=torch.float32, device=device)
 
 
@@ -174,7 +174,7 @@ def _grouped(weight: Tensor, weights_format: str) -> Tensor:
 def nvfp4_global_scale(*weights: Tensor) -> Tensor:
     """Global scale, float32 [1], shared by weights that run fused (q, k, v; gate, up).
 
-    It maps their largest magnitude to 6 * 448. It is computed in the weights' own dtype; where that overflows it is 1.
+    It maps their largest magnitude to 6 * 448. It is computed in the weights' dtype; if that overflows, it is 1.
     """
     largest = torch.stack([weight.abs().max() for weight in weights]).max()
     scale = _E4M3_MAX * _E2M1_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
@@ -220,7 +220,7 @@ def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packe
 
 
 def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The inverse of `from_checkpoint`; `dtype` is what NF4's metadata names as the unpacked weight's."""
+    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in NF4's metadata."""
     if packed.weights_format == "nf4":
         return nf4.to_checkpoint(packed.tensors, packed.shape, dtype)
     return dict(packed.tensors)

@@ -1,4 +1,4 @@
-"""The error of tensors that a 4-bit format refuses."""
+"""The error for tensors that a 4-bit format doesn't support."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from qerl.settings.base import UserError
 
 
 class FormatError(UserError):
-    """A tensor, shape or checkpoint that a weight format can't hold. The message names it."""
+    """A tensor, shape or checkpoint that a weight format doesn't support. The message names it."""

@@ -43,7 +43,7 @@ _NF4 = (
 )
 #: Blocks of absmax that share one scale under double quantization.
 NESTED_GROUP_SIZE = 256
-#: That bitsandbytes' kernels know.
+#: The dtypes of activations that bitsandbytes' kernels support.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Name of an NF4 weight's metadata in a checkpoint.
 STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
@@ -133,7 +133,7 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
 
 
 def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-    """x [m, in] W^T + bias [out] on a GPU, in the dtype of x, which is one of bitsandbytes'; without gradients."""
+    """x [m, in] W^T + bias [out] on a GPU, without gradients, in the dtype of x, one of `KERNEL_DTYPES`."""
     from bitsandbytes import matmul_4bit
 
     with torch.no_grad():
@@ -141,7 +141,7 @@ def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], b
 
 
 def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Any:
-    """The state that bitsandbytes reads beside a weight's codes."""
+    """bitsandbytes' quantization state of a weight."""
     from bitsandbytes.functional import QuantState
 
     state = QuantState(
@@ -177,7 +177,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], t
 
 
 def to_checkpoint(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The inverse of `from_checkpoint`; `dtype` is what the metadata names as the unpacked weight's."""
+    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in the metadata."""
     state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": GROUP_SIZE["nf4"],

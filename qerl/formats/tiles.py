@@ -1,4 +1,4 @@
-"""The layout of NVFP4 and MXFP4 weights that the GPU's kernels read: the same codes and scales, in another order.
+"""The tile layout of NVFP4 and MXFP4 weights for the GPU's kernels: the same codes and scales in another order.
 
 A weight [rows, columns] is cut into blocks of 128 rows and 128 columns, stored row by row. A block has 8 tiles of 16
 rows. A tile has 1,024 bytes of codes and then 128 of scales:
@@ -38,16 +38,16 @@ NVFP4_DECODE = (1 << 4, (236 << 7) * 0x10001)
 MXFP4_DECODE = (1 << 7, 0)
 _LEFT = 8
 _MX_TOP = 245
-#: Places of sign, and of the magnitude's bits from high to low, of four codes in a word; those of the other four are 16
-#: further, modulo 32.
+#: For four codes of a word, the bit positions of the sign and of the magnitude from high to low; the other four codes'
+#: positions are higher by 16, modulo 32.
 _PLACES = ((15, 8, 7, 6), (21, 14, 13, 12), (11, 4, 3, 2), (9, 10, 1, 0))
-#: Rows that are packed at a time, which bounds the memory it takes.
+#: Rows that are packed at a time, which bounds the memory for packing.
 _ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Weights of layers that read the same input, one after the other, or two `interleaved` by 8 rows."""
+    """Weights of layers with the same input, concatenated, or of two layers `interleaved` by 8 rows."""
 
     data: Tensor  # uint8 [blocks of rows, blocks of columns, 8, 1152]
     weights_format: str
@@ -71,13 +71,15 @@ class Tiles:
 
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether layers of these shapes [rows, columns] can be laid out."""
+    """Whether layers of these shapes [rows, columns] can be stored as tiles."""
     whole = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
     return weights_format in ("nvfp4", "mxfp4") and whole
 
 
 def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
-    """Lay out the weights of `layers`, on their device. Raises `FormatError` unless scales are positive numbers."""
+    """Store the weights of `layers` as tiles on their device. Raises `FormatError` unless scales are positive
+    numbers.
+    """
     weights_format, columns = layers[0].weights_format, layers[0].shape[1]
     parts = tuple(layer.shape[0] for layer in layers)
     codes, scales, factors, largest = [], [], [], []
@@ -96,7 +98,7 @@ def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
 
 
 def unpack(tiles: Tiles, part: int) -> Packed:
-    """The weight of a layer as it was given to `pack`, except that a group with scale zero has codes of zero."""
+    """The weight of a layer as `pack` received it, except that a group with scale zero has codes of zero."""
     codes, scales = _from_blocks(tiles.data)
     if tiles.interleaved:
         codes, scales = (t[: tiles.rows].view(-1, 2, 8, t.shape[1])[:, part].flatten(0, 1) for t in (codes, scales))

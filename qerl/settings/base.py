@@ -1,4 +1,4 @@
-"""What all settings share: their base class, errors in one sentence, and types of values."""
+"""The base class of all settings, errors of one sentence, and types of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qerl.settings.yaml_values import as_meant
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
 
 
-#: What every consumer takes: a step's seed of 64 bits holds the run's in its upper half.
+#: The number of allowed seeds: a step's 64-bit seed has the run's seed in its upper half.
 SEEDS = 2**32
 
 
@@ -42,7 +42,7 @@ NonEmpty = Annotated[list[T], Field(min_length=1)]
 
 
 class UserError(ValueError):
-    """An error that the user can correct. Its message is one line, shortened in the middle where it quotes much."""
+    """An error that the user can correct. Its message is one line, and a long one is shortened in the middle."""
 
     def __init__(self, message: str) -> None:
         line = " ".join(message.split())
@@ -69,7 +69,7 @@ class Settings(BaseModel):
 
 def _names_a_function(path: str) -> str:
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", path) or ".py:" in path:
-        raise ValueError(f"{path!r} is no import path; write `module:function` (no .py)")
+        raise ValueError(f"{path!r} is not an import path; write `module:function` (no .py)")
     return path
 
 
@@ -77,11 +77,11 @@ FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
 def can_name_a_file(path: Path) -> Path:
-    """The path, unless no file system accepts it: looking for such a file would raise errors of many kinds."""
+    """The path. Raises ValueError if no file system accepts it, since a look-up would raise errors of many kinds."""
     text = str(path)
     unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
     if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
-        raise ValueError("no file has such a name: it is too long, or holds what is no character")
+        raise ValueError("this can't be a file's name: it is too long or contains an invalid character; shorten it")
     return path
 
 
@@ -97,7 +97,7 @@ def _is_a_name(name: str) -> str:
     return name
 
 
-#: A key of a configuration that becomes a part of paths and commands.
+#: A name in a configuration that becomes part of paths and commands.
 Name = Annotated[str, AfterValidator(_is_a_name)]
 
 

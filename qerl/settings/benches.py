@@ -1,4 +1,4 @@
-"""Settings of measurements: rollouts, steps, the speed grid and the regression gates."""
+"""Settings of benches: rollouts, steps, the speed grid and the regression gates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class RolloutBench(EngineSettings):
     completion_tokens: PositiveInt = 2048
     repeats: PositiveInt = 3
     interleave: bool = True
-    """Keep all points in memory and time them in turn, so that other load on the machine affects all alike. False times
-    one point after another, each alone in memory. Large models and exact memory peaks need that."""
+    """Keep all points in memory and time them round by round, so that other load on the machine affects all alike.
+    False times one point after another, each alone in memory, which large models and exact memory peaks need.
+    """
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: Seed = 0
 
@@ -48,12 +49,12 @@ BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
 
 
 class GateSettings(Settings):
-    """Regression gates (docs/gates.md). With them the workflow makes a verdict in place of tables."""
+    """Regression gates (docs/gates.md). With them the workflow makes a verdict instead of tables."""
 
     file: FilePath
     """Table of the gates, one per row."""
     baselines: FilePath
-    """Folder of the baselines, one file per class of machines. `qerl gate accept` writes them."""
+    """Folder of the baselines, one file per machine class. `qerl gate accept` writes them."""
     vectors: FilePath
     """Folder of the reference vectors for codecs, kernels and graders."""
     experiment: str
@@ -61,9 +62,9 @@ class GateSettings(Settings):
     stored: FilePath
     """Folder with one folder per trained policy. These policies are evaluated without training."""
     bench: str
-    """A measurement of kind `rollout` with bf16 and one other format."""
+    """A bench of kind `rollout` with bf16 and one other weight format."""
     rounds: PositiveInt = 10
-    """Number of turns of this code and of the baseline's, for rollouts and for updates."""
+    """Number of rounds in which this code and the baseline's are timed, for rollouts and for updates."""
 
 
 class DecodeGrid(Settings):
@@ -142,7 +143,7 @@ class StepGrid(Settings):
 
 
 class PromptGrid(Settings):
-    """Time of prompts in this project's engine on random weights: a call draws one token after each prompt.
+    """Prefill time of this project's engine on random weights: each call draws one token after each prompt.
 
     Each size, format and rank is a job of its own."""
 

@@ -1,6 +1,6 @@
-"""A whole configuration: models, data sets, experiments, evaluation and measurements.
+"""A whole configuration: models, data sets, experiments, evaluation and benches.
 
-Importing this package costs no torch: the workflow parses the configuration on every call of Snakemake.
+This package doesn't import torch, because every call of Snakemake parses the configuration.
 Unknown keys and impossible combinations are errors that name the key and the fix.
 """
 
@@ -32,7 +32,7 @@ class Experiment(Settings):
     grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
     """Values of each key. Every combination is a run of every arm."""
     train: bool = True
-    """False leaves training out: the runs are only timed, by measurements of kind `step`."""
+    """False leaves training out: the runs are only timed, by benches of kind `step`."""
     tasks: list[str] | None = None
     """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
     list, only the training curves are reported."""
@@ -76,8 +76,9 @@ class Config(Settings):
     name: str
     """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
     protocol: Protocol = "paper"
-    """The source to follow where they disagree. `paper` takes the file as it stands. Another protocol lays its entry of
-    `protocols` over the file and has a folder of results of its own."""
+    """The source to follow where paper and scripts disagree. `paper` uses the file unchanged. Another protocol
+    overrides keys by its entry of `protocols` and has its own folder of results.
+    """
     protocols: dict[Protocol, dict[str, Any]] = {}
     """The keys in which each other protocol differs, placed as in the whole file."""
     lock: FilePath | None = None
@@ -89,7 +90,7 @@ class Config(Settings):
     benches: dict[Name, BenchSettings] = {}
     gates: GateSettings | None = None
     shapes: ShapesSettings | None = None
-    """Measurements of speed and memory. With this key, models, data sets, experiments and evaluation may be left
+    """Benches of speed and memory. With this key, models, data sets, experiments and evaluation may be left
     out."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
@@ -113,7 +114,7 @@ class Config(Settings):
             return values
         protocol, parts = values["protocol"], values.get("protocols") or {}
         if not isinstance(protocol, str) or not isinstance(parts, Mapping) or "name" not in values:
-            return values  # which is no configuration, as the fields will say
+            return values  # not a mapping, for which the fields raise the error
         if not isinstance(parts.get(protocol), Mapping):
             raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(map(str, parts)) or 'empty'})")
         rest = {key: value for key, value in values.items() if key != "protocols"}

@@ -134,8 +134,8 @@ class FilterSettings(Settings):
     without that number is dropped."""
 
 
-#: What a data set's instruction is where none is given, by the form of the answers and the record format. A policy that
-#: isn't told how to state its answer states it in some other way, and earns nothing.
+#: The default instruction of a data set, by answer form and record format. Without an instruction, a policy may state
+#: its answer in another form, which earns no reward.
 _TAGGED = "Reason between <think> and </think>, then give the final answer alone between <answer> and </answer>."
 
 
@@ -190,14 +190,14 @@ class DatasetSettings(Settings):
 
     @property
     def own_file(self) -> Path | None:
-        """The user's own file or folder that the data set is made of."""
+        """The user's file or folder from which the data set is made, or None."""
         if isinstance(self.origin, LocalData):
             return self.origin.path
         return self.origin.folder if isinstance(self.origin, HubData) else None
 
     @property
     def asked(self) -> dict[str, Any]:
-        """How problems are asked and what counts as their answer: what other problems can be asked by too."""
+        """The settings of prompt and answer, which can be applied to other problems too."""
         return {"instruction": self.instruction, "answer": self.answer, "units": self.units}
 
     @field_validator("units")

@@ -1,6 +1,6 @@
-"""Sentences on mistakes in settings: the key as it was written, the accepted values, and the nearest known key.
+"""Error sentences for invalid settings: the key as written, the accepted values, and the nearest known key.
 
-pydantic finds the mistake. This module makes the sentence from the types of the settings.
+pydantic finds the error. This module makes the sentence from the types of the settings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-#: Where pydantic puts an error in a key of a mapping, behind the key.
+#: The part of pydantic's location after a mapping's key that marks an error in the key.
 _OF_KEY = "[key]"
-#: Numbers from here on are no limits that a reader needs to know.
+#: Limits from this number on are left out of sentences.
 _LARGE = 2**53
 
 
@@ -26,7 +26,7 @@ _LARGE = 2**53
 
 
 def options(annotation: Any) -> list[Any]:
-    """The types that a place accepts: the members of a union, without limits."""
+    """The types that a field accepts: the members of a union, without limits."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return options(get_args(annotation)[0])
@@ -36,7 +36,7 @@ def options(annotation: Any) -> list[Any]:
 
 
 def parts(annotation: Any) -> Iterator[Any]:
-    """All types that a value consists of, down to those of items and of mappings' values."""
+    """All types within an annotation, including those of items and of mappings' values."""
     for option in options(annotation):
         if get_origin(option) in (list, dict, tuple):
             for inner in get_args(option):
@@ -46,7 +46,7 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that a place accepts."""
+    """The words that a field accepts."""
     chosen = [option for option in options(annotation) if get_origin(option) is Literal]
     return [str(word) for option in chosen for word in get_args(option)]
 
@@ -56,13 +56,13 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tags(model: type[BaseModel]) -> dict[str, str]:
-    """The key of a model whose value tells it from the others of a union."""
+    """The keys that discriminate a model from the others of a union, by their values."""
     keys = (key for key, field in model.model_fields.items() if len(choices(field.annotation)) == 1)
     return {tag: key for key in keys for tag in choices(model.model_fields[key].annotation)}
 
 
 def expected(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """The values that a place accepts, in words: "a whole number above 0"."""
+    """The values that a field accepts, as text such as "a whole number above 0"."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         nested = [limit for one in more for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
@@ -102,7 +102,7 @@ def _one(annotation: Any, limits: Sequence[Any]) -> str:
 
 
 def _range(limits: Sequence[Any], whole: bool) -> str:
-    """The limits of a number in words, such as " from 0 to 9", without limits that nobody reaches."""
+    """The limits of a number as text such as " from 0 to 9", without very large limits."""
     by_type = {
         name: value
         for limit in limits
@@ -142,12 +142,12 @@ class _Place:
 
     @property
     def dotted(self) -> str:
-        """As it is written: `evaluation.tasks[0].dataset`."""
+        """The key as users write it: `evaluation.tasks[0].dataset`."""
         return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.key).removeprefix(".")
 
 
 def _place(settings: type[BaseModel], location: Sequence[Any]) -> _Place:
-    """The place of an error of pydantic, whose own locations also name members of unions."""
+    """The place of a pydantic error, whose location also names members of unions."""
     place = _Place((), settings, None)
     for part in location:
         models = _models(place.annotation)
@@ -186,7 +186,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
 def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
     """The first problem of a validation error; `written` turns the dotted key into that of the user."""
     errors = error.errors(include_url=False)
-    # A misspelt key is missing under its right name as well.
+    # A misspelt key also causes an error about a missing one, so the unknown key comes first.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     location = first["loc"]
     of_key = bool(location) and location[-1] == _OF_KEY
@@ -216,7 +216,7 @@ def _rule(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
-    """The key that an unknown one may mean: a similar key beside it, or a key of that name elsewhere."""
+    """A hint for an unknown key: a similar key beside it, or a key of that name elsewhere."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
@@ -229,7 +229,7 @@ def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], st
 
 
 def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:
-    """The dotted keys of all settings within, those of lists and mappings left aside."""
+    """The dotted keys of all nested settings, except within lists and mappings."""
     for name, field in settings.model_fields.items():
         yield above + name
         for model in _models(field.annotation):
@@ -238,7 +238,7 @@ def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:
 
 def _key_rule(place: _Place, key: Any) -> str:
     if not isinstance(key, str):
-        return "has a key that is no text (YAML reads off and no as false); put it in quotes"
+        return "has a key that isn't text (YAML reads off and no as false); put it in quotes"
     mapping = next(o for o in options(place.annotation) if get_origin(o) is dict)
     names = get_args(mapping)[0]
     return f"has the key {_shown(key)}; its keys must be {expected(names)}{nearest(key, choices(names))}"
@@ -254,7 +254,7 @@ def _tag_sentence(place: _Place, error: Mapping[str, Any], key: str) -> str:
 
 
 def _remedy(place: _Place, error: Mapping[str, Any]) -> str:
-    """The remedy: the nearest word, quotes for a text that YAML reads as something else, or a limit not yet named."""
+    """The fix: the nearest word, quotes for text that YAML reads as another type, or a limit not yet named."""
     value, text = error["input"], any(option in (str, Path) for option in options(place.annotation))
     if text and not isinstance(value, (Mapping, list, tuple, str)):
         return "; put it in quotes"
@@ -264,7 +264,7 @@ def _remedy(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML would have it, shortened."""
+    """A value in YAML, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

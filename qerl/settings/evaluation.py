@@ -13,14 +13,14 @@ from qerl.settings.base import ConfigError, PositiveInt, Seed, Settings
 from qerl.settings.data import RecordFormat, Split
 from qerl.settings.rollout import EngineSettings, SamplingSettings
 
-#: `qerl` is the grader of training.
+#: The harnesses; `qerl` is the grader of training.
 Harness = Literal["lm-eval", "lighteval", "qerl"]
 
 
 StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
 
 
-#: The record formats that each harness has a task for.
+#: The record formats that each harness can score.
 SCORED: dict[Harness, tuple[RecordFormat, ...]] = {
     "lm-eval": ("gsm8k",),
     "lighteval": ("math", "aime"),
@@ -28,7 +28,7 @@ SCORED: dict[Harness, tuple[RecordFormat, ...]] = {
 }
 
 
-#: The harness and the record format of each stock task. lighteval has no amc23: it is built of its aime tasks' parts.
+#: The harness and the record format of each stock task. lighteval lacks amc23, which is built from its aime tasks.
 STOCK_TASKS: dict[StockTask, tuple[Harness, RecordFormat]] = {
     "gsm8k": ("lm-eval", "gsm8k"),
     "math_500": ("lighteval", "math"),
@@ -76,7 +76,7 @@ class TaskSettings(Settings):
         if self.task is None and (not self.chat or self.fewshot is not None):
             raise ValueError("chat and fewshot are settings of a stock task; name one with `task`, or leave them out")
         if self.task and self.harness != STOCK_TASKS[self.task][0]:
-            raise ValueError(f"task={self.task} is none of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
+            raise ValueError(f"task={self.task} is not a task of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
         if self.task and self.split != "test":
             raise ValueError(f"task={self.task} asks the test split; leave split or task out")
         if self.task and self.harness == "lighteval" and self.fewshot:
@@ -99,7 +99,7 @@ class EvaluationSettings(EngineSettings):
     seed: Seed = 0
 
     def sampling_of(self, task: TaskSettings) -> SamplingSettings:
-        """How the completions of `task` are drawn."""
+        """The sampling settings of `task`."""
         return self.sampling.model_copy(update=task.sampling.model_dump(exclude_none=True))
 
     def repeats_of(self, task: TaskSettings) -> int:

@@ -102,4 +102,4 @@ class RandomErrorSettings(Settings):
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""
     seed: Seed | None = None
-    """Seed of the draw. None takes the run's, so that paired runs have errors of their own."""
+    """Seed of the draw. None takes the run's, so that paired runs have different errors."""

@@ -16,15 +16,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(f"configuration file {path} doesn't exist")
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; give a configuration in YAML")
+        raise ConfigError(f"{path} is not a file; give a configuration in YAML")
     values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no configuration: keys and values are expected")
+        raise ConfigError(f"{path} is not a configuration; it must have keys with values")
     return values
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """The value of a YAML text. Tags make no objects. A `ConfigError` of one sentence names `where`."""
+    """The value of a YAML text; tags can't construct objects. Raises `ConfigError`, which names `where`."""
     try:
         return UniqueKeys(text).get_single_data()
     except DuplicateKey as error:
@@ -34,6 +34,6 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{where}{line}: this is not valid YAML: {error.problem or error.context}") from None
-    # Impossible dates, numbers of thousands of digits and bytes that are no text are mere ValueErrors.
+    # Impossible dates, numbers with thousands of digits and invalid bytes raise ValueError, not YAMLError.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None

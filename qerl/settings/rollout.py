@@ -1,4 +1,4 @@
-"""Settings of samplers: the engine, and the draw of completions."""
+"""Settings of samplers: the engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineSettings(Settings):
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs that sampling takes."""
+        """Number of GPUs that sampling needs."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     @model_validator(mode="after")
@@ -102,6 +102,6 @@ class RolloutSettings(EngineSettings):
         return self
 
 
-#: Keys of `EngineSettings` that change no completion. Not the size of the cache or of the batch: what is decoded
-#: together decides how sums are rounded.
+#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, because they decide which
+#: sequences are decoded together and so how sums are rounded.
 UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}

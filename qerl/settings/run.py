@@ -17,11 +17,12 @@ from qerl.settings.reward import RewardSettings
 from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
 from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings, ThermostatSettings
 
-#: Keys of `RunSettings` that decide neither the outcome of a run nor what its steps take.
+#: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
 UNDECIDING_OF_STEPS: Any = {"reward": {"timeout"}, "on_no_signal": True, "checkpoint_every": True}
 
 
-#: Keys of `RunSettings` that don't decide the outcome of a run: changed, a finished run stays, a killed one goes on.
+#: Keys of `RunSettings` that don't decide the result of a run. If they change, a finished run stays and a killed run
+#: continues.
 UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
 
 
@@ -58,9 +59,10 @@ class RunSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     on_no_signal: Literal["warn", "stop"] = "warn"
-    """What happens to a run whose rewards teach nothing. That is so if no completion of the first step states a
-    readable answer, or if rewards are equal within every group for three steps. `warn` prints one warning with a
-    completion. `stop` ends the run."""
+    """What happens to a run whose rewards give no gradient: no completion of the first step states a readable answer,
+    or rewards are equal within every group for three steps. `warn` prints one warning with a completion. `stop` ends
+    the run.
+    """
     processes: PositiveInt = 1
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
     process up to the order in which gradients are added."""
@@ -68,7 +70,7 @@ class RunSettings(Settings):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the run takes."""
+        """Number of GPUs that the run needs."""
         return max(self.processes, self.rollout.engine_gpus)
 
     @model_validator(mode="after")

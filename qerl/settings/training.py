@@ -23,7 +23,8 @@ class AdapterSettings(Settings):
     alpha: PositiveInt = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that an update drops. The mask is a function of seed, step, completion and layer,
-    however the batch is cut or shared among processes."""
+    not of how the batch is split into micro-batches or among processes.
+    """
     train_norms: bool = True
     """Whether the two RMSNorms of each block are trained too, as in the released scripts."""
     targets: NonEmpty[Layer] = list(get_args(Layer))
@@ -82,8 +83,8 @@ class ThermostatSettings(Settings):
     metrics: FilePath | None = None
     """File metrics.jsonl of the run that is followed, in place of an arm."""
     gain: Annotated[float, Field(gt=0, le=2)] = 0.5
-    """Exponent by which the temperature of a step corrects the ratio of the wanted entropy to that of the step
-    before."""
+    """Exponent by which the temperature of a step corrects the ratio of the wanted entropy to that of the previous
+    step."""
     lowest: Annotated[float, Field(gt=0)] = 0.25
     """Lowest temperature."""
     highest: Annotated[float, Field(gt=0)] = 4.0

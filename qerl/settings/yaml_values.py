@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from qerl.settings.errors import choices, options, parts
 
-#: How a text may say that something is off; YAML reads off, no and false as false.
+#: The words that mean "off"; YAML itself reads off, no and false as false.
 OFF = ("off", "none", "false")
 
 
@@ -22,7 +22,7 @@ class DuplicateKey(ValueError):
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML without tags that make objects, in which no mapping has a key twice."""
+    """A YAML loader that constructs no objects from tags and rejects duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """The next mapping. A `DuplicateKey` names a key that it has twice."""
@@ -39,7 +39,7 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def as_meant(settings: type[BaseModel], values: Any) -> Any:
-    """The values for the fields of `settings`, with every word for "off" replaced by the field's own.
+    """The values for the fields of `settings`, with every word for "off" replaced by the field's value for it.
 
     Where a number is expected, true and false become values that aren't numbers: pydantic would take them for 1 and 0.
     """
@@ -67,7 +67,7 @@ def _read(value: Any, off: str, is_number: bool) -> Any:
 
 @functools.cache
 def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
-    """What a field has for "off" (the word, "null" or nothing), and whether it takes numbers and no truth values."""
+    """A field's value for "off" (a word, "null" or none), and whether it accepts numbers but not true and false."""
     annotation = settings.model_fields[name].annotation
     known, within = options(annotation), list(parts(annotation))
     own_meaning = any(option in (bool, str, Path, Any) for option in known)

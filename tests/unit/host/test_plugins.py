@@ -112,7 +112,7 @@ def test_a_function_with_matching_arguments_is_accepted(folder):
 
 @pytest.mark.parametrize("path", ["mine", "mine:", ":f", "mine.f", "mine:f()", "mine.py:f", "a b:c", "../mine:f"])
 def test_an_invalid_import_path_is_an_error_of_the_configuration(path):
-    with pytest.raises(ConfigError, match=r"`function`.*is no import path; write `module:function`"):
+    with pytest.raises(ConfigError, match=r"`function`.*is not an import path; write `module:function`"):
         parse(RewardSettings, {"function": path}, "test")
 
 
