@@ -1,1 +1,1 @@
-"""Runs, evaluations and quantization by hand: what the library and the command line offer outside of the workflow."""
+"""Runs, evaluations and quantization by hand, which the library and the command line offer outside of the workflow."""

@@ -59,7 +59,7 @@ def sample(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome of an evaluation in its folder: result.json and samples.jsonl."""
+    """The result of an evaluation in its folder: result.json and samples.jsonl."""
 
     folder: Path
 
@@ -71,7 +71,7 @@ class Evaluation:
 
     @cached_property
     def samples(self) -> pd.DataFrame:
-        """One row a completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
+        """One row per completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
         import pandas as pd
 
         return pd.DataFrame([row.content() for row in read_rows(SampleRow, self.folder / SAMPLES)])
@@ -140,7 +140,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     folder = Path(out)
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
-    # What an evaluation leaves that was killed.
+    # Files of a killed evaluation.
     left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
     data = folder / DATA
@@ -156,7 +156,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
 
 
 def stock_task(name: str, **settings: Any) -> TaskSettings:
-    """The settings of a harness's own task."""
+    """The settings of a stock task."""
     if name not in STOCK_TASKS:
         raise ConfigError(f"there is no stock task {name!r}; use one of {', '.join(STOCK_TASKS)}")
     harness, _ = STOCK_TASKS[name]  # type: ignore[index]
@@ -177,7 +177,7 @@ def _evaluation_settings(
 
 
 def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> Path:
-    """A folder of prepared problems: the one given, or one made in `out`."""
+    """A folder of prepared problems: the given folder, or one that is made in `out`."""
     from qerl.data.sources import prepare
 
     records = given(problems, out)

@@ -63,7 +63,7 @@ def model_folder(model: str) -> Path:
     if (folder := Path(model)).is_dir():
         return folder
     named = HUB_MODEL.fullmatch(model)
-    # Where the folder that it would lie in is there, it is a folder that was misspelt.
+    # If the parent folder exists, the name is a misspelt folder and not a model of the hub.
     if named is None or not (named["revision"] or not folder.parent.is_dir()):
         raise CheckpointError(
             f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "

@@ -1,4 +1,4 @@
-"""Runs by hand: `qerl train`, the folder of a run, and what is made of a finished one."""
+"""Runs by hand: `qerl train`, the folder of a run, and the use and export of a finished run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from qerl.policy.policy import Policy
 from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, model_folder
 
-#: The state of a run that isn't finished, in its folder.
+#: The folder, within a run's, of the state of an unfinished run.
 WORK = "work"
 
 
@@ -56,17 +56,17 @@ class Run:
 
     @cached_property
     def settings(self) -> RunFile:
-        """Its run.yaml, every setting resolved."""
+        """The settings in run.yaml, with all defaults."""
         return _read_run(self.folder / RUN_FILE, self.folder)
 
     @property
     def finished(self) -> bool:
-        """Whether it was trained to its last step."""
+        """Whether the run was trained to its last step."""
         return (self.folder / RUN).is_file()
 
     @property
     def checkpoint(self) -> Path:
-        """The base in the run's format. It is a link if the model had that format already."""
+        """The base in the run's weight format, which is a link if the model already had that format."""
         return self.folder / CHECKPOINT
 
     @property
@@ -81,10 +81,10 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """One row a step, of an unfinished run those so far: reward and its parts, loss, entropy, lengths, ..."""
+        """One row per finished step: reward and its parts, loss, entropy, lengths, ..."""
         import pandas as pd
 
-        # While it is trained, they lie beside its checkpoints.
+        # During training the metrics are beside the checkpoints.
         candidates = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
         metrics_files = [file for file in candidates if file.is_file()]
         if not metrics_files:

@@ -1,1 +1,1 @@
-"""Checkpoint folders in the hub's layout, checked and read by their headers, and the architectures of known models."""
+"""Checkpoint folders in the hub's layout, which are checked by their headers, and architectures of known models."""

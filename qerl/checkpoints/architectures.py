@@ -1,4 +1,4 @@
-"""Architectures of Qwen2.5's models; the workflow reads them on every call, so nothing heavy is imported here."""
+"""Architectures of Qwen2.5's models. The workflow reads them on every call, so this module imports no large library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "32B": Architecture(5120, 64, 40, 8, 27648, 152064, False),
 }
 
-#: Projections that read the same input, which engines run as one product, in the order of a block.
+#: Projections with the same input, which engines run as one product, in the order of a block.
 FUSED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),

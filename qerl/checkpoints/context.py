@@ -1,4 +1,4 @@
-"""The context length of a model, read from its config.json alone, without torch."""
+"""The context length of a model, read from its config.json, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
-#: Scaled rotary embeddings whose `max_position_embeddings` is the scaled length already.
+#: Types of rotary embeddings whose `max_position_embeddings` already is the scaled length.
 _SCALED_ALREADY = ("default", "llama3", "longrope", "su")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders in the hub's layout, checked by their headers alone, without torch, in milliseconds."""
+"""Checks of checkpoint folders in the hub's layout by their headers, without torch, in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from qerl.settings.base import UserError
 
 #: Values of `model_type` in config.json that are supported.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-#: What config.json may say of a layer of theirs.
+#: The supported values of `layer_types` in config.json.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-#: What a run calls its settings in its folder.
+#: The name of the settings file in a run's folder.
 RUN_FILE = "run.yaml"
-#: What PEFT calls the files of an adapter.
+#: PEFT's names of an adapter's files.
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-#: No size of a model in config.json is larger: products of them fit into 64 bits.
+#: The largest allowed size in config.json, so that products of sizes fit into 64 bits.
 _LARGEST = 1 << 20
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
@@ -210,7 +210,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} doesn't exist; download the checkpoint again") from None
-    # Broken JSON, bytes that are no text and numbers of thousands of digits are all ValueErrors.
+    # Broken JSON, invalid bytes and numbers with thousands of digits all raise ValueError.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the checkpoint again") from None
     if not isinstance(values, dict):
@@ -219,7 +219,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _compressed_format(folder: Path, quantization: dict[str, Any]) -> str:
-    """Weight-only NVFP4 or MXFP4 of compressed-tensors, all layers alike."""
+    """The weight format of a compressed-tensors checkpoint: weight-only NVFP4 or MXFP4, the same for all layers."""
     weights_format = _COMPRESSED_FORMATS.get(str(quantization.get("format")))
     config_groups = quantization.get("config_groups")
     groups = list(config_groups.values()) if isinstance(config_groups, dict) else []
@@ -314,7 +314,7 @@ def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, whose header promises exactly the bytes that it has."""
+    """The tensors of one safetensors file, whose header must describe exactly the file's bytes."""
     if not path.is_file():
         raise CheckpointError(f"{path} doesn't exist, though the index names it; download the checkpoint again")
     try:

@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files, read one at a time without the library of models, whose import takes seconds."""
+"""Tensors of checkpoint files, read one at a time and without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of any dtype holds neither NaN nor infinity; only 8-bit floats, which are scales, are copied."""
+    """Whether a tensor of any dtype has neither NaN nor infinity; only 8-bit floats, which are scales, are copied."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # NaN is passed on to both.
+    # A NaN propagates to both ends.
     ends = torch.stack(torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor))
     return bool(ends.isfinite().all())

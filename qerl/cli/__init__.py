@@ -1,1 +1,1 @@
-"""The command line: commands for people, and the rules that the workflow calls."""
+"""The command line: commands for users, and the rules that the workflow calls."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Interruptible(TyperGroup):
-    """The commands; click, which calls them, would answer Ctrl-C with "Aborted!"."""
+    """The commands, with their own handling of Ctrl-C, at which click would print "Aborted!"."""
 
     def invoke(self, ctx: Any) -> Any:
         with interruptible():
@@ -182,7 +182,7 @@ def evaluate(
 
 
 def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
-    """Check what options alone decide, before a model is loaded."""
+    """Check the options before a model is loaded."""
     values = {"tasks": [], "sampling": sampling, "repeats": repeats, "seed": seed}
     parse(EvaluationSettings, values, "", lambda key: "--" + key.rpartition(".")[2].replace("_", "-") if key else key)
 
@@ -241,7 +241,7 @@ _REMEDIES = {
 
 
 def main() -> None:
-    """Entry point: an error that a user can mend is one sentence, everything else a traceback."""
+    """The entry point. An error that the user can correct is printed as one sentence, any other as a traceback."""
     configure_logging()
     try:
         app()

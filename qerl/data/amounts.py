@@ -12,7 +12,7 @@ from collections.abc import Collection
 from decimal import Context, Decimal, Inexact
 from math import gcd
 
-#: A longer text is no amount.
+#: The most characters of an amount.
 _LONGEST = 200
 
 _UNITS = """
@@ -35,7 +35,7 @@ apple apples orange oranges banana bananas egg eggs cookie cookies cake cakes ca
 flower flowers tree trees game games question questions problem problems lap laps trip trips song songs
 """
 UNITS = frozenset(unit.replace("_", " ") for unit in _UNITS.split())
-#: Shorter ones are symbols, of which the case tells what they mean.
+#: Units with fewer letters are symbols, whose case matters.
 _SHORTEST_WORD = 4
 
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -49,7 +49,7 @@ _AMOUNT = re.compile(
 )
 _POWER = re.compile(r"[²³]|\^[23]|\^\{[23]\}")
 _PER = re.compile(r"\s*/\s*|(?:^|\s+)per\s+")
-#: LaTeX that looks like plain text when it is set.
+#: LaTeX that is typeset like plain text, and the replacements.
 _LATEX = [
     (re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{(\s*[^\W\d_°%$][^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),

@@ -1,4 +1,4 @@
-"""The one home of answer extraction and grading: pure functions of the completion's text.
+"""Answer extraction and grading, as pure functions of the completion's text.
 
 The place of the answer in a completion depends on the form that the data set asks for:
 
@@ -36,7 +36,7 @@ from qerl.data.prose import is_prose, tells_more
 from qerl.settings.data import AnswerForm, RecordFormat
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-#: lm-eval's pattern of its strict match.
+#: The pattern of lm-eval's strict match.
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _GOLD_HASHES = re.compile(rf"####\s?(-?{_DIGITS})(?!\s*/\s*[0-9])")
 _NUMBER = re.compile(rf"([-+\u2212]?)({_DIGITS})\.?")
@@ -44,20 +44,20 @@ _THOUSANDS = re.compile(r"[-+\u2212]?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _DELIMITED = re.compile(
     r"\$\$([^$]+)\$\$|\$([^$]+)\$|\*\*([^*]+)\*\*|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]", re.DOTALL
 )
-#: Delimiters one within the other; more of them are no way to write an answer.
+#: The most nested delimiters around an answer.
 _MOST_DELIMITERS = 4
 _BOXED = "\\boxed{"
 _BEFORE_BOX = re.compile(r"(?:[\s$*]|\\[(\[])*")
 _AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-#: A longer expression is no answer.
+#: The most characters of an expression.
 _LONGEST_EXPRESSION = 512
 _AIME_ANSWER = re.compile(r"[0-9]{1,3}")
 
 
 def after_thinking(text: str) -> str:
-    """Return the part of a completion that may state an answer: what follows the thinking."""
+    """The part of a completion after the thinking, which may state an answer."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 

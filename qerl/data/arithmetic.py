@@ -18,7 +18,7 @@ from qerl.settings.data import Generated, RecordFormat, Split
 
 #: Levels by format, drawn uniformly; a level is the number of operations.
 LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2, 3, 4, 5), "aime": (2, 3, 4)}
-#: No intermediate result is larger: two-digit facts are what a model of a million parameters learns in minutes.
+#: The largest intermediate result; a model of a million parameters learns two-digit arithmetic within minutes.
 LARGEST = 50
 
 _NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
@@ -39,7 +39,7 @@ _OBJECTS = [
 _GAIN = ["buys", "finds", "gets", "wins", "collects", "picks"]
 _LOSS = ["loses", "sells", "gives", "uses", "drops", "breaks"]
 _TIMES = {2: "doubles", 3: "triples"}
-#: Labels of the operations in problem and solution: a small model finds the next step by them.
+#: Labels of the operations in problem and solution, by which a small model finds the next step.
 _LABELS: dict[RecordFormat, tuple[str, ...]] = {
     "gsm8k": ("Monday ", "Tuesday ", "Wednesday ", "Thursday "),
     "math": ("A:", "B:", "C:", "D:", "E:"),

@@ -1,4 +1,4 @@
-"""Runs and data sets as people write them, where a file or folder of records may stand for a data set's settings."""
+"""Settings of runs and data sets by hand, in which a path of records may replace a data set's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
 
 
 def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
-    """The settings of a run by hand, whose `dataset` may be a path. A `ConfigError` names `where` and the key."""
+    """The settings of a run by hand, whose `dataset` may be a path. Raises `ConfigError`, which names the key."""
     dataset = values.get("dataset")
     if isinstance(dataset, (str, Path)):
         try:

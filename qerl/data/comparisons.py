@@ -1,9 +1,9 @@
 """Seeded word problems in which the obvious short way is wrong: chains of comparisons, some of them turned around.
 
 "Mia has 12 plums. Mia has 4 more than Tom. How many plums has Tom?" asks for 12-4, and its words suggest 12+4. A hasty
-solution takes a turned comparison in the order of its words. A training solution does so at each turned comparison with
-the probability `hasty`, so it is right if it was careful everywhere. A policy that imitates such solutions knows both
-ways at each step, and reinforcement learning can find that the careful one pays.
+solution computes a turned comparison in the order of its words. A training solution does so at each turned comparison
+with probability `hasty`, and is right only if it never does. A policy that imitates such solutions knows both ways at
+each step, and reinforcement learning can find that the careful one is rewarded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from qerl.data.generated_splits import make_splits
 from qerl.data.records import Record
 from qerl.settings.data import ComparisonData, Split
 
-#: No number of a problem is larger, by whichever way.
+#: The largest number of a problem, on the careful and on the hasty way.
 LARGEST = 60
 
 _NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
 _NOUNS = ["plums", "books", "coins", "cards", "shells", "pens", "beads", "stamps"]
-#: What the words of a comparison suggest to do, and what undoes it.
+#: The operation that the words of a comparison suggest.
 _SIGNS = {"more": "+", "fewer": "-", "twice": "*", "half": "/"}
 _UNDONE = {"+": "-", "-": "+", "*": "/", "/": "*"}
 
@@ -33,7 +33,9 @@ class _OutOfRangeError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Clause:
-    """A comparison of the next person with the one before, by `word` and `amount`; `turned` has the latter first."""
+    """A comparison of a person with the previous one, by `word` and `amount`; if `turned`, the previous is named
+    first.
+    """
 
     word: str
     amount: int
@@ -47,7 +49,7 @@ class Clause:
         return f"{first} has {self.word} as many as {second}."
 
     def sign(self, hasty: bool) -> str:
-        """The operation on the known number: by the sense, or by the order of the words."""
+        """The operation on the known number: the right one, or the one that the order of words suggests."""
         sign = _SIGNS[self.word]
         return _UNDONE[sign] if self.turned and not hasty else sign
 
@@ -70,7 +72,7 @@ class ComparisonProblem:
         return " ".join([f"{self.names[0]} has {self.start} {self.noun}.", *sentences, asked])
 
     def way(self, hasty: Sequence[bool]) -> list[tuple[str, int]]:
-        """Each step with its result. An `_OutOfRangeError` if one is no whole number from 1 to `LARGEST`."""
+        """Each step with its result. Raises `_OutOfRangeError` unless all are whole numbers from 1 to `LARGEST`."""
         steps, value = [], self.start
         for name, clause, is_hasty in zip(self.names[1:], self.clauses, hasty, strict=True):
             sign = clause.sign(is_hasty)

@@ -1,4 +1,4 @@
-"""Countdown: reach a target from given numbers with + - * /. A formula is graded by its exact value and its numbers."""
+"""Countdown: problems to reach a target from given numbers with + - * /, graded by a formula's value and numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATED = re.compile(r"#### ([^\n]*)")
 
 @dataclass(frozen=True)
 class Goal:
-    """What a formula must do. As text, it is the answer of a problem: `20 = all of 3 4 8`."""
+    """The goal of a formula. As text, such as `20 = all of 3 4 8`, it is the answer of a problem."""
 
     target: int
     numbers: tuple[int, ...]
@@ -24,7 +24,7 @@ class Goal:
 
     @staticmethod
     def read(text: str) -> Goal:
-        """The goal that `str` wrote; a `ValueError` for another text."""
+        """The goal from its text. Raises ValueError for another text."""
         match = _GOAL.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no goal of a countdown problem, such as '20 = all of 3 4 8'")

@@ -1,8 +1,8 @@
 """Seeded countdown problems: reach a target from given numbers, which most targets allow in several ways.
 
 A training solution writes its steps and then the formula ("8-3=5", "5*4=20", "#### (8-3)*4"). For the share `missed` it
-computes correctly and misses the target. A policy that imitates such solutions proposes formulas of the right form and
-seldom hits, so its first completion is mostly wrong, and one of many is right.
+computes correctly but misses the target. A policy that imitates such solutions writes formulas of the right form that
+seldom reach the target, so a single completion is mostly wrong, but one of many is right.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _problem(settings: CountdownData, rng: random.Random) -> CountdownProblem:
 
 
 def _miss(problem: CountdownProblem, settings: CountdownData, rng: random.Random) -> Attempt | None:
-    """An attempt on the same numbers with another value; None if few draws bring none."""
+    """An attempt on the same numbers with another value; None if a few draws find none."""
     numbers = list(problem.goal.numbers)
     drawn = (_attempt(numbers, settings, rng) for _ in range(50))
     return next((a for a in drawn if a is not None and a.result.value != problem.goal.target), None)

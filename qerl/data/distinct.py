@@ -10,9 +10,9 @@ from qerl.data.records import Located, Problem, parse_record
 from qerl.host.progress import log
 from qerl.settings.data import RecordFormat, Split
 
-#: A question belongs to the first split that has it: what is held out isn't trained on.
+#: A question belongs to the first split that has it, so that held-out questions aren't trained on.
 _ORDER: tuple[Split, ...] = ("test", "validation", "train")
-#: So many questions are named in a warning.
+#: The most questions that a warning quotes.
 _NAMED = 3
 
 

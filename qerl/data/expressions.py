@@ -27,7 +27,7 @@ MEMORY_BYTES = 2 << 30
 _EQUAL, _DIFFERENT, _LIMIT = b"equal\n", b"different\n", b"limit\n"
 #: Exit statuses of a fork; any other is an error of the comparison itself.
 _STATUS = {0: _EQUAL, 10: _DIFFERENT, 11: _LIMIT}
-#: math-verify's own limits, in seconds of the day: above ours at any load, so that they decide nothing.
+#: math-verify's limits in seconds of wall-clock time, which are so high that only ours take effect.
 _NEVER = 3600
 
 
@@ -72,7 +72,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _start_anew() -> None:
-    """A forked process can't share its parent's pipes."""
+    """Forget the helper in a forked process, which can't share its parent's pipes."""
     global _helper
     _helper = _Helper()
 
@@ -112,11 +112,11 @@ def _judge(question: bytes) -> NoReturn:
 
 
 def _serve() -> None:
-    # Ctrl-C is the asking process's affair; this one ends with its pipe.
+    # The parent handles Ctrl-C; this process ends when its pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # math-verify prints
-    # Imported and warmed up once; every fork starts from there.
+    os.dup2(2, 1)  # math-verify prints to standard output
+    # Import and warm up once, before any fork.
     _compare("\\frac{1}{2}", "\\sqrt{x+1}")
     for question in sys.stdin.buffer:
         fork = os.fork()

@@ -13,14 +13,14 @@ from fractions import Fraction
 #: A number, or a sign with its two operands.
 Formula = int | tuple[str, "Formula", "Formula"]
 
-#: A longer text is no formula: it bounds the depth of the recursion and the size of the value.
+#: The most characters of a formula, which bounds the recursion's depth and the value's size.
 _LONGEST = 100
 _TOKENS = re.compile(r" *(?:(0|[1-9][0-9]{0,5})(?![0-9])|([-+*/()]))")
 _SUM, _PRODUCT = ("+", "-"), ("*", "/")
 
 
 def parse_formula(text: str) -> Formula | None:
-    """The formula that the whole text is; None if it is none."""
+    """The formula that the whole text represents, or None."""
     tokens = _tokens(text)
     if tokens is None:
         return None
@@ -42,7 +42,7 @@ def value(formula: Formula) -> Fraction | None:
 
 
 def leaves(formula: Formula) -> Iterator[int]:
-    """The numbers of the formula, from left to right, each as often as it stands there."""
+    """The numbers of the formula from left to right, with repetitions."""
     if isinstance(formula, int):
         yield formula
     else:

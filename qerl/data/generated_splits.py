@@ -1,4 +1,4 @@
-"""Splits of generated problems, in which no question stands twice."""
+"""Splits of generated problems, without repeated questions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol, TypeVar
 from qerl.data.records import DataError, Record
 from qerl.settings.data import GeneratedSplits, Split
 
-#: Draws in a row that bring no new question before the generator gives up.
+#: The number of consecutive draws without a new question after which the generator gives up.
 _PATIENCE = 1000
 
 
 class GeneratedProblem(Protocol):
-    """A problem as a generator draws it."""
+    """A problem that a generator draws."""
 
     @property
     def question(self) -> str:
-        """The text that makes it this problem."""
+        """The question, which identifies the problem."""
         ...
 
 

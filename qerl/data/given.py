@@ -1,7 +1,7 @@
 """Records given as Python objects: a list, a generator, a function, a `datasets.Dataset`, or splits of these.
 
-They become files in the folder of their run. From then on they are local data, which a continued run reads, and which
-record what it was trained on.
+They become files in the folder of their run, which a resumed run reads as local data, and which record its training
+data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Given:
     files: dict[Path, str]
 
     def write(self, replace: bool = True) -> None:
-        """Write the files. Without `replace`, files that differ from earlier ones are a `ConfigError`."""
+        """Write the files. Without `replace`, raises `ConfigError` if they differ from earlier ones."""
         for file, text in self.files.items():
             written = file.read_text() if file.is_file() else None
             if written not in (None, text) and not replace:

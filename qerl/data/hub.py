@@ -1,4 +1,4 @@
-"""Data sets in the layout of the Hugging Face hub: which files hold which split.
+"""Data sets in the layout of the Hugging Face hub: the files of each split.
 
 The repository's card (README.md) assigns files to subsets and splits, so the card is a part of the data set: a copy
 of the repository needs it too. Files come from a local copy, the hub's cache or the hub, in this order. All three have
@@ -106,8 +106,8 @@ def _folder(origin: HubData, revision: str) -> Path:
 
 
 def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
-    """The files of the subset by the repository's own names of its splits."""
-    import datasets  # costs a second, and only this origin needs it
+    """The files of the subset, by the repository's names of its splits."""
+    import datasets  # takes a second to import, and only this origin needs it
 
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
@@ -118,7 +118,7 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
             raise DataError(f"{origin.repo} has {asked}{card}; set origin.subset to one of {', '.join(subsets)}")
         with tempfile.TemporaryDirectory() as scratch:
             builder = datasets.load_dataset_builder(str(folder), subset, cache_dir=scratch)
-    # The library refuses, with a mere RuntimeError, a repository whose data is made by a script.
+    # For a repository whose data is made by a script, the library raises RuntimeError.
     except (FileNotFoundError, RuntimeError) as error:
         raise DataError(f"{folder} holds no data set: {str(error).splitlines()[0]}") from error
     files = builder.config.data_files or {}

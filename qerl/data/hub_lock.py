@@ -25,7 +25,7 @@ from qerl.settings.reading import parse_yaml
 
 Lock = dict[str, LockedRepo]
 
-#: What a model's folder needs: weights, configuration, tokenizer, chat template.
+#: Files that a model's folder needs: weights, configuration, tokenizer, chat template.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -36,7 +36,7 @@ def key_of(origin: HubModel | HubData) -> str:
 
 
 def hub_origins(config: Config) -> Iterator[HubModel | HubData]:
-    """Everything that a configuration takes from the hub. Local copies aren't among it."""
+    """Everything that a configuration uses from the hub, without local copies."""
     yield from (model for model in config.models.values() if isinstance(model, HubModel))
     origins = (data.origin for data in config.datasets.values())
     yield from (origin for origin in origins if isinstance(origin, HubData) and origin.folder is None)
@@ -53,9 +53,9 @@ def read_lock(path: Path | None) -> Lock:
 
 
 def with_locked_revisions(config: Config) -> Config:
-    """The configuration with the commit of the lock file in the place of each branch or tag.
+    """The configuration with each branch or tag replaced by the commit in the lock file.
 
-    Raises `ConfigError` where the file holds another commit than the one that the configuration names.
+    Raises `ConfigError` if the file has another commit than the configuration.
     """
     lock = read_lock(config.lock)
     models = {n: _pinned(m, lock, config.lock) if isinstance(m, HubModel) else m for n, m in config.models.items()}
@@ -81,7 +81,7 @@ def _pinned(origin: Any, lock: Mapping[str, LockedRepo], path: Path | None) -> A
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a commit, which nobody can move, and not a branch or tag."""
+    """Whether a revision is a commit, which can't move, and not a branch or tag."""
     return bool(_COMMIT.fullmatch(revision or ""))
 
 
@@ -96,9 +96,9 @@ def check_pinned(config: Config, file: str) -> None:
 
 
 def verify(entry: LockedRepo, folder: Path) -> None:
-    """Compare the files in `folder` with the lock. A `ConfigError` names the first that differs.
+    """Compare the files in `folder` with the lock. Raises `ConfigError`, which names the first one that differs.
 
-    Files that are in one place only are ignored, because a folder may hold a part of a repository.
+    Files that only one of the two has are ignored, because a folder may have a part of a repository.
     """
     for name, expected in entry.files.items():
         path = folder / name
@@ -146,7 +146,7 @@ def _asked(origin: HubModel | HubData) -> LockedRepo:
 
 
 def _hash(repo: str, kind: str, commit: str, file: Any) -> str:
-    """The SHA-256 of a file. The hub knows that of large files, and small ones are fetched."""
+    """The SHA-256 of a file. The hub states it for large files, and small ones are downloaded."""
     if file.lfs is not None:
         return str(file.lfs.sha256)
     from huggingface_hub import hf_hub_download

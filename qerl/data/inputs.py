@@ -1,4 +1,4 @@
-"""The inputs of a result: the user's files by their content, functions and the package's code by their version.
+"""The inputs of a result: hashes of the user's files, and versions of functions and of the package's code.
 
 Times of files aren't compared, because a copy may keep its old time or get a new one.
 """
@@ -23,12 +23,12 @@ from qerl.provenance.files import cache_folder, write_text
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 #: The card of a repository says which of its files hold which split.
 _CARD = "README.md"
-#: What is read of a model's folder: weights, configuration, tokenizer, chat template.
+#: Files that are read from a model's folder: weights, configuration, tokenizer, chat template.
 _OF_MODEL = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
 )
-#: Hashes of larger files are kept.
+#: The size in bytes from which a file's hash is cached.
 _LARGE = 2**24
 
 
@@ -52,13 +52,13 @@ def hashes_of(files: Iterable[Path], root: Path) -> dict[str, str]:
 
 
 def content_of(path: Path) -> str:
-    """A hash of the user's own problems or model, over names and content of all files that are read."""
+    """A hash of the user's problems or model, over names and content of all files that are read."""
     files = model_files(path) if (path / "config.json").is_file() else data_files(path)
     return hashlib.sha256(json.dumps(hashes_of(files, path)).encode()).hexdigest()[:12]
 
 
 def hash_of(file: Path) -> str:
-    """The SHA-256 of a file. That of a large file is kept in the user's cache, so that the file is read once.
+    """The SHA-256 of a file. For a large file it is cached in the user's folder, so that the file is read only once.
 
     The key of the cache includes the time of the last change of the file's state, which nobody can set.
     """
@@ -68,13 +68,13 @@ def hash_of(file: Path) -> str:
     place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
     digest = _read(kept) or sha256_of(file)
-    with suppress(OSError):  # nothing but time is lost where the cache can't be written
+    with suppress(OSError):  # without a writable cache, only time is lost
         _keep(kept, digest)
     return digest
 
 
 def _read(kept: Path) -> str | None:
-    """A kept hash, if it is complete: power may have been cut."""
+    """A cached hash, or None if it is incomplete, such as after a power cut."""
     try:
         text = kept.read_text()
     except OSError:
@@ -114,7 +114,7 @@ class MadeOf(BaseModel):
 
 
 def made_of(module: str, files: Mapping[str, str], functions: Iterable[str | None]) -> MadeOf:
-    """The inputs of which the code of `module` would make a part now."""
+    """The present inputs from which the code of `module` would make a part."""
     versions = {path: source_version(path) for path in functions if path}
     return MadeOf(files=dict(files), functions=versions, code=code_version(module))
 

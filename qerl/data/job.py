@@ -1,4 +1,4 @@
-"""Data sets from a job to files."""
+"""The job that prepares a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one home of prompts: RL, supervised training and evaluation all build them here."""
+"""Prompts, which RL, supervised training and evaluation all build with these functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qerl.data.records import DataError, Problem
 
 
 def prompt_text(question: str, instruction: str) -> str:
-    """Return the user's message: the question, then the data set's instruction on a line of its own."""
+    """The user's message: the question, then the data set's instruction on a separate line."""
     return f"{question}\n{instruction}" if instruction else question
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: str) -> list[int]:
-    """Return the token ids of the chat up to the point where the policy answers."""
+    """The token ids of the chat up to the start of the policy's answer."""
     _check_there(tokenizer)
     chat = [{"role": "user", "content": prompt_text(question, instruction)}]
     return list(tokenizer.encode(chat_text(tokenizer, chat), add_special_tokens=False))

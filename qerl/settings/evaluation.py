@@ -76,7 +76,7 @@ class TaskSettings(Settings):
         if self.task is None and (not self.chat or self.fewshot is not None):
             raise ValueError("chat and fewshot are settings of a stock task; name one with `task`, or leave them out")
         if self.task and self.harness != STOCK_TASKS[self.task][0]:
-            raise ValueError(f"task={self.task} is not a task of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
+            raise ValueError(f"task={self.task} isn't one of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
         if self.task and self.split != "test":
             raise ValueError(f"task={self.task} asks the test split; leave split or task out")
         if self.task and self.harness == "lighteval" and self.fewshot:

@@ -304,7 +304,7 @@ def test_a_task_that_does_not_fit_its_data_is_an_error(run, task, data, message)
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"harness": "lighteval", "task": "gsm8k"}, "task=gsm8k is not a task of lighteval; use harness: lm-eval"),
+        ({"harness": "lighteval", "task": "gsm8k"}, "task=gsm8k isn't one of lighteval; use harness: lm-eval"),
         ({"harness": "lighteval", "task": "aime24", "fewshot": 4}, "task=aime24 has no few-shot examples"),
         ({"harness": "lighteval", "fewshot": 4}, "chat and fewshot are settings of a stock task"),
         ({"harness": "lm-eval", "chat": False}, "chat and fewshot are settings of a stock task"),
