@@ -84,7 +84,7 @@ def show_plan(
 
 
 def _print_sheet(title: str, runs: pd.DataFrame) -> None:
-    """What tells the runs apart and what they cost; --csv has every column."""
+    """The columns that distinguish the runs, and their cost; --csv prints all columns."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown = {
         "run": "run",
@@ -104,7 +104,7 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
 
 
 def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
-    """Hours by measured speeds, and in their absence estimates, marked."""
+    """Hours by measured speeds, or else marked estimates."""
     hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
     return hours.where(estimates.isna(), "~" + estimates.astype(str))
 

@@ -22,7 +22,7 @@ from qerl.settings.base import UserError
 from qerl.settings.data import CountdownUse, RecordFormat
 
 Record = dict[str, Any]
-#: A record with its place in words (file and line, file and row), for errors.
+#: A record with its place as text (file and line, or file and row), for errors.
 Located = tuple[str, Record]
 
 
@@ -47,7 +47,7 @@ def question_id(question: str) -> str:
 
 
 def detect_format(record: Mapping[str, Any], where: str = "the record") -> RecordFormat:
-    """Tell the format of a record by its keys; `where` names the file and line in the error."""
+    """The format of a record, by its keys; `where` names the file and line in errors."""
     if "numbers" in record and "target" in record:
         return "countdown"
     if "question" in record:
@@ -59,7 +59,7 @@ def detect_format(record: Mapping[str, Any], where: str = "the record") -> Recor
     raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); {_mapping(record)}")
 
 
-#: What other data sets call a question and an answer, as the data sets for TRL do.
+#: Names of questions and answers in other data sets, such as those for TRL.
 _QUESTIONS = ("prompt", "query", "input", "instruction", "text")
 _ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", "response", "output", "target", "label")
 
@@ -104,7 +104,7 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
 
 def _get(record: Mapping[str, Any], key: str) -> Any:
     value = record.get(key, record.get(key.capitalize()))
-    # A missing number of a table is not a number.
+    # A missing number of a table is NaN.
     return None if isinstance(value, float) and value != value else value
 
 

@@ -123,7 +123,7 @@ def _file(path: Path) -> list[Located]:
 
 
 def _records(path: Path) -> Iterator[Located]:
-    """Yield the records of a file, each with its place in words (file and line, or file and row)."""
+    """Yield the records of a file, each with its place as text (file and line, or file and row)."""
     if path.suffix not in DATA_SUFFIXES:
         raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}")
     if not path.is_file():
@@ -171,14 +171,14 @@ def _parse_json(text: bytes, where: str) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
-    # Broken JSON, bytes that are no text, halves of surrogate pairs and numbers of thousands of digits.
+    # Broken JSON, invalid bytes, lone surrogates and numbers with thousands of digits.
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from None
     return value
 
 
 def as_record(value: Any, where: str) -> Record:
-    """The record at the place `where`. A `DataError` if it has no keys."""
+    """The record at the place `where`. Raises `DataError` if it isn't a mapping with keys."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
     return dict(value)
@@ -260,7 +260,7 @@ def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
 
 
 def _numbered(records: Any, source: str) -> Iterator[Located]:
-    """Yield the records that a function returned, each with its place in words."""
+    """Yield the records that a function returned, each with its place as text."""
     if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
         raise DataError(
             f"{source} must return records, such as a list of them (or a mapping of split names to such), not "

@@ -29,7 +29,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What AWQ measures activations on; `data` is the folder of the prepared data set."""
+    """The texts on which AWQ measures activations; `data` is the folder of the prepared data set."""
 
     settings: CalibrationSettings
     data: Path
@@ -58,7 +58,7 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     texts = calibration_ids(load_tokenizer(source), calibration)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
     equalise(model, weights_format, texts)
-    # One by one: to read a parameter may bring it onto the GPU.
+    # One by one, because reading a parameter may move it to the GPU.
     write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
     write_config(source, target)
     return {
@@ -72,7 +72,7 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
 def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]) -> None:
     """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
     quiet()
-    # The imports take seconds and configure a global logger, so only a process that calibrates pays for them.
+    # Imported here, because the imports take seconds and configure a global logger.
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 

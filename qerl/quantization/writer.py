@@ -1,4 +1,4 @@
-"""Write a dense checkpoint in 4 bits, shard by shard: the model is never whole in memory.
+"""Writing of a dense checkpoint in 4 bits, shard by shard, so that memory never has the whole model.
 
 llmcompressor packs NVFP4 and MXFP4, and bitsandbytes packs NF4. This module decides which tensors they get together.
 """
@@ -26,7 +26,7 @@ from qerl.host.progress import track
 
 #: Weight-only schemes of llmcompressor.
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
-#: What weights are rounded to before they are packed, and what stays unpacked is stored in.
+#: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
 _GENERATION = "generation_config.json"
@@ -83,7 +83,7 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
         weight_map |= dict.fromkeys(tensors, path.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         del tensors
-        gc.collect()  # llmcompressor's modules are cycles that hold what they packed
+        gc.collect()  # llmcompressor's modules refer to each other in cycles and keep the packed tensors
     if set(weight_map.values()) != {WEIGHTS}:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -17,7 +17,7 @@ from qerl.formats.group_size import GROUP_SIZE
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
 
 _STD = 0.02
-#: Bytes of tensors in a file at most, unless a tensor alone is larger.
+#: The most bytes of tensors in a file, unless a single tensor is larger.
 SHARD_BYTES = 10**9
 
 

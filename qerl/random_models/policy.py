@@ -1,4 +1,4 @@
-"""Policies with random weights, which never touch the disk."""
+"""Policies with random weights, which are never written to disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qerl.policy.policy import Policy, lora_config, use_own_modules
 from qerl.random_models.checkpoint import model_config
 from qerl.settings.training import AdapterSettings
 
-#: Standard deviation of the weights: logits near those of a trained model, and hidden states that neither die nor
-#: explode.
+#: Standard deviation of the weights, with which logits are similar to a trained model's and hidden states neither
+#: vanish nor explode.
 _STD = 0.02
 WEIGHTS = ("bf16", *PACKED_FORMATS)
 
@@ -47,7 +47,7 @@ def random_policy(
 
 
 def empty_model(size: str) -> PreTrainedModel:
-    """The bfloat16 model of a shape on the device meta: it holds no weights."""
+    """The bfloat16 model of a shape on the meta device, without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**model_config(size, "bf16")), dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""The files around the weights of a Qwen2.5 checkpoint, as its repositories on the hub have them.
+"""The files besides the weights of a Qwen2.5 checkpoint, as in its repositories on the hub.
 
 Keys, ids and counts are Qwen2.5's. The merges are not: a few are learned from given texts, the rest join letters.
 """
@@ -43,7 +43,7 @@ _TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
-#: What the tokenizer of a random checkpoint learns from.
+#: The texts from which the tokenizer of a random checkpoint learns merges.
 TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
 
 
@@ -92,7 +92,7 @@ def _filled(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> tuple[
 
 
 def _letter_merges() -> Iterator[tuple[str, str]]:
-    """Every string of two or more letters out of the one that is a letter shorter, short strings first."""
+    """Merges that build every string of two or more letters from the one that is a letter shorter, short ones first."""
     letters = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     stems = letters
     while True:
@@ -132,7 +132,7 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def generation_config() -> dict[str, Any]:
-    """What generation_config.json of the 1.5B Instruct model says."""
+    """The content of generation_config.json of the 1.5B Instruct model."""
     return {
         "bos_token_id": IDS[END_OF_TEXT],
         "pad_token_id": IDS[END_OF_TEXT],

@@ -27,7 +27,7 @@ def write_prompts(prompts: pd.DataFrame, out: Path) -> None:
 
 
 def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
-    """Median milliseconds of the calls of one size: a row a (prompts, tokens), a column a (weights, rank).
+    """Median milliseconds of the calls of one size, with a row per (prompts, tokens) and a column per (weights, rank).
 
     A call that failed shows its status, one that wasn't measured a dash.
     """

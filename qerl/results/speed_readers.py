@@ -1,4 +1,4 @@
-"""Files of the speed grid as tidy data frames: a row a point of decoding or of prompts, a file of steps or rollouts."""
+"""Files of the speed grid as tidy data frames: a row per decode or prompt point, and per file of steps or rollouts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from qerl.results.schema.speed import (
 from qerl.settings.models import WeightFormat
 
 _GB = 1e9
-#: What a file of decode points is told by, beside its size and lengths.
+#: Columns that identify a file of decode points, besides its size and lengths.
 POLICY = ["engine", "weights", "rank"]
-#: Tokens of a prompt and decoded ones: points of other lengths are other tables.
+#: Tokens of the prompt and decoded tokens; points of other lengths are in other tables.
 LENGTHS = ["prompt", "tokens"]
 _MEASURE = "`qerl grid` lists the commands that measure"
 
 
 def load_points(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
+    """One row per point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
 
     Times are in ms, memory is in GB, and `tokens_per_second` is the median with its quartiles. They are NaN for a
     failed point, as is the floor without ceilings. Raises ResultError without points, and if two files have the same
@@ -49,7 +49,7 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
+    """One row per file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
 
     `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions.
 
@@ -62,7 +62,7 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def load_mixes(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a file of rollouts of mixed lengths, by size, engine, weights and rank; `samples` in tokens a second.
+    """One row per file of rollouts of mixed lengths, by size, engine, weights and rank; `samples` in tokens/s.
 
     `workload` has the lengths, and `phases` those of the median rollout, which took `phase_seconds`. Without runs
     numbers are NaN.
@@ -102,7 +102,7 @@ def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
 
 
 def load_prompts(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row a point of prompts: the median `milliseconds` of a call, NaN for a failed point."""
+    """One row per point of prompts: the median `milliseconds` of a call, NaN for a failed point."""
     return pd.DataFrame([row for path in paths for row in _prompt_rows(read(PromptsResult, path))])
 
 

@@ -232,7 +232,7 @@ class TrlStepSettings(Stored):
 
 
 class TimedStep(Stored):
-    """Seconds of a step and its parts, with the peaks of memory that a system tells."""
+    """Seconds of a step and its parts, with the memory peaks that a system reports."""
 
     step: float
     sync: float
