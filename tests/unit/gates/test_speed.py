@@ -32,7 +32,7 @@ def test_a_commit_is_unpacked_once_with_its_kernels(tmp_path):
 
 
 def test_a_commit_that_is_not_here_is_one_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"^commit 012345678901, .* isn't in this clone; fetch it .*$"):
+    with pytest.raises(ConfigError, match=r"^commit 012345678901 of the baseline isn't in this clone; fetch it .*$"):
         speed.unpacked_wheel("0123456789" * 4, tmp_path)
     assert not list(tmp_path.iterdir())
 
