@@ -103,7 +103,7 @@ def test_in_another_thread_no_limit_is_promised(reward):
         thread = threading.Thread(target=call, kwargs=changes)
         thread.start()
         thread.join()
-    assert "main thread only; train there, or set timeout: null" in said[0]
+    assert "only in the main thread; train there, or set timeout: null" in said[0]
     assert said[1] == 1.0
 
 
