@@ -156,7 +156,7 @@ def test_no_gpu_no_lease(node):
 
 def test_more_than_there_are_is_an_error(node):
     node(2)
-    with pytest.raises(ConfigError, match="3 GPUs are needed, 2 are visible"), lease(3):
+    with pytest.raises(ConfigError, match="3 GPUs are needed, but only 2 are visible"), lease(3):
         pass
 
 
@@ -175,7 +175,7 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
 RULE = """
 import sys
 from qerl.jobs import dispatch
-dispatch.DECODE["native"] = "probe"
+dispatch.ENGINE_FUNCTIONS["decode", "native"] = "probe:measure_points"
 from qerl.cli.commands import main
 main()
 """
