@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode.points import IDS, NO_MEMORY, unless_out_of_memory
+from qerl.bench.decode.points import IDS, unless_out_of_memory
 from qerl.host.profiling import seconds
 from qerl.host.progress import log, track
 from qerl.jobs.shapes import PromptsJob
@@ -18,7 +18,7 @@ from qerl.policy.policy import choose_device
 from qerl.random_models.policy import random_policy
 from qerl.results.files import write
 from qerl.results.schema.speed import PromptPoint, PromptsResult
-from qerl.results.schema.stored import OK, Provenance
+from qerl.results.schema.stored import NO_MEMORY, OK, Provenance
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings

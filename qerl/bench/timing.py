@@ -11,6 +11,7 @@ import torch
 
 from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import track
+from qerl.results.schema.stored import NO_MEMORY
 
 T = TypeVar("T")
 
@@ -66,5 +67,5 @@ def _tried(point: Point, action: Callable[[], T]) -> T | None:
     try:
         return action()
     except (torch.cuda.OutOfMemoryError, MemoryError):
-        point.status = "out of memory"
+        point.status = NO_MEMORY
         return None

@@ -12,25 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.data.sources import prepare
 from qerl.jobs import dispatch
 from qerl.jobs.train import TrainJob
 from qerl.settings.base import parse
-from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
+from tests import jobs
 from tests.forks import call
-from tests.jobs import train_job
-from tests.tiny import tiny_qwen2
+from tests.jobs import train_job, write_inputs
 
 pytestmark = [pytest.mark.slow]
 SETTINGS = {
-    "model": "tiny",
-    "dataset": "arithmetic",
-    "weights": "bf16",
-    "dtype": "float32",
+    **jobs.SETTINGS,
     "steps": 12,
     "rollout": {"prompts": 4, "group_size": 4, "sampling": {"max_tokens": 24}},
-    "adapter": {"rank": 4},
     "optimizer": {"learning_rate": 1e-2},
     # The length of a completion is what those of an untrained policy differ in.
     "reward": {"overlong_buffer": 23},
@@ -41,13 +35,11 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test"}
 
 @pytest.fixture
 def job(tmp_path):
-    base = tiny_qwen2(tmp_path / "base")
-    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
-    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), tmp_path / "data")
+    write_inputs(tmp_path)
 
     def of(name: str, processes: int) -> TrainJob:
         settings = parse(RunSettings, {**SETTINGS, "processes": processes}, "test")
-        return train_job(settings, base, tmp_path / "data", tmp_path / f"work-{name}", tmp_path / name)
+        return train_job(settings, tmp_path / "base", tmp_path / "data", tmp_path / f"work-{name}", tmp_path / name)
 
     return of
 

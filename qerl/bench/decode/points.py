@@ -25,7 +25,7 @@ from qerl.provenance.files import check_writable
 from qerl.provenance.stamp import machine
 from qerl.results.files import ResultError, read, write
 from qerl.results.schema.speed import DecodePoint, DecodeResult, GpuStates
-from qerl.results.schema.stored import OK, Provenance
+from qerl.results.schema.stored import NO_MEMORY, OK, Provenance
 from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 #: Timed runs of a point: at least three; short ones are repeated, up to nine times or until they took 5 s in total.
 _REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
-NO_MEMORY = "out of memory"
 #: Token ids that every shape's vocabulary has, none of them special.
 IDS = (1000, 100000)
 

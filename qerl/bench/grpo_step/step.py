@@ -33,6 +33,7 @@ from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.paths import METRICS
 from qerl.results.schema.speed import SECONDS, EngineStepSettings, StepMemory, TimedStep
+from qerl.results.schema.stored import NO_MEMORY
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import prepared
@@ -156,5 +157,5 @@ def measure_step(job: GrpoStepJob) -> None:
             sampler, steps, memory = _measure(work, _settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        return write_failure(job.out, system, work, settings, "out of memory")
+        return write_failure(job.out, system, work, settings, NO_MEMORY)
     write_steps(job.out, system, sampler, work, settings, steps, memory)

@@ -47,6 +47,7 @@ from qerl.random_models.checkpoint import write_checkpoint
 from qerl.random_models.tokenizer import TEXTS
 from qerl.results.roofline import byte_parts
 from qerl.results.schema.speed import StepMemory, TimedStep, TrlStepSettings
+from qerl.results.schema.stored import NO_MEMORY
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
 
@@ -283,4 +284,4 @@ def measure_step(job: TrlStepJob) -> None:
             _run(work, asked, Path(folder) / "model", job.out)
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        write_failure(job.out, _system(work, asked), work, _settings(work, asked), "out of memory")
+        write_failure(job.out, _system(work, asked), work, _settings(work, asked), NO_MEMORY)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from qerl.bench.rollout_mix.workload import MixEngine, Workload, measure
 from qerl.jobs.shapes import Mix, RolloutMixJob
 from qerl.policy.policy import choose_device
 from qerl.random_models.policy import random_policy
-from qerl.results.schema.speed import TraceRow
+from qerl.results.schema.speed import DecodeSeconds, PhaseSeconds, TraceRow
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.factory import make_sampler
@@ -32,7 +31,7 @@ def _start(work: Mix, workload: Workload) -> MixEngine:
         groups = sampler.generate(prompts, replace(free, seed=round_))
         return [[len(completion.token_ids) for completion in group] for group in groups]
 
-    def phases() -> dict[str, Any] | None:
+    def phases() -> PhaseSeconds | None:
         return _stored(sampler.phases) if isinstance(sampler, EngineSampler) else None
 
     return MixEngine(sampler.served, rollout, phases)
@@ -42,19 +41,19 @@ def _replay(trace: list[TraceRow]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(tuple(map(tuple, row.completions)) for row in trace)
 
 
-def _stored(phases: RolloutPhases) -> dict[str, Any]:
+def _stored(phases: RolloutPhases) -> PhaseSeconds:
     decode = [
-        {"batch": batch, "steps": one.steps, "sequences": one.sequences / one.steps, "seconds": one.seconds}
+        DecodeSeconds(batch=batch, steps=one.steps, sequences=one.sequences / one.steps, seconds=one.seconds)
         for batch, one in sorted(phases.decode.items())
         if one.steps
     ]
-    return {
-        "prefill": phases.prefill,
-        "prefills": phases.prefills,
-        "decode": decode,
-        "between": phases.between,
-        "host_wait": phases.host_wait,
-    }
+    return PhaseSeconds(
+        prefill=phases.prefill,
+        prefills=phases.prefills,
+        decode=decode,
+        between=phases.between,
+        host_wait=phases.host_wait,
+    )
 
 
 def measure_mix(job: RolloutMixJob) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import Mix, RolloutMixJob
 from qerl.results.files import read_rows, write
-from qerl.results.schema.speed import MixRun, RolloutMixResult, TraceRow
-from qerl.results.schema.stored import OK, Provenance
+from qerl.results.schema.speed import GpuStates, MixRun, MixWork, PhaseSeconds, RolloutMixResult, TraceRow
+from qerl.results.schema.stored import NO_MEMORY, OK, Provenance
 from qerl.settings.base import ConfigError
 
 
@@ -73,37 +72,53 @@ class MixEngine:
 
     description: str
     rollout: Callable[[list[list[int]], int], list[list[int]]]
-    phases: Callable[[], dict[str, Any] | None] = lambda: None
+    phases: Callable[[], PhaseSeconds | None] = lambda: None
     close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The rollouts of an engine. The first one compiles kernels and captures graphs."""
+
+    description: str
+    ready_seconds: float
+    first: MixRun
+    runs: tuple[MixRun, ...]
 
 
 def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
     workload = Workload.of(job.work)
-    lengths = {"prompt_tokens": workload.prompt_tokens, "completion_tokens": workload.completion_tokens}
-    about = {"bench": "rollout_mix", "work": job.work.model_dump(mode="json"), **lengths}
     before = gpu_state() if torch.cuda.is_available() else None
     with ExitStack() as running:  # to close an engine takes seconds: the result is written before
-        figures = _figures(job.work, workload, start, running)
-        gpu = {"before": before, "after": gpu_state()} if torch.cuda.is_available() else None
-        result = {**about, **figures, "gpu": gpu, "provenance": Provenance.of_now(job.work.seed)}
-        write(job.out, RolloutMixResult.model_validate(result))
+        timed = _timed(job.work, workload, start, running)
+        result = RolloutMixResult(
+            bench="rollout_mix",
+            work=MixWork(**job.work.model_dump(mode="json")),
+            prompt_tokens=workload.prompt_tokens,
+            completion_tokens=workload.completion_tokens,
+            status=OK if timed else NO_MEMORY,
+            sampler=timed.description if timed else "",
+            ready_seconds=timed.ready_seconds if timed else None,
+            first_seconds=timed.first.seconds if timed else None,
+            runs=timed.runs if timed else (),
+            gpu=GpuStates(before=before, after=gpu_state()) if torch.cuda.is_available() else None,
+            provenance=Provenance.of_now(job.work.seed),
+        )
+        write(job.out, result)
 
 
-def _figures(
-    work: Mix, workload: Workload, start: Callable[[Workload], MixEngine], running: ExitStack
-) -> dict[str, Any]:
-    """The timed rollouts of an engine, which `running` closes."""
+def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine], running: ExitStack) -> _Timed | None:
+    """Time an engine, which `running` closes; None if memory runs out."""
     try:
         with seconds() as ready:
             engine = start(workload)
         running.callback(engine.close)
-        first, *runs = [_run(work, workload, engine, round_) for round_ in range(1 + work.repeats)]
+        first, *runs = (_run(work, workload, engine, round_) for round_ in range(1 + work.repeats))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
-        return {"status": "out of memory"}
-    taken = {"ready_seconds": ready.value, "first_seconds": first.seconds}
-    return {"status": OK, "sampler": engine.description, **taken, "runs": runs}
+        return None
+    return _Timed(engine.description, ready.value, first, tuple(runs))
 
 
 def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRun:
@@ -113,4 +128,4 @@ def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRu
     workload.check(drawn)
     tokens = sum(map(sum, drawn))
     log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
-    return MixRun.model_validate({"seconds": elapsed.value, "phases": engine.phases()})
+    return MixRun(seconds=elapsed.value, phases=engine.phases())

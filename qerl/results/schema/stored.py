@@ -14,6 +14,8 @@ from qerl.provenance.stamp import stamp
 
 #: The status of a point that was measured; any other text is its error.
 OK = "ok"
+#: The status of a point for which memory ran out.
+NO_MEMORY = "out of memory"
 
 
 def _number(value: float, info: SerializationInfo) -> float:
