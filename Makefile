@@ -31,7 +31,7 @@ paper-small: $(VENV)/installed
 	rm -rf work/paper-small
 	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
 
-# The arms of config/exploration.yaml on two tiny policies: some ten minutes on two cores (docs/exploration-protocol.md).
+# The arms of config/exploration.yaml on two tiny policies: 8 minutes on two cores (docs/exploration-protocol.md).
 exploration-small: $(VENV)/installed
 	snakemake --cores $(CORES) --configfile config/exploration-small.yaml $(ARGS)
 
