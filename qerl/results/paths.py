@@ -35,3 +35,5 @@ STORED = "stored"
 TRACES = "traces"
 #: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"
+#: The page on which people read samples. An address within it is `#RUN_OR_EVALUATION/STEP/PROBLEM`.
+SAMPLES_PAGE = "samples.html"
