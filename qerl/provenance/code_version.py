@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parents[1]
 
 #: Modules that decide no result, because they only report progress and origin.
 TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.provenance")
+#: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
+_BESIDE = (".cu", ".j2", ".css", ".js")
 #: An import path in a string, by which a module is loaded at run time.
 _IMPORT_PATH = re.compile(r"[a-z_]\w*(\.\w+)+(:\w+)?")
 
@@ -77,21 +79,21 @@ def _with_packages(names: Iterable[str]) -> set[str]:
 
 @cache
 def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
-    """A module's code without comments and docstrings, the modules that it loads, and its CUDA sources."""
+    """A module's code without comments and docstrings, the modules that it loads, and the files that it names."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))  # only once, because every call of Snakemake waits for it
     removed = _remove_docstrings(nodes)
     kept = [node for node in nodes if node not in removed]
     texts = _texts(kept)
     names = _with_packages(_imports(kept, package) | _named(texts))
-    return ast.dump(tree), frozenset(names), sorted(text for text in texts if Path(text).suffix == ".cu")
+    return ast.dump(tree), frozenset(names), sorted(text for text in texts if Path(text).suffix in _BESIDE)
 
 
 def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> dict[str, str]:
     """The code of modules under `root` and of all modules that they load from there and for which `counts` is true.
 
-    Comments, docstrings and layout of Python don't count; those of CUDA sources that a module names do. A module is
-    loaded by an import, or by a string that is its import path; computed names aren't detected.
+    Comments, docstrings and layout of Python don't count; those of files that a module names (`_BESIDE`) do. A module
+    is loaded by an import, or by a string that is its import path; computed names aren't detected.
     """
     seen: dict[str, str] = {}
     queue, met = [*_with_packages(modules)], set[str]()
@@ -102,8 +104,8 @@ def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -
         met.add(name)
         if file := module_file(name, root):
             package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-            seen[name], loads, kernels = _parsed(file.read_bytes(), package)
-            seen[name] += "".join((file.parent / kernel).read_text() for kernel in kernels)
+            seen[name], loads, files = _parsed(file.read_bytes(), package)
+            seen[name] += "".join((file.parent / beside).read_text() for beside in files)
             queue.extend(loads)
     return seen
 

@@ -1,11 +1,12 @@
-"""Shared parts of all figures: style, colours of arms, axes saved as stem.svg and stem.png, and curves over seeds.
+"""Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.
 
+A figure is stem.svg and stem.png with at most two panels side by side, and stem.narrow.svg with panels in one column.
 An arm has one colour in all figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from qerl.results.paths import NARROW
 
 #: Width of a text column and height of a panel, in inches.
 _WIDTH, HEIGHT = 3.5, 2.2
@@ -56,7 +59,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[list[Axes]]:
-    """Axes for a number of panels, at most two side by side; stem.svg and stem.png are written on exit."""
+    """Axes for a number of panels; stem.svg, stem.png and stem.narrow.svg are written on exit."""
     columns = min(panels, 2)
     rows = -(-panels // columns)
     with mpl.rc_context(), sns.axes_style("whitegrid", {"axes.edgecolor": "#888888"}):
@@ -73,6 +76,16 @@ def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[lis
         stem.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(f"{stem}.svg", metadata={"Date": None})
         figure.savefig(f"{stem}.png", dpi=300)
+        _stack(figure, axes[:panels], height)
+        figure.savefig(f"{stem}{NARROW}", metadata={"Date": None})
+
+
+def _stack(figure: Figure, axes: Sequence[Axes], height: float) -> None:
+    """Put the panels of a figure in one column."""
+    figure.set_size_inches(_WIDTH, height * len(axes))
+    places = figure.add_gridspec(len(axes), 1)
+    for row, axis in enumerate(axes):
+        axis.set_subplotspec(places[row, 0])
 
 
 def format_colour(weights: str) -> str:

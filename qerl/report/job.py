@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.jobs.report import FigureJob, TableJob
-from qerl.report import layout, paper, tables
+from qerl.report import captions, layout, paper, tables
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results import printed, readers
@@ -19,14 +19,6 @@ from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
 from qerl.results.schema.profile import ProfileKind
 from qerl.settings.run import RunSettings
-
-CAPTIONS = {
-    "accuracy": "Accuracy by weight format and training (the paper's Tables 1 and 2)",
-    "memory_speed": "Size, error, time of a GRPO step and memory (the paper's Table 3)",
-    "throughput": "Rollout throughput by weight format and LoRA rank (the paper's Table 9)",
-    "quantization": "Size and relative error by weight format",
-}
-
 
 _SCORED = (
     "GSM8K (%) is the score of the paper's scripts: for bases the strict match of lm-eval's stock task, for trained "
@@ -145,7 +137,7 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     parts = None
     if name == "accuracy":
         parts = {f"Accuracy on {dataset}": present(rows) for dataset, rows in by_dataset(frame).items()}
-    tables.write_table(frame, out / name, tables.caption_text(CAPTIONS[name], records), parts=parts)
+    tables.write_table(frame, out / name, tables.caption_text(captions.of_table(name), records), parts=parts)
 
 
 def _make_paper_table(name: str, stored: StoredResults, out: Path) -> None:
@@ -159,7 +151,7 @@ def _paper_caption(name: str, frame: pd.DataFrame, stored: StoredResults) -> str
     methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
     methods += ["A difference is ours minus the printed number, with the interval of ours"] * bool(methods)
-    return ". ".join([printed.TABLES[name], *methods, _stamp(stored.stamps(), stored.runs())]) + "."
+    return ". ".join([captions.of_table(name), *methods, _stamp(stored.stamps(), stored.runs())]) + "."
 
 
 def _stamp(records: pd.DataFrame, runs: pd.DataFrame) -> str:
@@ -174,11 +166,11 @@ def _with_records(
 
 
 def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
-    """Write `out`/name.svg and .png, and in .txt the machine, seeds and commit for the report's caption."""
+    """Write `out`/name.svg, .narrow.svg and .png, and the caption in .txt."""
     stored = StoredResults(paths)
     out.mkdir(parents=True, exist_ok=True)
     _draw(name, stored, out / name)
-    (out / f"{name}.txt").write_text(figure_stamp(name, stored) + "\n")
+    (out / f"{name}.txt").write_text(f"{captions.of_figure(name)} {figure_stamp(name, stored)}\n")
 
 
 def figure_stamp(name: str, stored: StoredResults) -> str:

@@ -28,6 +28,10 @@ PROFILE = "profile"
 POINTS = "points"
 TABLES = "tables"
 FIGURES = "figures"
+#: The end of the name of a figure's file for narrow screens.
+NARROW = ".narrow.svg"
+#: The page that shows all results of a configuration.
+REPORT_PAGE = "report.html"
 GATES = "gates"
 #: Evaluations of committed policies, within the folder of the gates.
 STORED = "stored"

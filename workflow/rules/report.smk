@@ -57,7 +57,8 @@ rule figures:
             labels={"figure": "{figure}"},
         ),
         svg=FILES.figures / "{figure}.svg",
-        stamp=FILES.figures / "{figure}.txt",
+        narrow=FILES.figures / f"{{figure}}{paths.NARROW}",
+        caption=FILES.figures / "{figure}.txt",
     log:
         "<logs>/figures/{figure}.log",
     conda:

@@ -2,6 +2,7 @@
 
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import grimp
 import pytest
@@ -103,7 +104,12 @@ def test_only_what_people_call_is_in_no_rules_version(graph):
     assert {name for name in left if not f"{name}.".startswith(tuple(f"{own}." for own in FOR_PEOPLE))} == set()
 
 
-@pytest.mark.parametrize("kernel", sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cu")), ids=str)
+def beside(*suffixes: str) -> list[Path]:
+    """The files of the package with one of these suffixes."""
+    return sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*") if file.suffix in suffixes)
+
+
+@pytest.mark.parametrize("kernel", beside(".cu"), ids=str)
 def test_a_changed_kernel_changes_the_version_of_rules_that_run_it(copy, version, kernel):
     before = version("qerl.rl.train"), version("qerl.quantization.checkpoint")
     file = copy / "qerl" / kernel

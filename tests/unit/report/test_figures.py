@@ -123,3 +123,18 @@ def test_accuracy_has_one_row_per_arm_and_shows_arms_that_were_not_run(tmp_path)
     assert shown.count("BF16 LoRA") == shown.count("NVFP4 LoRA") == 2
     assert shown.count("not run") == 1
     assert {"mini, easy", "mini, hard"} <= set(shown)
+
+
+def size_of(svg) -> tuple[float, float]:
+    """Width and height of a drawing in points."""
+    width, height = re.search(r'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', svg.read_text()).groups()
+    return float(width), float(height)
+
+
+def test_the_narrow_layout_has_all_panels_in_one_column(tmp_path, metrics):
+    wide = drawn(tmp_path, figures.completion_length, metrics)
+    narrow = wide.with_name("completion_length.narrow.svg")
+    width, height = size_of(wide)
+    assert size_of(narrow) == (width / 2, 2 * height)
+    assert texts(narrow).count("step") == 2
+    assert sorted(texts(narrow)) == sorted(texts(wide))

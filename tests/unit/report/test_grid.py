@@ -245,7 +245,7 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     tables |= {"memory", "steps", "goals"}
     figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
-    wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png")}
+    wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
     assert {path.name for path in out.iterdir()} == wanted
     text = (out / "decode-7B-128x256.md").read_text()
     assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)

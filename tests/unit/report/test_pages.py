@@ -84,7 +84,9 @@ def test_a_page_escapes_text():
 def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
     machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
     job.make_figure("reward", paths, tmp_path)
-    assert (tmp_path / "reward.txt").read_text() == f"{machine} Seeds per arm: 3. {commit}\n"
+    caption = (tmp_path / "reward.txt").read_text()
+    assert caption.startswith("Training reward by step")
+    assert caption.endswith(f"{machine} Seeds per arm: 3. {commit}\n")
     assert job.figure_stamp("accuracy", job.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
     assert job.figure_stamp("throughput", job.StoredResults(paths)) == f"{machine} {commit}"
 

@@ -322,7 +322,9 @@ def test_files_of_every_figure(tmp_path, tree, name):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"{name}.svg").stat().st_size > 2500
     told = (tmp_path / f"{name}.txt").read_text()
-    assert "nothing is measured" in told or re.search(r"^Machine: .*Seeds per arm: .*Commit: ", told)
+    assert "nothing is measured" in told or re.search(
+        r"^The paper's Figure .* Machine: .*Seeds per arm: .*Commit: ", told
+    )
 
 
 def drawn(paths: list, figure: str, panel: int):
