@@ -11,10 +11,15 @@ from qerl.jobs.base import KilledError
 from qerl.jobs.dispatch import parse_job, run
 
 
-def rule(job: Annotated[str, typer.Argument(metavar="JOB", help="The job as JSON, as `qerl.plan` makes it.")]) -> None:
+def rule(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job as JSON, as `qerl.plan` makes it.")],
+    gpu_percent: Annotated[
+        int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: all GPUs of the job, whole.")
+    ] = None,
+) -> None:
     """Do a job of the workflow: parse it, and call the function that its kind names."""
     try:
-        run(parse_job(job))
+        run(parse_job(job), gpu_percent)
     except KilledError as error:
         typer.echo(f"qerl: {error}", err=True)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again

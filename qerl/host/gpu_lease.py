@@ -1,8 +1,8 @@
-"""GPU leases, which give a process exclusive GPUs of this node, and locks on folders of runs.
+"""GPU leases, which give a process GPUs of this node or a part of one, and locks on folders of runs.
 
-Jobs of several workflows thus never share a GPU by accident. A lease is a `filelock` on one file per GPU: an flock,
-which the kernel releases when the process ends for any reason. NVML lists the GPUs, because CUDA_VISIBLE_DEVICES must
-be set before torch is imported.
+Jobs of several workflows thus never share a GPU by accident. A GPU has equal parts, and a lease is a `filelock` on a file
+of each part: an flock, which the kernel releases when the process ends for any reason. NVML lists the GPUs, because
+CUDA_VISIBLE_DEVICES must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from qerl.host.progress import log
 from qerl.settings.base import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: A whole GPU, and the smallest part that can be leased, in percent.
+WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
 
 
@@ -82,12 +84,27 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
         yield
 
 
-@contextmanager
-def lease(count: int) -> Iterator[list[str]]:
-    """A context that waits for `count` free GPUs, leases them, and hides all others from CUDA.
+def percent_of_each(count: int, total: int | None) -> int:
+    """The percent of each of a job's `count` GPUs, if it takes `total` percent of one GPU; None takes them whole.
 
-    Yields their names; on a machine without GPUs this is an empty list, without waiting. Raises `ConfigError` if the
-    machine has fewer GPUs than requested.
+    Raises `ConfigError` unless the GPUs are whole, or `total` is a part of the only one.
+    """
+    if total is None or total == WHOLE * count:
+        return WHOLE
+    if count != 1 or total not in range(PART, WHOLE, PART):
+        raise ConfigError(
+            f"gpu_percent={total} is no part of {count} GPUs: a job of one GPU takes {PART}, {2 * PART} ... or {WHOLE} "
+            f"percent, and a job of several takes them whole ({WHOLE * count}); change the profile's set-resources"
+        )
+    return total
+
+
+@contextmanager
+def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
+    """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
+
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. The first GPU with enough free
+    parts is taken. Raises `ConfigError` if the machine has fewer GPUs than requested.
     """
     visible = devices()
     if visible and count > len(visible):
@@ -98,7 +115,7 @@ def lease(count: int) -> Iterator[list[str]]:
         yield []
         return
     with ExitStack() as locks:
-        names = _wait(visible, count, locks)
+        names = _wait(visible, count, percent, locks)
         before = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = ",".join(names)
         try:
@@ -122,27 +139,41 @@ def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
         os.sched_setaffinity(0, own_cores)
 
 
-def _wait(visible: Mapping[str, str], count: int, locks: ExitStack) -> list[str]:
-    """Names of `count` GPUs whose locks are now in `held`: all at once or none, so that two waiting can't block."""
+def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str]:
+    """Names of `count` GPUs whose locks `locks` now has: all at once or none, so that two waiting can't block."""
     logged = False
     while True:
         with ExitStack() as tried:
-            free = (name for name, uuid in visible.items() if _lock(uuid, tried))
+            free = (name for name, uuid in visible.items() if _lock(uuid, percent, tried))
             names = list(itertools.islice(free, count))
             if len(names) == count:
                 locks.push(tried.pop_all())
                 return names
         if not logged:
-            log.info("waiting for %d free of the GPUs %s", count, ", ".join(visible))
+            part = "" if percent == WHOLE else f"{percent} % of "
+            log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
             logged = True
         time.sleep(_POLL_SECONDS)
 
 
-def _lock(uuid: str, locks: ExitStack) -> bool:
-    # All users of the node may write the file, regardless of its owner.
-    lock = FileLock(lock_folder() / f"{uuid}.lock", mode=0o666, timeout=0)
+def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
+    """Lock as many free parts of a GPU as make up `percent`; none if there are too few."""
+    with ExitStack() as tried, _file_lock(uuid):  # one process at a time looks, or each might get half of the parts
+        free = (part for part in range(WHOLE // PART) if _locked(_file_lock(f"{uuid}-{part:02}", timeout=0), tried))
+        if len(list(itertools.islice(free, percent // PART))) < percent // PART:
+            return False
+        locks.push(tried.pop_all())
+        return True
+
+
+def _locked(lock: FileLock, locks: ExitStack) -> bool:
     try:
         locks.enter_context(lock)
     except Timeout:
         return False
     return True
+
+
+def _file_lock(name: str, timeout: float = -1) -> FileLock:
+    # All users of the node may write the file, regardless of its owner.
+    return FileLock(lock_folder() / f"{name}.lock", mode=0o666, timeout=timeout)

@@ -47,7 +47,20 @@ def cap_memory(gigabytes: float) -> None:
     _, total = torch.cuda.mem_get_info()
     if gigabytes * 1e9 > total:
         raise ValueError(f"this GPU has {total / 1e9:.0f} GB, less than the cap of {gigabytes:g}; lower the cap")
-    torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
+    cap_share(gigabytes * 1e9 / total)
+
+
+def cap_share(share: float) -> None:
+    """Limit this process's GPU memory to a share of the GPU's; call it before the first allocation.
+
+    CUDA's own context, some half a gigabyte, isn't counted.
+    """
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def memory_share() -> float:
+    """The share of the GPU's memory that this process may use; 1 without a cap or a GPU."""
+    return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0
 
 
 def allocatable_bytes() -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from qerl.host.gpu_lease import alone, devices, keep_to_own_cores, lease
+from qerl.host.gpu_lease import WHOLE, alone, devices, keep_to_own_cores, lease, percent_of_each
 from qerl.host.imports import imports
 from qerl.jobs.base import Job
 from qerl.jobs.evaluate import EvaluateJob
@@ -91,17 +91,29 @@ def function_of(job: Job) -> tuple[str, str]:
     return module, name
 
 
-def run(job: Job) -> None:
-    """Run a job with its GPUs and its lock."""
+def run(job: Job, gpu_percent: int | None = None) -> None:
+    """Run a job with its GPUs and its lock.
+
+    `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
+    """
     check_writable(job.out)
+    percent = percent_of_each(job.gpus, gpu_percent)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as kept:
         if job.lock:  # before the GPU, which a job that outlived a killed Snakemake may still have
             kept.enter_context(alone(*job.lock))
-        gpus = kept.enter_context(lease(job.gpus))
+        gpus = kept.enter_context(lease(job.gpus, percent))
         if job.own_cores and gpus:
             keep_to_own_cores(gpus, visible)
         module, name = function_of(job)
         with imports(job.without):
+            if gpus and percent < WHOLE:
+                _keep_to_share(percent / WHOLE)
             function: Callable[[Any], None] = getattr(import_module(module), name)
         function(job)
+
+
+def _keep_to_share(share: float) -> None:
+    from qerl.host.profiling import cap_share  # imports torch, which must not see the other GPUs
+
+    cap_share(share)

@@ -1,6 +1,7 @@
 """Snakemake's plan, and its refusal of configurations that can't run."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -97,7 +98,7 @@ def test_a_base_without_chat_template_is_named_before_any_job(tree, tmp_path):
     assert "has no chat template" in said
 
 
-@pytest.mark.parametrize("profile", ["gpu", "node"])
+@pytest.mark.parametrize("profile", ["gpu", "node", "shared"])
 def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
     assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()
 
@@ -115,12 +116,23 @@ def test_a_job_asks_for_the_gpus_that_its_engine_shares(tree, tmp_path):
     }
 
 
+def test_jobs_lease_the_part_of_a_gpu_that_their_profile_says(tree):
+    """What is timed has the GPU alone."""
+    said = tree.snakemake("--dry-run", "--printshellcmds", "--profile", "profiles/shared").stdout
+    jobs = {job.partition(":")[0]: job for job in said.split("\nrule ")[1:]}
+    parts = {rule: found[1] for rule, job in jobs.items() if (found := re.search(r"gpu_percent=(\d+)", job))}
+    leased = {rule: found[1] for rule, job in jobs.items() if (found := re.search(r"--gpu-percent (\d+) ", job))}
+    shared = yaml.safe_load((tree.folder / "profiles/shared/config.yaml").read_text())["set-resources"]
+    assert leased == {rule: str(resources["gpu_percent"]) for rule, resources in shared.items()}
+    assert parts == leased | {"profile": "100"}
+
+
 def test_profiles_name_rules_and_resources_that_exist(tree):
     rules = {line.strip() for line in tree.snakemake("--list-rules").stdout.splitlines()}
     for file in (tree.folder / "profiles").glob("*/config.yaml"):
         for rule, resources in yaml.safe_load(file.read_text()).get("set-resources", {}).items():
             assert rule in rules, file
-            assert set(resources) <= {"mem_mb", "runtime", "gpu"}
+            assert set(resources) <= {"mem_mb", "runtime", "gpu", "gpu_percent"}
 
 
 def test_group_size_that_does_not_divide_is_refused(tree, tmp_path):

@@ -111,3 +111,8 @@ def content(rule: str):
 def gpus(rule: str):
     """The GPUs that a job takes."""
     return lambda wildcards: JOBS.of(rule, *wildcards).gpus
+
+
+def whole(rule: str):
+    """The same in percent of a GPU. A profile may give jobs of one GPU a part of it (profiles/shared)."""
+    return lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus

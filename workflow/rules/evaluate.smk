@@ -21,9 +21,10 @@ rule evaluate:
         mem_mb=2000,
         runtime=720,
         gpu=gpus("evaluate"),
+        gpu_percent=whole("evaluate"),
     params:
         job=job("evaluate"),
         decides=decides("evaluate"),
         code=code("evaluate"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

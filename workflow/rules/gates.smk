@@ -63,6 +63,7 @@ rule gate_speed:
         mem_mb=4000,
         runtime=30,
         gpu=1,
+        gpu_percent=100,
     params:
         job=job("speed"),
         decides=decides("speed"),

@@ -40,12 +40,13 @@ rule pretrain:
         mem_mb=2000,
         runtime=30,
         gpu=1,
+        gpu_percent=100,
     params:
         job=job("pretrain"),
         decides=decides("pretrain"),
         code=code("pretrain"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
 
 
 rule fetch_model:

@@ -17,6 +17,7 @@ rule profile:
         mem_mb=4000,
         runtime=240,
         gpu=gpus("profile"),
+        gpu_percent=whole("profile"),
     params:
         job=job("profile"),
         decides=decides("profile"),

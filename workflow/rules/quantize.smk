@@ -18,10 +18,11 @@ rule quantize:
         mem_mb=2000,
         runtime=120,
         gpu=1,
+        gpu_percent=100,
     params:
         job=job("quantize"),
         decides=decides("quantize"),
         content=content("quantize"),
         code=code("quantize"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

@@ -22,6 +22,7 @@ rule shape_point:
         mem_mb=16000,
         runtime=60,
         gpu=1,
+        gpu_percent=100,
     params:
         job=job("point"),
         decides=decides("point"),

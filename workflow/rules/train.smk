@@ -26,11 +26,13 @@ rule train:
         mem_mb=2000,
         runtime=2880,
         gpu=gpus("train"),
+        gpu_percent=whole("train"),
     params:
         job=job("train"),
         decides=decides("train"),
         code=code("train"),
     shell:
         "for try in 1 2 3; do"
-        " python -m qerl rule {params.job:q} >> {log:q} 2>&1 && exit 0 || status=$?;"
+        " python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
+        " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qerl.checkpoints.folder import weights_format_of
-from qerl.host.profiling import seconds
+from qerl.host.profiling import memory_share, seconds
 from qerl.host.progress import log
 from qerl.policy.export import lora_room, write_dense
 from qerl.policy.policy import Policy
@@ -108,7 +108,7 @@ class VllmSampler:
         return {
             **adapter,
             "dtype": str(self.policy.lm.dtype).removeprefix("torch."),
-            "gpu_memory_utilization": self.settings.utilization,
+            "gpu_memory_utilization": self.settings.utilization * memory_share(),
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
             "tensor_parallel_size": self.settings.tensor_parallel,
             "max_model_len": self.settings.max_model_len,

@@ -1,5 +1,6 @@
 """GPU leases between real processes, with a made-up NVML."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.host.gpu_lease import alone, devices, lease
+from qerl.host.gpu_lease import alone, devices, lease, percent_of_each
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.settings.base import ConfigError
 
@@ -26,7 +27,7 @@ def told(seconds):
     sleep(seconds)
 
 time.sleep = told
-with lease(int(sys.argv[1])) as names:
+with lease(int(sys.argv[1]), int(sys.argv[3])) as names:
     assert "torch" not in sys.modules
     assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ",".join(names)
     print(",".join(names), flush=True)
@@ -83,8 +84,8 @@ def hold():
     """Start a process that holds GPUs; `.held()` waits for them."""
     started = []
 
-    def start(count: int, seconds: float = 3600, **environment: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", HOLD, str(count), str(seconds)]
+    def start(count: int, seconds: float = 3600, percent: int = 100, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(count), str(seconds), str(percent)]
         environment = {**os.environ, **environment}
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
         return started[-1]
@@ -145,6 +146,44 @@ def test_the_same_gpu_under_two_names_is_one(node, hold):
     assert held(second) == {"0"}
 
 
+def test_parts_share_a_gpu_until_it_is_full(node, hold):
+    node(2)
+    assert [held(hold(1, percent=percent)) for percent in (40, 35, 25)] == [{"0"}] * 3
+    assert held(hold(1, percent=5)) == {"1"}
+    waiting = hold(1, percent=100)
+    assert waits(waiting)
+
+
+def test_a_part_waits_until_as_much_is_free(node, hold):
+    """And a whole GPU waits for all of its parts."""
+    node(1)
+    small, large = hold(1, percent=20), hold(1, percent=50)
+    assert (held(small), held(large)) == ({"0"}, {"0"})
+    third = hold(1, percent=40)
+    assert all(waits(third) for _ in range(2))
+    small.kill()
+    assert held(third) == {"0"}
+    whole = hold(1)
+    large.kill()
+    large.wait()
+    assert all(waits(whole) for _ in range(2))
+    third.kill()
+    assert held(whole) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "each"), [(1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)]
+)
+def test_the_percent_of_each_gpu(count, total, each):
+    assert percent_of_each(count, total) == each
+
+
+@pytest.mark.parametrize(("count", "total"), [(2, 10), (2, 100), (1, 12), (1, 0), (1, 200), (0, 10)])
+def test_what_is_no_part_of_a_gpu_is_refused(count, total):
+    with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
+        percent_of_each(count, total)
+
+
 def test_no_gpu_no_lease(node):
     node(0)
     with lease(4) as names:
@@ -192,10 +231,11 @@ def measure_points(job):
 """
 
 
-def rule(out: Path) -> list[str]:
+def rule(out: Path, *options: str) -> list[str]:
     """The command of a job that measures points."""
     work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, prompt=1, tokens=1)
-    return [sys.executable, "-c", RULE, "rule", DecodeJob(work=work, sequences=[1], out=out).model_dump_json()]
+    job = DecodeJob(work=work, sequences=[1], out=out)
+    return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -225,3 +265,44 @@ def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
         assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
+
+
+#: CUDA as far as an engine's memory asks for it: a GPU of 1,000 bytes, of which 900 are free.
+CUDA = """
+import torch
+share = [1.0]
+torch.cuda.set_per_process_memory_fraction = lambda value: share.__setitem__(0, value)
+torch.cuda.get_per_process_memory_fraction = lambda: share[0]
+torch.cuda.mem_get_info = lambda: (900, 1000)
+torch.cuda.memory_reserved = torch.cuda.memory_allocated = lambda: 0
+"""
+MEMORY = """
+import json
+from types import SimpleNamespace
+import torch
+from qerl.rollout.engine.engine import FREE_SHARE, EngineSampler
+from qerl.rollout.vllm.in_process import VllmSampler
+from qerl.settings.rollout import NativeSettings, VllmSettings
+
+def measure_points(job):
+    torch.cuda.is_available = lambda: True
+    sampler = EngineSampler.__new__(EngineSampler)
+    sampler.settings, sampler.policy = NativeSettings(), SimpleNamespace(device=torch.device("cuda"))
+    vllm = VllmSampler.__new__(VllmSampler)
+    vllm.settings, vllm._cpu = VllmSettings(utilization=0.5), False
+    vllm.policy = SimpleNamespace(lm=SimpleNamespace(dtype=torch.bfloat16), peft=None)
+    sizes = [sampler._cache_bytes(), vllm._engine_arguments()["gpu_memory_utilization"]]
+    job.out.write_text(json.dumps(sizes))
+"""
+
+
+def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
+    """60 % of the 200 bytes of its part, not of the 900 that are free, in a process that `qerl rule` starts."""
+    node(1)
+    (tmp_path / "cuda.py").write_text(CUDA)
+    (tmp_path / "probe.py").write_text(MEMORY)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = rule(tmp_path / "points.json", "--gpu-percent", "20")
+    command[2] = "import cuda\n" + command[2]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert json.loads((tmp_path / "points.json").read_text()) == pytest.approx([120, 0.1])
