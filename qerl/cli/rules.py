@@ -14,7 +14,7 @@ from qerl.jobs.dispatch import parse_job, run
 def rule(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job as JSON, as `qerl.plan` makes it.")],
     gpu_percent: Annotated[
-        int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: all GPUs of the job, whole.")
+        int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: the job's GPUs, whole.")
     ] = None,
 ) -> None:
     """Do a job of the workflow: parse it, and call the function that its kind names."""

@@ -1,8 +1,8 @@
 """GPU leases, which give a process GPUs of this node or a part of one, and locks on folders of runs.
 
-Jobs of several workflows thus never share a GPU by accident. A GPU has equal parts, and a lease is a `filelock` on a file
-of each part: an flock, which the kernel releases when the process ends for any reason. NVML lists the GPUs, because
-CUDA_VISIBLE_DEVICES must be set before torch is imported.
+Jobs of several workflows thus never share a GPU by accident. A GPU has equal parts, and a lease is a `filelock` on a
+file of each part: an flock, which the kernel releases when the process ends for any reason. NVML lists the GPUs,
+because CUDA_VISIBLE_DEVICES must be set before torch is imported.
 """
 
 from __future__ import annotations

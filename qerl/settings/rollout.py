@@ -25,8 +25,8 @@ class VllmSettings(Settings):
     """vLLM as the sampler."""
 
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest. If the job has
-    a part of the GPU, this is a share of that part."""
+    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest. In a
+    job that has a part of the GPU, this is a share of that part."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Size of the KV cache in GiB. None takes what `utilization` leaves, on a CPU 1 GiB."""
     max_model_len: PositiveInt | None = None
