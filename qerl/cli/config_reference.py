@@ -94,6 +94,7 @@ SECTIONS = (
     models.LockedRepo,
     config.Experiment,
     run.RunSettings,
+    run.StoredRollouts,
     run.RunFile,
     models.CalibrationSettings,
     models.RandomErrorSettings,

@@ -15,7 +15,7 @@ from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
 from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult, RolloutMixResult, TraceRow
 from qerl.results.schema.stored import Stored
-from qerl.results.schema.training import RunResult, StepMetrics
+from qerl.results.schema.training import RolloutRow, RunResult, StepMetrics
 
 Schema = type[Stored]
 Content = dict[str, Any]
@@ -51,6 +51,8 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
 
 def schema_of(file: Path) -> Schema | None:
     """The schema of a file; None for files that aren't results, such as tables, figures and logs."""
+    if file.suffix == ".gz" and file.parent.name == paths.ROLLOUTS:
+        return RolloutRow
     if file.suffix == ".jsonl":
         return TraceRow if file.parent.name == paths.TRACES else _ROWS.get(file.name)
     if file.suffix != ".json":
@@ -66,7 +68,7 @@ def check(file: Path) -> None:
     schema = schema_of(file)
     if schema is None:
         raise ResultError(f"{file} is not a result: no schema of qerl.results describes it")
-    if file.suffix == ".jsonl":
+    if file.suffix in (".jsonl", ".gz"):
         for _ in read_rows(schema, file):
             pass
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from qerl.provenance.files import write_json, write_text
+from qerl.provenance.files import write_bytes, write_json, write_text
 from qerl.results.schema.stored import Stored
 from qerl.settings.base import UserError
 from qerl.settings.errors import sentence
@@ -27,8 +28,15 @@ def write(path: Path, result: Stored) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Stored]) -> None:
-    """Write JSON lines. The whole file is rewritten, so that a killed job leaves no partial or repeated row."""
-    write_text(path, "".join(json.dumps(row.content()) + "\n" for row in rows))
+    """Write JSON lines, compressed if the name ends in .gz.
+
+    The whole file is rewritten, so that a killed job leaves no partial or repeated row.
+    """
+    text = "".join(json.dumps(row.content()) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        write_bytes(path, gzip.compress(text.encode(), mtime=0))
+    else:
+        write_text(path, text)
 
 
 def read(schema: type[T], path: Path) -> T:
@@ -42,10 +50,10 @@ def read(schema: type[T], path: Path) -> T:
 
 
 def read_rows(schema: type[T], path: Path) -> Iterator[T]:
-    """The rows of a file of JSON lines as their model."""
+    """The rows of a file of JSON lines, which may be compressed, as their model."""
     if not path.exists():
         raise ResultError(f"{path} doesn't exist; run the workflow to make it")
-    with path.open() as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield schema.model_validate_json(line)

@@ -5,6 +5,8 @@ from __future__ import annotations
 DATASET = "dataset.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
+#: The folder of a run's stored rollouts, with a file for each stored step.
+ROLLOUTS = "rollouts"
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
 REPORT = "report.json"
@@ -39,5 +41,11 @@ STORED = "stored"
 TRACES = "traces"
 #: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"
-#: The page on which people read samples. An address within it is `#RUN_OR_EVALUATION/STEP/PROBLEM`.
+#: The page on which people read samples. An address within it is `#RUN_OR_EVALUATION/STEP/PROBLEM`, where the step of
+#: an evaluation is the name of its data set. An address may end after any part.
 SAMPLES_PAGE = "samples.html"
+
+
+def rollouts_file(step: int) -> str:
+    """The name of the file of a stored step's rollouts."""
+    return f"step-{step:06d}.jsonl.gz"

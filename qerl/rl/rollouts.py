@@ -78,11 +78,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The batch of one step, with metrics of all groups that were drawn for it."""
+    """The batch of one step, with metrics of all groups that were drawn for it.
+
+    `samples` are the completions of the `trained` groups, in their order.
+    """
 
     samples: list[Sample]
     metrics: dict[str, float]
     groups: list[Group]
+    trained: list[Group]
 
 
 def problem_index(count: int, seed: int, position: int) -> int:
@@ -131,7 +135,8 @@ class Collector:
         chosen = drawn
         if rollout.resample:
             chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
-        return Rollout(self._samples(chosen), {"problems": position + len(drawn), **_metrics(drawn)}, drawn)
+        metrics = {"problems": position + len(drawn), **_metrics(drawn)}
+        return Rollout(self._samples(chosen), metrics, drawn, chosen)
 
     def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> list[Group]:
         seed, problems = self.settings.seed, self.task.problems

@@ -23,7 +23,7 @@ from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapt
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import flush, write_text
 from qerl.results.files import write
-from qerl.results.paths import DATASET, METRICS, POLICY, RUN
+from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
 from qerl.results.schema.stored import Provenance, Quartiles
 from qerl.results.schema.training import RunResult, RunSummary
 from qerl.rl.checkpoint import Checkpoints, ResumeError
@@ -124,6 +124,7 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     status = f"{cause.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
     (job.out / POLICY).mkdir(parents=True, exist_ok=True)
     write_text(job.out / METRICS, rows)
+    _copy_rollouts(state, job.out)
     stamped = Provenance.of_now(job.settings.seed)
     result = RunResult(**_named(job), status=status, reason=cause.reason, summary=None, provenance=stamped)
     write(job.out / RUN, result)
@@ -166,8 +167,18 @@ def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
             "its last checkpoint"
         ) from error
     shutil.copyfile(trainer.metrics, out / METRICS)
+    _copy_rollouts(trainer.metrics.parent, out)
     flush(out / POLICY)
     flush(out / METRICS)
+
+
+def _copy_rollouts(state: Path, out: Path) -> None:
+    """Copy the stored rollouts. A run that stores none has an empty folder."""
+    shutil.rmtree(out / ROLLOUTS, ignore_errors=True)
+    (out / ROLLOUTS).mkdir()
+    for file in sorted((state / ROLLOUTS).glob("*.gz")):
+        shutil.copyfile(file, out / ROLLOUTS / file.name)
+    flush(out / ROLLOUTS)
 
 
 def _named(job: TrainJob) -> dict[str, Any]:

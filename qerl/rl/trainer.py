@@ -11,6 +11,7 @@ from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log, track
 from qerl.policy.policy import Policy
 from qerl.results.files import write_rows
+from qerl.results.paths import ROLLOUTS
 from qerl.results.schema.training import StepMetrics
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.data_parallel import Processes
@@ -19,8 +20,9 @@ from qerl.rl.no_signal import Watch
 from qerl.rl.noise import Noise
 from qerl.rl.rollouts import Behaviour, Collector
 from qerl.rl.sequence_packing import Sample
+from qerl.rl.stored_rollouts import RolloutStore
 from qerl.rl.thermostat import Thermostat
-from qerl.rl.update import Updater
+from qerl.rl.update import Look, Updater
 from qerl.settings.run import RunSettings
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
@@ -45,6 +47,8 @@ class Trainer:
         self.thermostat: Thermostat | None = None
         #: Watches the rollouts of a run; None in benches, which call `step`.
         self.watch: Watch | None = None
+        #: Stores rollouts of a run; None in benches.
+        self.store: RolloutStore | None = None
 
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
         """Train to the last step, and return the metrics of all steps.
@@ -54,6 +58,7 @@ class Trainer:
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
         self.watch = Watch(self.settings, self.collector.task)
+        self.store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
         for step in track(steps, self.settings.steps, "steps", start=len(rows)):
             if time_limit is not None:
                 self._keep_to(time_limit, rows)
@@ -88,8 +93,11 @@ class Trainer:
                 self.watch.look(step, rollout, self.processes.writes)
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
+            stored = self.store.begin(step, rollout) if self.store else None
             with seconds() as update_time:
-                update = self._update(step, rollout.samples)
+                update = self._update(step, rollout.samples, stored.look if stored else None)
+            if stored:
+                stored.write()
         completed = rollout.metrics["completion_tokens"]
         read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
         return {
@@ -116,9 +124,9 @@ class Trainer:
         noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
         return Behaviour(self.temperature, perturb if noisy else None)
 
-    def _update(self, step: int, samples: list[Sample]) -> dict[str, float]:
+    def _update(self, step: int, samples: list[Sample], look: Look | None) -> dict[str, float]:
         try:
-            return self.updater.update(step, samples, self.temperature)
+            return self.updater.update(step, samples, self.temperature, look)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
 

@@ -6,7 +6,7 @@ Shapes: N sequences, T completion tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 
@@ -22,6 +22,9 @@ from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, m
 from qerl.rl.update_stats import UpdateStats
 from qerl.rl.value import is_value, value_adapter, values
 from qerl.settings.run import RunSettings
+
+#: Sees a micro-batch with the entropies of its tokens [N, T], which it must not change.
+Look = Callable[[MicroBatch, torch.Tensor], None]
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
@@ -98,10 +101,13 @@ class Updater:
         self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
 
-    def update(self, step: int, samples: list[Sample], temperature: float | None = None) -> dict[str, float]:
+    def update(
+        self, step: int, samples: list[Sample], temperature: float | None = None, look: Look | None = None
+    ) -> dict[str, float]:
         """Do all updates on one rollout, and return their metrics.
 
-        `temperature` is that at which they were drawn, by default that of the settings.
+        `temperature` is that at which they were drawn, by default that of the settings. `look` sees each micro-batch of
+        the first update in this process, with the entropies of its tokens.
 
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
@@ -119,7 +125,7 @@ class Updater:
         self.policy.lm.train()
         with self._weights(parts):
             parts, estimated = self._estimate_advantages(parts) if ppo else (parts, {})
-            anchors, norm = self._first_update(parts, whole, stats)
+            anchors, norm = self._first_update(parts, whole, stats, look)
             for _ in range(updates - 1):
                 self._further_update(parts, anchors, whole, stats)
         self.policy.lm.eval()
@@ -175,7 +181,9 @@ class Updater:
         with torch.no_grad(), self.policy.reference():
             return self._forward(part)[0]
 
-    def _first_update(self, parts: list[_Part], whole: BatchSize, stats: UpdateStats) -> tuple[list[_Anchor], float]:
+    def _first_update(
+        self, parts: list[_Part], whole: BatchSize, stats: UpdateStats, look: Look | None
+    ) -> tuple[list[_Anchor], float]:
         """Do the update by the policy that sampled, whose log-probabilities become the old ones.
 
         Returns the anchors and the norm of the gradient.
@@ -189,6 +197,8 @@ class Updater:
             stats += self._backward(logprobs_NT, part, anchor, whole)
             stats += _compare(part, anchor, entropy_NT)
             anchors.append(anchor)
+            if look:
+                look(part.batch, entropy_NT)
         return anchors, self._optimize()
 
     def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:

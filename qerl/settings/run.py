@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    Field,
     field_validator,
     model_validator,
 )
@@ -18,12 +19,31 @@ from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
 from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings, ThermostatSettings
 
 #: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
-UNDECIDING_OF_STEPS: Any = {"reward": {"timeout"}, "on_no_signal": True, "checkpoint_every": True}
+UNDECIDING_OF_STEPS: Any = {
+    "reward": {"timeout"},
+    "on_no_signal": True,
+    "checkpoint_every": True,
+    "stored_rollouts": True,
+}
 
 
 #: Keys of `RunSettings` that don't decide the result of a run. If they change, a finished run stays and a killed run
 #: continues.
 UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
+
+
+class StoredRollouts(Settings):
+    """The part of its rollouts that a run stores, for people to read with `qerl view`. Storing changes no result."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Store the rollouts of the first step, of every n-th and of the last one. 0 stores none."""
+    problems: PositiveInt = 8
+    """Largest number of problems of a stored step."""
+    completions: PositiveInt = 8
+    """Largest number of completions of each problem."""
+    tokens: PositiveInt = 65536
+    """Largest number of completion tokens of a stored step. A token takes about five bytes on disk. Problems that would
+    exceed the number are left out."""
 
 
 class RunSettings(Settings):
@@ -63,6 +83,7 @@ class RunSettings(Settings):
     or rewards are equal within every group for three steps. `warn` prints one warning with a completion. `stop` ends
     the run.
     """
+    stored_rollouts: StoredRollouts = StoredRollouts()
     processes: PositiveInt = 1
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
     process up to the order in which gradients are added."""

@@ -14,6 +14,7 @@ rule train:
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,
+        rollouts=directory(FILES.run("{run}") / paths.ROLLOUTS),
         run=FILES.run("{run}") / paths.RUN,
     log:
         "<logs>/train/{run}.log",

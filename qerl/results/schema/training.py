@@ -64,6 +64,35 @@ class StepMetrics(Stored):
     memory_bytes: Number
 
 
+class StoredCompletion(Stored):
+    """A completion of a stored rollout.
+
+    `tokens` are the texts of its tokens, which together are the text that was graded. A token that ends within a
+    character has an empty text. `logprobs` are the sampler's, and `entropies` those of the trained policy before the
+    step's first update; both are in nats, at the sampling temperature. `extracted` is the answer that the grader read.
+    `advantage` is None for ppo, where every token has its own.
+    """
+
+    tokens: list[str]
+    logprobs: list[float]
+    entropies: list[float]
+    parts: dict[str, float]
+    reward: float
+    advantage: float | None
+    extracted: str | None
+    finished: bool
+
+
+class RolloutRow(Stored):
+    """A line of train/<run>/rollouts/step-<step>.jsonl.gz: a problem with completions of its group."""
+
+    step: int
+    problem: str
+    prompt: str
+    gold: str
+    completions: list[StoredCompletion]
+
+
 class RunSummary(Stored):
     """The cost of one training run."""
 

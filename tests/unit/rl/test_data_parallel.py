@@ -14,6 +14,8 @@ from qerl.cli import commands as cli
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.policy import choose_device
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.results.files import read_rows
+from qerl.results.schema.training import RolloutRow, StoredCompletion
 from qerl.rl.data_parallel import KilledError, Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
@@ -73,6 +75,16 @@ def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+    alone, shared = (stored_rollouts(folder / name / "rollouts") for name in ("one", "two"))
+    assert len(alone) == 2 * 3 * 4  # the first and the last step
+    for a, b in zip(alone, shared, strict=True):
+        assert a.tokens == b.tokens
+        assert len(a.entropies) == len(a.tokens)
+        assert a.entropies == pytest.approx(b.entropies, abs=2e-3)
+
+
+def stored_rollouts(folder: Path) -> list[StoredCompletion]:
+    return [c for file in sorted(folder.iterdir()) for row in read_rows(RolloutRow, file) for c in row.completions]
 
 
 def record_noise(folder, values: dict) -> None:

@@ -28,7 +28,9 @@ def rollout(*texts: str, truncated: float = 0.0, rewards: list[float] | None = N
     group = Group(PROBLEM, [], [], list(texts), [{}] * len(texts), rewards)
     equal = float(not group.informative)
     metrics = {"reward/equal_groups": equal, "reward/std": statistics.pstdev(rewards), "truncated": truncated}
-    return Rollout([], {**metrics, "reward/correct": statistics.fmean(text == RIGHT for text in texts)}, [group])
+    return Rollout(
+        [], {**metrics, "reward/correct": statistics.fmean(text == RIGHT for text in texts)}, [group], [group]
+    )
 
 
 def said(caplog, rollouts, **changes) -> list[str]:
