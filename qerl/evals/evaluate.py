@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.answers import is_correct
+from qerl.data.answers import extract, is_correct
 from qerl.data.countdown import solution_key
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals import grader
@@ -172,6 +172,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Gra
                 prompt=drawn.prompt,
                 completion=drawn.text,
                 extracted=verdict.extracted,
+                read=extract(drawn.text, *form),
                 gold=problem.answer,
                 correct=int(verdict.correct),
                 flexible=verdict.flexible,

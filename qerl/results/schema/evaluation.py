@@ -13,7 +13,11 @@ from qerl.settings.rollout import SamplingSettings
 
 
 class SampleRow(Stored):
-    """A line of samples.jsonl; `flexible` is a stock task's second match, `agrees` with the grader of training."""
+    """A line of samples.jsonl, with the verdicts of the harness and of the grader of training.
+
+    `extracted` and `correct` are the harness's, and `flexible` is a stock task's second match. `agrees` says whether
+    the grader of training has the same verdict, and `read` is the answer that it read.
+    """
 
     dataset: str
     harness: Harness
@@ -22,6 +26,7 @@ class SampleRow(Stored):
     prompt: str
     completion: str
     extracted: str | None
+    read: str | None = None
     gold: str
     correct: int
     flexible: bool | None = None

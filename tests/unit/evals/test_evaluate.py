@@ -203,6 +203,8 @@ def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
     assert [task.accuracy for task in metrics.values()] == [0.0, 0.0, 0.0]
     assert all(sample["extracted"][0] == sample["gold"][0] for sample in samples)
     assert all(sample["agrees"] for sample in samples)
+    wrong = [same_first_digit(sample["gold"]) for sample in samples]
+    assert [sample["read"] for sample in samples] == [sample["extracted"] for sample in samples] == wrong
 
 
 def test_each_repeat_is_scored_on_its_own(run, problems):
@@ -291,6 +293,7 @@ def test_agreement_shows_where_the_project_grades_differently(run, problems):
     assert metrics["math"].accuracy == 1.0
     assert metrics["math"].agreement == 0.0
     assert not any(sample["agrees"] for sample in samples)
+    assert all(sample["extracted"] == sample["gold"] and sample["read"] is None for sample in samples)
 
 
 #: What a completion says of the answer {n}; whether it is right; what the harness extracts.

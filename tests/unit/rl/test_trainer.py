@@ -305,7 +305,7 @@ def test_a_full_disk_is_reported_and_the_run_continues_from_the_last_good_checkp
     object.__setattr__(made.checkpoints, "save", save_until_full)
     with pytest.raises(ResumeError, match=r"step 4.*No space left on device.*make room"):
         made.run()
-    assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "step-000002.pt"]
+    assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "rollouts", "step-000002.pt"]
     assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)
 
 
