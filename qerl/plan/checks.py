@@ -15,7 +15,7 @@ from qerl.plan.experiments import written_as
 from qerl.plan.sheets import Plan, PlannedRun
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import RolloutBench
-from qerl.settings.config import Config, require
+from qerl.settings.config import DRIFT_BLOCKS, Config, require
 from qerl.settings.data import FunctionData, HubData, LocalData
 from qerl.settings.models import LocalModel, PretrainSettings
 
@@ -49,6 +49,16 @@ def check_followed(plan_: Plan) -> None:
         if other.settings.steps < run.settings.steps:
             raise ConfigError(
                 f"{key} takes {other.settings.steps} steps, fewer than the {run.settings.steps} of {run.arm}"
+            )
+
+
+def check_drift(plan_: Plan) -> None:
+    """Check that each run whose drift is reported has enough steps."""
+    for run in plan_.runs.values() if plan_.config.drift else ():
+        if run.settings.steps < DRIFT_BLOCKS:
+            key = written_as(run.experiment, plan_.config.experiments[run.experiment], run.arm, "steps")
+            raise ConfigError(
+                f"{key}={run.settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; raise it"
             )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.hub_lock import with_locked_revisions
-from qerl.plan.checks import check_followed, check_inputs, check_run
+from qerl.plan.checks import check_drift, check_followed, check_inputs, check_run
 from qerl.plan.experiments import expand
 from qerl.plan.own_model import described, fitted, traits
 from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
@@ -52,6 +52,7 @@ def plan(config: Config) -> Plan:
         evaluations[evaluation.id] = evaluation
     made = Plan(config, trained, timed, checkpoints, evaluations)
     check_followed(made)
+    check_drift(made)
     return made
 
 

@@ -87,6 +87,7 @@ class Plan:
             "accuracy",
             "quantization",
             *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"}),
+            *["drift"] * self.config.drift,
             *tables_fed(self._covered),
         ]
 
@@ -94,7 +95,14 @@ class Plan:
     def figures(self) -> list[str]:
         """The names of the figures for which this configuration has results."""
         noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
-        curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy]
+        curves = [
+            "accuracy",
+            "reward",
+            "entropy",
+            "completion_length",
+            *["noise"] * noisy,
+            *["drift"] * self.config.drift,
+        ]
         return [*curves, *_for_benches(self.config, {"rollout": "throughput"}), *figures_fed(self._covered)]
 
     @property

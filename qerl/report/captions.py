@@ -16,6 +16,11 @@ TABLES = {
     "tokens per second, and the ratio is to BF16 at the same rank. A failed point shows its error",
     "quantization": "Size and relative error by weight format. Bits per weight include scales, for quantized layers "
     "and for the whole model; errors are of the weights, by type of layer",
+    "drift": "Drift of KL(sampler || trainer) over the steps of each run, in nats per token (k3 estimator). First and "
+    "last are the means of the first and the last 100 steps, or of half of a shorter run's. The slope is per 1,000 "
+    "steps. 95 % intervals are Student's t of the means of consecutive blocks: 20 of a run, 10 of a window. A run has "
+    "no drift if its KL rises by no more than the first window's over all steps, at the upper end of the slope's "
+    "interval. Else it drifts if the lower end is above 0",
 }
 _BESIDE = (
     "Results stand beside the paper's by model, weights, training, noise, rank and setting. A cell without a number of "
@@ -27,6 +32,8 @@ _FIGURES = {
     "accuracy": "Accuracy by arm with 95 % intervals, beside the untrained base of the same weights (diamond) and the "
     "untrained BF16 base (dashed line).",
     "completion_length": f"Tokens per completion, and the share of completions cut at the limit, by step: {_CURVE}.",
+    "drift": f"KL(sampler || trainer) in nats per token, by step: {_CURVE}. Sampler and trainer have the same weights, "
+    "so without noise it shows how differently their kernels round.",
     "entropy": f"Entropy of the policy in nats per token, by step: {_CURVE}. The paper claims that quantization noise "
     "raises the entropy (section 3.2, Figures 4 and 5).",
     "noise": "Adaptive Quantization Noise by step (paper section 3.3, Equation 8): the standard deviation that the "

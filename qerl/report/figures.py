@@ -40,6 +40,11 @@ def completion_length(metrics: pd.DataFrame, stem: Path) -> None:
     _curves(metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem)
 
 
+def drift(metrics: pd.DataFrame, stem: Path) -> None:
+    """KL(sampler || trainer) in nats per token by step."""
+    _curves(metrics, {"mismatch/kl": "KL(sampler‖trainer) (nats/token)"}, stem)
+
+
 def noise(metrics: pd.DataFrame, stem: Path) -> None:
     """Sigma and the norm of the drawn noise, by step (paper Eq. 8, Fig. 9), for the arms with noise."""
     noisy = metrics.groupby("run")["noise/sigma"].transform("max") > 0

@@ -38,6 +38,10 @@ def three_digits(value: float) -> str:
     return f"{round(value, digits):,.{max(digits, 0)}f}"
 
 
+def _power_of_ten(value: float) -> str:
+    return f"{value:.1e}".replace("-", "−")
+
+
 def _bytes(value: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
@@ -103,6 +107,12 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "rollout_seconds": ("s/rollout", three_digits),
     "update_seconds": ("s/update", three_digits),
     "sync_seconds": ("s/sync", three_digits),
+    "entropy_first": ("entropy, first steps (nats/token)", three_digits),
+    "entropy_last": ("entropy, last steps", three_digits),
+    "kl_first": ("KL, first steps (nats/token)", _power_of_ten),
+    "kl_last": ("KL, last steps", _power_of_ten),
+    "kl_change": ("change", _power_of_ten),
+    "kl_slope": ("slope per 1,000 steps", _power_of_ten),
     "gb": ("(GB)", three_digits),
     "speedup": ("speed-up", times),
     "speedup_base": ("compared with", str),

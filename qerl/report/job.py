@@ -125,6 +125,8 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     stored = StoredResults(paths)
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
+    if name == "drift":
+        return _make_drift_table(stored, out)
     makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
         "accuracy": lambda: (tables.accuracy(stored.accuracy_cells(), stored.runs()), stored.evaluations()),
         "memory_speed": lambda: _with_records(
@@ -138,6 +140,13 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     if name == "accuracy":
         parts = {f"Accuracy on {dataset}": present(rows) for dataset, rows in by_dataset(frame).items()}
     tables.write_table(frame, out / name, tables.caption_text(captions.of_table(name), records), parts=parts)
+
+
+def _make_drift_table(stored: StoredResults, out: Path) -> None:
+    from qerl.report.drift import drift  # scipy, a second of CPU time, which other tables are spared
+
+    caption = ". ".join([captions.of_table("drift"), _stamp(stored.runs(), stored.runs())]) + "."
+    tables.write_table(drift(stored.metrics()), out / "drift", caption)
 
 
 def _make_paper_table(name: str, stored: StoredResults, out: Path) -> None:
@@ -200,6 +209,7 @@ def _draw(name: str, stored: StoredResults, stem: Path) -> None:
         "reward": lambda: figures.reward(stored.metrics(), stem),
         "entropy": lambda: figures.entropy(stored.metrics(), stem),
         "completion_length": lambda: figures.completion_length(stored.metrics(), stem),
+        "drift": lambda: figures.drift(stored.metrics(), stem),
         "noise": lambda: figures.noise(stored.metrics(), stem),
     }
     makers[name]()

@@ -67,6 +67,9 @@ class Experiment(Settings):
         return grid
 
 
+#: The blocks of steps from whose means a run's drift is estimated, and so the least steps of a run.
+DRIFT_BLOCKS = 20
+
 Protocol = Literal["paper", "upstream-scripts"]
 
 
@@ -92,6 +95,9 @@ class Config(Settings):
     shapes: ShapesSettings | None = None
     """Benches of speed and memory. With this key, models, data sets, experiments and evaluation may be left
     out."""
+    drift: bool = False
+    """Also report the drift of each run: whether the KL divergence of sampler and trainer grows over its steps. Runs
+    then need at least 20 steps."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
     by whether there is a GPU. They replace the defaults below (`qerl/plan/own_model.py`)."""
