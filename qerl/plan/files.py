@@ -30,6 +30,7 @@ from qerl.results.paths import (
     SPEED,
     STORED,
     TABLES,
+    TRACKED,
     TRAIN,
 )
 from qerl.settings.benches import RolloutBench
@@ -161,6 +162,11 @@ class Files:
     def figures(self) -> Path:
         """The folder of figures."""
         return self.results / FIGURES
+
+    @property
+    def tracked(self) -> Path:
+        """The folder of the trackers' records of all runs."""
+        return self.results / TRACKED
 
     @property
     def points(self) -> Path:
