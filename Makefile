@@ -20,7 +20,7 @@ export PYTHONNOUSERSITE := 1
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
-	folder=$$(qerl where $(CONFIG) $(KEYS)) && $(SNAKEMAKE) --quiet --report $$folder/report.html && qerl summary $$folder
+	folder=$$(qerl where $(CONFIG) $(KEYS)) && qerl summary $$folder
 
 # One process per core, each with one thread; files with slow tests come first (tests/conftest.py).
 test: $(VENV)/vllm

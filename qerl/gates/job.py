@@ -12,11 +12,16 @@ from qerl.gates.judge import Baselines, judge, overall
 from qerl.gates.measured import collect
 from qerl.gates.rows import read_gates
 from qerl.jobs.gates import VerdictJob
+from qerl.report.pages import page
 from qerl.results.files import read, write
 from qerl.results.paths import MEASURED, VERDICT, VERDICT_TABLE
 from qerl.results.schema.gates import GateMeasurements, Verdict, VerdictResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings
+
+_CAPTION = (
+    "Regression gates. Each has its baseline, the present measurement and the limit; docs/gates.md explains the checks"
+)
 
 
 def judge_results(job: VerdictJob) -> None:
@@ -25,12 +30,13 @@ def judge_results(job: VerdictJob) -> None:
 
 
 def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path) -> None:
-    """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.md."""
+    """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.html."""
     baseline = own_baseline(settings.baselines, measured.provenance.machine, measured.key)
     baselines = Baselines(baseline, baseline or any_baseline(settings.baselines, measured.key))
     verdicts = [judge(gate, measured, baselines) for gate in read_gates(settings.file)]
     write(out / MEASURED, measured)
-    (out / VERDICT_TABLE).write_text(verdict_table(verdicts).to_markdown(index=False) + "\n")
+    stamp = ". ".join(f"{name.capitalize()}: {text}" for name, text in measured.provenance.columns.items())
+    (out / VERDICT_TABLE).write_text(page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."))
     result = VerdictResult(
         outcome=overall(verdicts),
         key=measured.key,

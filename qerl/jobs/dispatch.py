@@ -16,7 +16,7 @@ from qerl.jobs.evaluate import EvaluateJob
 from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob
-from qerl.jobs.report import FigureJob, ShapesJob, TableJob
+from qerl.jobs.report import FigureJob, ReportJob, ShapesJob, TableJob
 from qerl.jobs.shapes import DecodeJob, GrpoStepJob, PromptsJob, RolloutMixJob, TrlStepJob
 from qerl.jobs.train import TrainJob
 from qerl.provenance.files import check_writable
@@ -38,6 +38,7 @@ AnyJob = (
     | PromptsJob
     | TableJob
     | FigureJob
+    | ReportJob
     | ShapesJob
     | NumericsJob
     | SpeedJob
@@ -61,6 +62,7 @@ FUNCTIONS: dict[type[Job], str] = {
     PromptsJob: "qerl.bench.prompts:measure_prompts",
     TableJob: "qerl.report.job:write_table",
     FigureJob: "qerl.report.job:write_figure",
+    ReportJob: "qerl.report.report_page:write_report",
     ShapesJob: "qerl.report.grid:write_shapes",
     NumericsJob: "qerl.gates.numerics:compare_with_vectors",
     SpeedJob: "qerl.gates.speed:measure_speed",

@@ -26,6 +26,26 @@ class FigureJob(Job):
     """A file with the path of a stored result a line."""
 
 
+class ReportJob(Job):
+    """Make the report, one page of all results."""
+
+    kind: Literal["report"] = "report"
+    name: str
+    """The name of the configuration."""
+    results: Path
+    """A file with the path of a stored result a line."""
+    main: Path | None
+    """The accuracy table (.csv), with which the report begins; none without evaluations."""
+    tables: list[Path]
+    """Pages of tables, or folders of them."""
+    figures: list[Path]
+    """Paths of figures without their endings, or folders of them. The first two stand beside the main table."""
+    samples: str
+    """The address of the page of samples, from that of the report; empty without one."""
+    omitted: dict[str, str]
+    """The arms that the configuration leaves out, and why."""
+
+
 class ShapesJob(Job):
     """Make tables and figures of the speed grid."""
 

@@ -19,19 +19,21 @@ from qerl.results.paths import (
     LISTED,
     METRICS,
     MODELS,
+    NARROW,
     NUMERICS,
     POINTS,
     POLICY,
     PROFILE,
     QUANTIZE,
     REPORT,
+    REPORT_PAGE,
     RESULT,
     RUN,
     SPEED,
     STORED,
     TABLES,
-    TRACKED,
     TRAIN,
+    VERDICT_TABLE,
 )
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
@@ -127,8 +129,10 @@ class Files:
 
     @property
     def stored(self) -> list[str]:
-        """All results from which tables and figures are made."""
+        """All results from which tables and figures are made. Those of the speed grid depend on what is measured."""
         plan = self._plan
+        if plan.config.gates:
+            return self.judged
         files = [
             *(self.quantized(name) / REPORT for name in plan.checkpoints),
             *(self.run(name) / RUN for name in plan.runs),
@@ -143,15 +147,38 @@ class Files:
         return self.results / LISTED
 
     @property
-    def outcome(self) -> list[str]:
-        """The final files of a configuration: its tables and figures, those of its shapes, or its gates' verdict."""
+    def outcome(self) -> str:
+        """The final file of a configuration: its report, or the file that exists only if every gate passes."""
+        return str(self.passed if self._plan.config.gates else self.report)
+
+    @property
+    def report(self) -> Path:
+        """The page of all results."""
+        return self.results / REPORT_PAGE
+
+    @property
+    def table_pages(self) -> list[Path]:
+        """The tables that the report shows: pages, or the folder of the speed grid's."""
         plan = self._plan
         if plan.config.shapes:
-            return [str(self.tables)]
+            return [self.tables]
         if plan.config.gates:
-            return [str(self.passed)]
-        tables = [self.tables / f"{name}.md" for name in plan.tables]
-        return list(map(str, [*tables, *(self.figures / f"{name}.png" for name in plan.figures)]))
+            return [self.gates / VERDICT_TABLE]
+        return [self.tables / f"{name}.html" for name in plan.tables]
+
+    @property
+    def figure_stems(self) -> list[Path]:
+        """The figures that the report shows, without their endings."""
+        plan = self._plan
+        if plan.config.shapes:
+            return [self.tables]
+        return [] if plan.config.gates else [self.figures / name for name in plan.figures]
+
+    @property
+    def shown(self) -> list[str]:
+        """The files of these tables and figures."""
+        figures = [] if self._plan.config.shapes else [f"{stem}{NARROW}" for stem in self.figure_stems]
+        return [*map(str, self.table_pages), *figures]
 
     @property
     def tables(self) -> Path:
@@ -162,11 +189,6 @@ class Files:
     def figures(self) -> Path:
         """The folder of figures."""
         return self.results / FIGURES
-
-    @property
-    def tracked(self) -> Path:
-        """The folder of the trackers' records of all runs."""
-        return self.results / TRACKED
 
     @property
     def points(self) -> Path:

@@ -13,7 +13,7 @@ from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy, StoredPolicy
 from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CalibratedOn, CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
-from qerl.jobs.report import FigureJob, ShapesJob, TableJob
+from qerl.jobs.report import FigureJob, ReportJob, ShapesJob, TableJob
 from qerl.jobs.shapes import PointJob, RolloutMixJob
 from qerl.jobs.train import TrainJob
 from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
@@ -22,6 +22,7 @@ from qerl.plan.shapes import measured_files, point_jobs
 from qerl.plan.sheets import Plan, PlannedEvaluation
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
+from qerl.results.paths import SAMPLES_PAGE
 from qerl.settings.benches import GateSettings, RolloutBench
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import HubModel, PretrainSettings
@@ -119,7 +120,6 @@ class Jobs:
             checkpoint=self.files.checkpoint(run.checkpoint),
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
-            tracked=self.files.tracked,
             followed=self.files.followed(id),
             out=self.files.run(id),
         )
@@ -165,6 +165,31 @@ class Jobs:
     def figure(self, name: str) -> FigureJob:
         """Make a figure."""
         return FigureJob(name=name, results=self.files.listed, out=self.files.figures)
+
+    def report(self) -> ReportJob:
+        """Make the report."""
+        files = self.files
+        scored = bool(self._plan.evaluations) and not (self._config.gates or self._config.shapes)
+        return ReportJob(
+            name=self._config.name,
+            results=files.listed,
+            main=files.tables / "accuracy.csv" if scored else None,
+            tables=files.table_pages,
+            figures=files.figure_stems,
+            samples=SAMPLES_PAGE if scored else "",
+            omitted=self._omitted,
+            out=files.report,
+        )
+
+    @property
+    def _omitted(self) -> dict[str, str]:
+        experiments = self._config.experiments.items()
+        return {f"{name}: {arm}": why for name, settings in experiments for arm, why in settings.omitted.items()}
+
+    @property
+    def listed(self) -> list[str]:
+        """All results, of which tables, figures and the report are made."""
+        return list(map(str, self.shapes().files)) if self._config.shapes else self.files.stored
 
     # --- the speed grid
 

@@ -17,7 +17,9 @@ from qerl.results.files import read
 from qerl.results.intervals import METHOD
 from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
+from qerl.results.schema.evaluation import EvaluationResult
 from qerl.results.schema.profile import ProfileKind
+from qerl.results.schema.training import RunResult
 from qerl.settings.run import RunSettings
 
 _SCORED = (
@@ -41,13 +43,21 @@ class StoredResults:
         """See `readers.load_runs`."""
         return readers.load_runs(self._named(RUN))
 
+    def run_results(self) -> dict[str, RunResult]:
+        """Each run with all settings, by its name."""
+        return readers.read_runs(self._named(RUN))
+
+    def evaluation_results(self) -> list[EvaluationResult]:
+        """The results of all evaluations."""
+        return [read(EvaluationResult, path) for path in self._named(RESULT)]
+
     def metrics(self) -> pd.DataFrame:
         """See `readers.load_metrics`."""
         return readers.load_metrics(self._named(RUN))
 
     def settings(self) -> dict[str, RunSettings]:
         """The settings of each run, by its name."""
-        return {name: run.settings for name, run in readers.read_runs(self._named(RUN)).items()}
+        return {name: run.settings for name, run in self.run_results().items()}
 
     def printed(self, name: str) -> Path:
         """A file of config/paper."""
@@ -74,7 +84,7 @@ class StoredResults:
         if scored:
             samples = readers.load_samples(self._named(RESULT))
             yield from paper.accuracies(self.evaluations(), samples, self.settings())
-            yield from paper.failures(readers.read_runs(self._named(RUN)).values(), scored)
+            yield from paper.failures(self.run_results().values(), scored)
 
     def curves(self, figure: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]], pd.DataFrame]:
         """Metrics, the identity of each run, and the points read off the paper's figure."""
@@ -108,15 +118,16 @@ class StoredResults:
 
 def write_table(job: TableJob) -> None:
     """Make one table."""
-    make_table(job.name, _listed(job.results), job.out)
+    make_table(job.name, listed(job.results), job.out)
 
 
 def write_figure(job: FigureJob) -> None:
     """Make one figure."""
-    make_figure(job.name, _listed(job.results), job.out)
+    make_figure(job.name, listed(job.results), job.out)
 
 
-def _listed(file: Path) -> list[Path]:
+def listed(file: Path) -> list[Path]:
+    """The paths that a file lists, one a line."""
     return [Path(line) for line in file.read_text().splitlines()]
 
 

@@ -15,7 +15,7 @@ NUMERICS = "numerics.json"
 SPEED = "speed.json"
 MEASURED = "measured.json"
 VERDICT = "verdict.json"
-VERDICT_TABLE = "verdict.md"
+VERDICT_TABLE = "verdict.html"
 #: The folder of a trained policy within its run's, and of a base in one weight format within that of its report.
 POLICY = "policy"
 CHECKPOINT = "checkpoint"
@@ -35,8 +35,6 @@ NARROW = ".narrow.svg"
 #: The page that shows all results of a configuration.
 REPORT_PAGE = "report.html"
 GATES = "gates"
-#: The records of trackers, in their own formats, for all runs.
-TRACKED = "tracked"
 #: Evaluations of committed policies, within the folder of the gates.
 STORED = "stored"
 #: Folder of the token ids of logged completions.

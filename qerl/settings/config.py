@@ -21,7 +21,6 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.errors import nearest
 from qerl.settings.evaluation import EvaluationSettings, check_scored
 from qerl.settings.models import ModelSettings, PretrainSettings
-from qerl.settings.run import TrackerName
 
 
 class Experiment(Settings):
@@ -99,8 +98,6 @@ class Config(Settings):
     drift: bool = False
     """Also report the drift of each run: whether the KL divergence of sampler and trainer grows over its steps. Runs
     then need at least 20 steps."""
-    track: list[TrackerName] = []
-    """Trackers of all runs whose experiment doesn't name its own."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
     by whether there is a GPU. They replace the defaults below (`qerl/plan/own_model.py`)."""

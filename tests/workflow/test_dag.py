@@ -4,6 +4,7 @@ One of its experiments has a reward and a data set of the user, by import path, 
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -104,14 +105,22 @@ def test_the_users_functions_are_called(finished):
     assert (meta["answer"], sum(meta["rows"].values())) == ("tags", 40)
 
 
-def test_the_report_shows_its_tables_and_tells_of_machine_and_commit(finished):
+def test_the_report_is_made_and_its_links_lead_to_evaluations(finished):
+    text = (finished.folder / f"{RESULTS}/report.html").read_text()
+    assert text.index("NVFP4 LoRA + AQN") < text.index("<figure") < text.index('id="methods"')
+    places = {place.split("/")[0] for place in re.findall(r'href="samples.html#([^"]+)"', text)}
+    assert places == {path.name for path in (finished.folder / RESULTS).glob("evaluate/*")}
+    assert "Nothing failed or was left out." in text
+
+
+def test_snakemakes_report_begins_with_the_report_and_tells_of_machine_and_commit(finished):
     finished.snakemake(*CONFIG, "--report", "report.html")
     text = (finished.folder / "report.html").read_text()
-    results, categories, start = (_value(text, name) for name in ("results", "categories", "workflow-desc"))
-    assert sorted(categories)[0] == "1 Main table"
-    assert categories["1 Main table"] == {"Other": ["results/micro/tables/accuracy.html"]}
-    assert "Accuracy on arithmetic" in start
-    assert "<td>NVFP4</td>" in start
+    results, categories = (_value(text, name) for name in ("results", "categories"))
+    assert sorted(categories)[:2] == ["0 Report", "1 Main table"]
+    assert categories["0 Report"] == {"Other": [f"{RESULTS}/report.html"]}
+    assert categories["1 Main table"] == {"Other": [f"{RESULTS}/tables/accuracy.html"]}
+    results.pop(f"{RESULTS}/report.html")
     for path, result in results.items():
         assert path.endswith((".html", ".png")), f"{path} is not shown but downloaded"
         kind = "text/html" if path.endswith(".html") else "image/png"

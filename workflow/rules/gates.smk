@@ -104,10 +104,11 @@ rule verdict:
 rule gate:
     input:
         FILES.gates / paths.VERDICT,
+        FILES.report,
     output:
         touch(FILES.passed),
     log:
         "<logs>/gates/gate.log",
     localrule: True
     shell:
-        "python -m qerl gate show {input:q} 2> {log:q}"
+        "python -m qerl gate show {input[0]:q} 2> {log:q}"

@@ -8,7 +8,7 @@ rule list_results:
         "<logs>/list_results.log",
     localrule: True
     params:
-        paths=FILES.stored + printed_files(),
+        paths=JOBS.listed + printed_files(),
     run:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
@@ -70,5 +70,28 @@ rule figures:
         job=job("figure"),
         decides=decides("figure"),
         code=code("figure"),
+    shell:
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+
+
+# The page that people open: the main table and its figures first, everything else below.
+rule write_report:
+    input:
+        FILES.stored,
+        FILES.shown,
+        names=FILES.listed,
+    output:
+        report(FILES.report, caption="../report/report.rst", category="0 Report"),
+    log:
+        "<logs>/write_report.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        job=job("report"),
+        decides=decides("report"),
+        code=code("report"),
     shell:
         "python -m qerl rule {params.job:q} > {log:q} 2>&1"

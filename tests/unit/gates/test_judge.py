@@ -396,7 +396,7 @@ def test_the_exit_code_follows_the_verdict(results, tmp_path):
     assert shown() == ("pass", 0)
     write_baseline(settings.baselines, found.model_copy(update={"values": found.values | {f"memory/{ARM}": 1.0}}))
     assert shown() == ("fail", 1)
-    assert "| memory" in (tmp_path / "out" / "verdict.md").read_text()
+    assert ">memory<" in (tmp_path / "out" / "verdict.html").read_text()
 
 
 def test_failing_gates_come_first():

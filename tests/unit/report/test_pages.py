@@ -1,5 +1,6 @@
 """Tables as pages of the report, and captions with machine, seeds and commit."""
 
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +16,18 @@ from tests.synthetic_results import write_tree
 
 
 class Tables(HTMLParser):
-    """Headings, and of each table its rows of cells, the header first."""
+    """Captions, and of each table its rows of cells, the header first."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.headings: list[str] = []
+        self.captions: list[str] = []
         self.rows: list[list[list[str]]] = []
         self._tag = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self._tag = tag
+        if tag not in ("a", "span"):
+            self._tag = tag
         if tag == "table":
             self.rows.append([])
         elif tag == "tr":
@@ -34,11 +36,12 @@ class Tables(HTMLParser):
             self.rows[-1][-1].append("")
 
     def handle_endtag(self, tag):
-        self._tag = ""
+        if tag in ("caption", "td", "th"):
+            self._tag = ""
 
     def handle_data(self, data):
-        if self._tag == "h2":
-            self.headings.append(data)
+        if self._tag == "caption":
+            self.captions.append(data)
         elif self._tag in ("td", "th"):
             self.rows[-1][-1][-1] += data
 
@@ -53,7 +56,7 @@ def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_p
     job.make_table("accuracy", paths, tmp_path)
     text = (tmp_path / "accuracy.html").read_text()
     found = Tables(text)
-    assert found.headings == ["Accuracy on arithmetic"]
+    assert found.captions == ["Accuracy on arithmetic"]
     [[header, *rows]] = found.rows
     assert header == [
         "weights",
@@ -69,15 +72,15 @@ def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_p
     caption = (tmp_path / "accuracy.txt").read_text().strip()
     for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3.", "Commit: 0123456789ab."):
         assert told in caption
-    assert f"<p>{caption}</p>" in text
+    assert f'<p class="caption">{caption}</p>' in unescape(text)
 
 
 def test_a_page_escapes_text():
     shown = pd.DataFrame({"<b>": ["1 < 2 & 3"]})
     text = page({"A & B": shown}, "a < b", ["<i>"])
-    assert Tables(text).headings == ["A & B"]
+    assert Tables(text).captions == ["A & B"]
     assert Tables(text).rows == [[["<b>"], ["1 < 2 & 3"]]]
-    assert "<p>a &lt; b</p>" in text
+    assert '<p class="caption">a &lt; b</p>' in text
     assert "<li>&lt;i&gt;</li>" in text
 
 
@@ -103,22 +106,22 @@ def rendered(name: str, files: list[Path], **wildcards: str) -> str:
     return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
 
 
-def test_the_start_page_shows_the_main_table_and_captions_what_it_promises(paths, tmp_path):
+def test_captions_of_snakemakes_report_have_what_they_promise(paths, tmp_path):
     job.make_table("accuracy", paths, tmp_path)
     job.make_figure("accuracy", paths, tmp_path)
     files = [tmp_path / "accuracy.html", tmp_path / "accuracy.png", tmp_path / "reward.png"]
-    start = Tables(rendered("workflow.rst", files))
-    assert start.headings == ["Accuracy on arithmetic"]
-    assert start.rows == Tables(files[0].read_text()).rows
     for text in (rendered("table.rst", files, table="accuracy"), rendered("figure.rst", files, figure="accuracy")):
         assert "95 % intervals" in text
         for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3", "Commit: 0123456789ab."):
             assert text.count(told) == 1
 
 
-def test_the_caption_of_the_gates_holds_their_table(tmp_path):
-    verdict = tmp_path / "verdict.md"
-    frame = pd.DataFrame({"gate": ["codec, nf4", "a < b"], "passed": ["yes", "no"]})
-    verdict.write_text(frame.to_markdown(index=False) + "\n")
-    [rows] = Tables(rendered("gates.rst", [verdict])).rows
-    assert rows == [["gate", "passed"], ["codec, nf4", "yes"], ["a < b", "no"]]
+def test_columns_of_a_table_that_say_nothing_are_hoisted_or_left_out():
+    shown = pd.DataFrame(
+        {"bench": ["step"] * 3, "arm": ["a", "b", "c"], "note": [""] * 3, "s/step": ["1.2 [1.1, 1.3]", "10", "–"]}
+    )
+    text = page({"Times": shown}, "caption")
+    assert Tables(text).rows == [[["arm", "s/step"], ["a", "1.2 [1.1, 1.3]"], ["b", "10 "], ["c", "– "]]]
+    assert "In all rows: bench step." in text
+    assert text.count('<th scope="row">') == 3
+    assert text.count('<td class="number">') == 3

@@ -27,17 +27,19 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
     frame = readers.load_evaluations(evaluations, runs)
     table = tables.accuracy(tables.accuracy_cells(frame, readers.load_samples(evaluations)), runs)
     tables.write_table(table, root / "tables" / "accuracy", "caption")
+    (root / "report.html").touch()
     text = printed(root)
     assert "mini: accuracy on arithmetic" in text
     assert f"{100 * answers(0.7, 1).mean():.1f} [" in text
     assert "LoRA + AQN" in text
     assert "untrained bf16 base not run" in text
     assert str(root / "tables" / "accuracy.md") in text
-    assert "report.html" not in text
-    (root / "report.html").touch()
-    assert str(root / "report.html") in printed(root)
+    assert str(root / "report.html") in text
+    assert "samples.html" not in text
+    (root / "samples.html").touch()
+    assert printed(root).split()[-1] == str(root / "samples.html")
 
 
 def test_summary_of_an_unfinished_workflow_says_what_to_do(tmp_path):
-    with pytest.raises(ResultError, match=r"accuracy.csv doesn't exist; run the workflow"):
+    with pytest.raises(ResultError, match=r"report.html doesn't exist; run the workflow"):
         print_summary(tmp_path)

@@ -1,0 +1,190 @@
+"""The report: it opens on the main table and its figures, its numbers lead to samples, and it tells what is missing."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from qerl.jobs.report import ReportJob
+from qerl.report import grid, job
+from qerl.report.report_page import write_report
+from qerl.results.paths import SAMPLES_PAGE
+from tests.browser import browser, needs_browser
+from tests.synthetic_results import ARMS, NO_METRICS, answers, decode_file, write_evaluation, write_run, write_tree
+
+from .test_pages import Tables
+
+TABLES = ("accuracy", "quantization", "memory_speed", "throughput")
+FIGURES = ("accuracy", "reward", "entropy")
+DATA = ("arithmetic", "numbers", "definitions")
+FAILED = "main-nvfp4-lora-seed1"
+WEIGHTS = ("bf16", "nf4", "mxfp4", "nvfp4")
+
+
+def scores(policy: int, seed: int) -> dict:
+    """Right and wrong answers on each data set."""
+    return {name: answers(0.5 + 0.05 * policy, [policy, seed, place]) for place, name in enumerate(DATA)}
+
+
+def write_results(root: Path) -> list[Path]:
+    """Three seeds of every arm on three data sets, of which one run failed."""
+    benches = write_tree(root / "other", seeds=1)
+    paths = [
+        write_evaluation(root, f"base-{weights}", scores(0, place), weights) for place, weights in enumerate(WEIGHTS)
+    ]
+    for policy, (arm, (weights, _, _)) in enumerate(ARMS.items(), start=1):
+        for seed in range(3):
+            status = "out of memory" if f"main-{arm}-seed{seed}" == FAILED else "ok"
+            run = write_run(root, arm, seed, status=status)
+            right = scores(policy, seed) if status == "ok" else {}
+            paths += [run, write_evaluation(root, run.parent.name, right, weights, run)]
+    return [*paths, *benches["quantization"], *benches["rollout"], *benches["step"]]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("results") / "mini"
+    paths = write_results(root)
+    (root / "results.txt").write_text("".join(f"{path}\n" for path in paths))
+    for name in TABLES:
+        job.make_table(name, paths, root / "tables")
+    for name in FIGURES:
+        job.make_figure(name, paths, root / "figures")
+    asked = ReportJob(
+        name="mini",
+        results=root / "results.txt",
+        main=root / "tables/accuracy.csv",
+        tables=[root / f"tables/{name}.html" for name in TABLES],
+        figures=[root / "figures" / name for name in FIGURES],
+        samples=SAMPLES_PAGE,
+        omitted={"main: bf16-huge": "too large for this machine"},
+        out=root / "report.html",
+    )
+    write_report(asked)
+    return asked.out
+
+
+def rows_of(report: Path, caption: str) -> list[list[str]]:
+    """The cells of a table of the report, without the space around their parts."""
+    tables = Tables(report.read_text())
+    rows = tables.rows[tables.captions.index(caption)]
+    return [[" ".join(cell.split()) for cell in row] for row in rows]
+
+
+def test_the_first_table_has_accuracies_that_lead_to_their_samples(report):
+    first = Tables(report.read_text()).captions[0]
+    rows = {row[0]: row[1:] for row in rows_of(report, first)}
+    for place, (arm, name) in enumerate(zip(ARMS, ("BF16 Full", "BF16 LoRA"), strict=False), start=1):
+        right = [scores(place, seed)["numbers"].mean() for seed in range(3)]
+        assert rows[name][2].startswith(f"{100 * sum(right) / 3:.1f} [")
+        link = re.search(rf'<a href="{SAMPLES_PAGE}#(main-{arm}-seed0/numbers)">([\d.]+)</a>', report.read_text())
+        assert unquote(link[1]) == f"main-{arm}-seed0/numbers"
+        assert link[2] == f"{100 * sum(right) / 3:.1f}"
+    assert rows["NVFP4 LoRA"][-2:] == ["0 2", "seed 1: out of memory"]
+    assert rows["BF16 untrained"][-2:] == ["", ""]
+
+
+def test_every_link_to_samples_names_a_run_or_an_evaluation_with_its_data_set(report):
+    evaluations = {
+        path.parent.name: json.loads(path.read_text()) for path in report.parent.glob("evaluate/*/result.json")
+    }
+    places = [unquote(place).split("/") for place in re.findall(rf'href="{SAMPLES_PAGE}#([^"]*)"', report.read_text())]
+    assert {place[0] for place in places} == set(evaluations)
+    assert all(place[1] in evaluations[place[0]]["tasks"] for place in places if len(place) > 1)
+    assert {place[0] for place in places if len(place) == 1} == {path.name for path in report.parent.glob("train/*")}
+
+
+def test_it_tells_what_failed_or_was_left_out(report):
+    _, *missing = rows_of(report, "Each with its reason")
+    assert missing == [
+        ["run", FAILED, "out of memory"],
+        ["bench rollout", "mini, nf4, rank 64", "out of memory"],
+        ["arm", "main: bf16-huge", "too large for this machine"],
+    ]
+    assert "3 failed or were left out." in report.read_text()
+
+
+def test_it_names_machine_commit_and_the_settings_in_which_arms_differ(report):
+    [header, row] = rows_of(report, "Where and when the results were made")
+    assert dict(zip(header, row, strict=True)) == {
+        "machine": "Test CPU, 2 cores",
+        "commit": "0123456789ab",
+        "results": "45",
+        "made": "2026-01-01 00:00",
+        "libraries": "torch 2.13.0",
+    }
+    header, *arms = rows_of(report, "Settings by arm; all others are equal")
+    assert header == ["arm", "weights", "method", "noise.schedule"]
+    assert ["nvfp4-lora-aqn", "nvfp4", "lora", "exponential"] in arms
+    assert ["dataset", "arithmetic"] in rows_of(report, "Settings of all runs; others have their defaults")
+
+
+def write_bare(name: str, shown: list[Path], root: Path) -> None:
+    """A report without evaluations, of folders of tables and figures."""
+    results, out = root / "results.txt", root / "report.html"
+    write_report(
+        ReportJob(name=name, results=results, main=None, tables=shown, figures=shown, samples="", omitted={}, out=out)
+    )
+
+
+def test_runs_have_the_reward_of_their_first_and_last_steps(tmp_path):
+    rewards = [0.1, 0.2, 0.9, 1.0]
+    run = write_run(tmp_path, "bf16-lora", 0, [NO_METRICS | {"step": n, "reward": r} for n, r in enumerate(rewards)])
+    (tmp_path / "results.txt").write_text(f"{run}\n")
+    write_bare("one", [], tmp_path)
+    [header, row] = rows_of(tmp_path / "report.html", "Runs and their cost")
+    shown = dict(zip(header, row, strict=True))
+    assert (shown["reward at the start"], shown["at the end"]) == ("0.10", "1.00")
+    assert shown["minutes"] == "1.33"
+    assert "href" not in (tmp_path / "report.html").read_text().partition("<main>")[2]
+
+
+def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):
+    points = [
+        decode_file(tmp_path, "native", weights, {1: [400.0, 410.0], 8: [3000.0]}) for weights in ("nvfp4", "bf16")
+    ]
+    grid.write_all(points, tmp_path / "tables")
+    (tmp_path / "results.txt").write_text("".join(f"{path}\n" for path in points))
+    write_bare("speed", [tmp_path / "tables"], tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert any(caption.startswith("Decoded tokens/s of 7B") for caption in Tables(text).captions)
+    assert text.count("<figure") == len(list((tmp_path / "tables").glob("*.narrow.svg"))) > 0
+    assert SAMPLES_PAGE not in text
+
+
+def test_it_is_one_file_of_a_few_megabytes(report):
+    assert report.stat().st_size < 5e6
+    assert not re.findall(r'(?:src|srcset|href)="(?!data:|#|samples\.html)', report.read_text())
+
+
+@needs_browser
+def test_it_reads_well_in_a_browser(report, tmp_path):
+    """In light and dark on a phone and a large screen: nothing overflows, and the answer is on the first screen."""
+    colours = set()
+    with browser() as tab:
+        for width in (400, 1400):
+            for dark in (False, True):
+                tab.open(report, width=width, dark=dark)
+                assert not tab.errors
+                assert not tab.requests
+                assert tab.overflow() == 0
+                assert tab.ask("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+                tables = tab.ask("[...document.querySelectorAll('.wide')].map(e => e.getBoundingClientRect().right)")
+                assert max(tables) <= width
+                colours.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
+            top, bottom = tab.ask("(b => [b.top, b.bottom])(document.querySelector('.main').getBoundingClientRect())")
+            assert 0 < top < 400
+            assert bottom < (900 if width > 400 else 1000)
+        tops = tab.ask("[...document.querySelectorAll('figure')].slice(0, 2).map(e => e.getBoundingClientRect().top)")
+        assert max(tops) < 700
+        chosen = "document.images[0].currentSrc === document.images[0].src"
+        assert tab.ask(chosen)
+        tab.resize(400)
+        tab.settle()
+        assert not tab.ask(chosen)
+        tab.open(report)
+        tab.pdf(tmp_path / "report.pdf")
+    assert len(colours) == 2
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
