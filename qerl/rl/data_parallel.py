@@ -67,11 +67,9 @@ class Processes:
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over the processes; a process without one adds zero."""
-        if self.count == 1:
-            return
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(gradient, "sum")
+            parameter.grad = reduce(gradient, "sum") if self.count > 1 else gradient
 
 
 def check_processes(count: int) -> None:

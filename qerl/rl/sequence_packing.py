@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,7 +40,8 @@ class Sample:
 class MicroBatch:
     """Sequences in one row without padding, where a prompt precedes all its completions once.
 
-    The row lacks the last token of each completion, which predicts nothing.
+    The row lacks the last token of each completion, which predicts nothing. It also lacks silent completions
+    (`qerl.rl.silent`), whose place among the N is kept, so that a loss adds up the same numbers with and without them.
     """
 
     index: list[int]  # index of each completion in the batch
@@ -49,17 +50,23 @@ class MicroBatch:
     packing: Packing
     keys: list[tuple[int, int]]  # of each piece, unique in the batch and independent of the packing
     states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token
-    targets_M: torch.Tensor  # completion tokens
+    targets_M: torch.Tensor  # completion tokens of the row
+    read_N: torch.Tensor  # [N] bool, whether the completion is in the row
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
     finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
     sampler_logprobs_NT: torch.Tensor  # [N, T]
     rewards_N: torch.Tensor  # [N]
     advantages_N: torch.Tensor  # [N]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the row has no tokens, because all completions are silent."""
+        return not self.ids.numel()
+
     def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
-        """Values of the completion tokens [M] as [N, T], zero off the mask."""
+        """Values of the row's completion tokens [M] as [N, T], zero elsewhere."""
         empty = values_M.new_zeros(self.mask_NT.shape)
-        return empty.masked_scatter(self.mask_NT.bool(), values_M)
+        return empty.masked_scatter(self.mask_NT.bool() & self.read_N[:, None], values_M)
 
 
 def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
@@ -107,10 +114,13 @@ def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[in
     return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
 
 
-def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.device) -> MicroBatch:
-    """Pack the samples `index` of a batch into one row."""
+def micro_batch(
+    samples: Sequence[Sample], index: list[int], device: torch.device, silent: Collection[int] = ()
+) -> MicroBatch:
+    """Pack the samples `index` of a batch into one row, without those that are `silent`."""
     row = _Row()
-    for group in _groups(samples, index):
+    read = [i for i in index if i not in silent]
+    for group in _groups(samples, read):
         row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
@@ -122,7 +132,8 @@ def micro_batch(samples: Sequence[Sample], index: list[int], device: torch.devic
         packing=Packing.of(row.lengths, row.prompts, device),
         keys=row.keys,
         states_M=whole(row.states),
-        targets_M=whole([token for c in completions for token in c.token_ids]),
+        targets_M=whole([token for i in read for token in samples[i].completion.token_ids]),
+        read_N=torch.tensor([i not in silent for i in index], device=device),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
         finished_N=real([float(c.finished) for c in completions]),
         sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
@@ -136,13 +147,20 @@ def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
     return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
 
 
-def split(samples: Sequence[Sample], max_tokens: int, parts: int = 1) -> list[list[int]]:
-    """Indices of the samples of each micro-batch, largest micro-batch first.
+def row_tokens(samples: Sequence[Sample], index: Sequence[int]) -> int:
+    """Number of tokens in the row of the samples `index`."""
+    return sum(packed_tokens(samples, group) for group in _groups(samples, index))
+
+
+def split(
+    samples: Sequence[Sample], max_tokens: int, parts: int = 1, index: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices of the samples of each micro-batch, largest micro-batch first; `index` are those to split, or all.
 
     A micro-batch has at most `max_tokens` tokens, and at most an even share of the batch for each of `parts` processes.
     A longer completion is alone. A group that fits isn't split. If a group is split, each piece has the prompt.
     """
-    groups = list(_groups(samples, range(len(samples))))
+    groups = list(_groups(samples, range(len(samples)) if index is None else index))
     share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
     limit = min(max_tokens, share)
     pieces = [piece for group in groups for piece in _cut(samples, group, limit)]

@@ -1,6 +1,7 @@
 """Rollouts that a run stores for people to read: a file for each stored step, with a few problems and completions.
 
-Storing reads what the step has computed anyway, draws no random number and changes no tensor. A step that a resumed run
+Storing draws no random number and changes no tensor. It reads what the step has computed anyway, and has the update
+read stored completions that are silent. A step that a resumed run
 repeats rewrites its file, so that no step is stored twice.
 """
 
@@ -71,11 +72,15 @@ class StoredStep:
     def _size(self) -> int:
         return self.collector.settings.rollout.group_size
 
+    @property
+    def index(self) -> set[int]:
+        """The stored completions, by their index in the batch."""
+        return {place * self._size + number for place, count in self.chosen.items() for number in range(count)}
+
     def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
         """Copy the entropies of stored completions, which are rows of a micro-batch."""
-        for row, index in enumerate(batch.index):
-            place, number = divmod(index, self._size)
-            if number < self.chosen.get(place, 0):
+        for row, (index, read) in enumerate(zip(batch.index, batch.read_N.tolist(), strict=True)):
+            if read and index in self.index:
                 tokens = len(self.rollout.samples[index].completion.token_ids)
                 self._entropies[index] = _rounded(entropy_NT[row, :tokens].tolist())
 

@@ -95,7 +95,7 @@ class Trainer:
                 self.noise.clear()
             stored = self.store.begin(step, rollout) if self.store else None
             with seconds() as update_time:
-                update = self._update(step, rollout.samples, stored.look if stored else None)
+                update = self._update(step, rollout.samples, stored)
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]

@@ -6,9 +6,10 @@ Shapes: N sequences, T completion tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -18,13 +19,22 @@ from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
-from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
+from qerl.rl.silent import Silent, find_silent
 from qerl.rl.update_stats import UpdateStats
 from qerl.rl.value import is_value, value_adapter, values
 from qerl.settings.run import RunSettings
 
-#: Sees a micro-batch with the entropies of its tokens [N, T], which it must not change.
-Look = Callable[[MicroBatch, torch.Tensor], None]
+
+class Look(Protocol):
+    """An observer of the first update, which must not change what it sees."""
+
+    @property
+    def index(self) -> Collection[int]:
+        """The completions that it looks at. Those that are silent are read for it."""
+
+    def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
+        """See a micro-batch with the entropies of its tokens [N, T], zero for completions that it lacks."""
 
 
 def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
@@ -107,7 +117,7 @@ class Updater:
         """Do all updates on one rollout, and return their metrics.
 
         `temperature` is that at which they were drawn, by default that of the settings. `look` sees each micro-batch of
-        the first update in this process, with the entropies of its tokens.
+        the first update in this process, with the entropies of its tokens. It changes neither policy nor metrics.
 
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
@@ -116,22 +126,29 @@ class Updater:
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * schedule
+        silent = find_silent(samples, self.settings, step)
         rows = split(samples, self.settings.micro_batch_tokens, self.processes.count)
         whole = self._batch_size(samples, len(rows))
-        parts = list(self._parts(step, samples, rows))
+        parts = self._parts(step, samples, rows, silent.index)
+        sampled = self._read_only(step, samples, silent.sampled)
+        shown = self._read_only(step, samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
         stats = UpdateStats()
         updates = self.settings.loss.updates_per_rollout
         ppo = self.settings.loss.name == "ppo"
         self.policy.lm.train()
-        with self._weights(parts):
+        with self._weights([*parts, *sampled, *shown]):
+            of_silent = self._read(sampled, look)
+            self._read(shown, look)
             parts, estimated = self._estimate_advantages(parts) if ppo else (parts, {})
             anchors, norm = self._first_update(parts, whole, stats, look)
             for _ in range(updates - 1):
                 self._further_update(parts, anchors, whole, stats)
         self.policy.lm.eval()
-        stats = stats.over(self.processes)
+        stats, of_silent = stats.over(self.processes), of_silent.over(self.processes)
+        stats += of_silent.standing_for(silent.tokens, len(silent.index))
         return {
             **stats.metrics(),
+            **_silent_metrics(silent, of_silent),
             **estimated,
             **(stats.value_metrics(updates) if ppo else {}),
             "mismatch/max_ratio": stats.max_ratio,
@@ -146,18 +163,30 @@ class Updater:
         tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
         return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
 
-    def _parts(self, step: int, samples: list[Sample], rows: list[list[int]]) -> Iterator[_Part]:
+    def _parts(self, step: int, samples: list[Sample], rows: list[list[int]], silent: Collection[int]) -> list[_Part]:
         """This process's micro-batches. Rows are sorted by length, so dealing them out in turn balances the work."""
-        for number in range(self.processes.rank, len(rows), self.processes.count):
-            batch = micro_batch(samples, rows[number], self.policy.device)
-            mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
-            yield _Part(batch, step, mask, batch.advantages_N[:, None])
+        if silent:
+            rows = sorted(rows, key=lambda row: -row_tokens(samples, [i for i in row if i not in silent]))
+        return [self._part(step, samples, row, silent) for row in rows[self.processes.rank :: self.processes.count]]
+
+    def _part(self, step: int, samples: list[Sample], row: list[int], silent: Collection[int]) -> _Part:
+        batch = micro_batch(samples, row, self.policy.device, silent)
+        mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
+        return _Part(batch, step, mask, batch.advantages_N[:, None])
+
+    def _read_only(self, step: int, samples: list[Sample], index: list[int]) -> list[_Part]:
+        """This process's micro-batches of silent completions `index`, of which the last process has the longest."""
+        rows = split(samples, self.settings.micro_batch_tokens, self.processes.count, index)
+        mine = rows[self.processes.count - 1 - self.processes.rank :: self.processes.count]
+        return [self._part(step, samples, row, ()) for row in mine]
 
     # --- gradients ---
 
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        keep = self._choose_recomputed(part)
         batch = part.batch
+        if batch.is_empty:
+            return torch.zeros_like(batch.mask_NT), torch.zeros_like(batch.mask_NT)
+        keep = self._choose_recomputed(part)
         # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
         set_keys(self.policy.lm, keys, batch.packing.lengths)
@@ -181,6 +210,17 @@ class Updater:
         with torch.no_grad(), self.policy.reference():
             return self._forward(part)[0]
 
+    @torch.no_grad()
+    def _read(self, parts: list[_Part], look: Look | None) -> UpdateStats:
+        """Statistics of micro-batches that have no gradient."""
+        stats = UpdateStats()
+        for part in parts:
+            logprobs_NT, entropy_NT = self._forward(part)
+            stats += _compare(part, _Anchor(logprobs_NT, None, None), entropy_NT)
+            if look:
+                look.look(part.batch, entropy_NT)
+        return stats
+
     def _first_update(
         self, parts: list[_Part], whole: BatchSize, stats: UpdateStats, look: Look | None
     ) -> tuple[list[_Anchor], float]:
@@ -198,7 +238,7 @@ class Updater:
             stats += _compare(part, anchor, entropy_NT)
             anchors.append(anchor)
             if look:
-                look(part.batch, entropy_NT)
+                look.look(part.batch, entropy_NT)
         return anchors, self._optimize()
 
     def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:
@@ -217,7 +257,8 @@ class Updater:
             logprobs_NT, anchor.old_NT, part.advantages_NT, part.mask_NT, anchor.reference_NT, anchor.importance_NT
         )
         outputs = policy_loss(inputs, self.settings.loss, whole)
-        outputs.loss.backward()
+        if outputs.loss.requires_grad:  # unless all completions are silent
+            outputs.loss.backward()
         stats = UpdateStats(
             loss=outputs.loss.item(),
             clipped_low=outputs.clipped_low.item(),
@@ -289,12 +330,15 @@ class Updater:
 
 
 def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateStats:
-    """Statistics of the policy that sampled: its entropy, its mismatch with the sampler, and its KL to the
-    reference.
+    """Statistics of the policy that sampled, on the completions that were read: its entropy, its mismatch with the
+    sampler, and its KL to the reference.
     """
-    mask_NT = part.batch.mask_NT
-    kl, ratio = mismatch(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
-    sums = ratio_sums(anchor.old_NT, part.batch.sampler_logprobs_NT, mask_NT)
+    batch = part.batch
+    if batch.is_empty:
+        return UpdateStats()
+    mask_NT, old_NT, sampler_NT = (x[batch.read_N] for x in (batch.mask_NT, anchor.old_NT, batch.sampler_logprobs_NT))
+    kl, ratio = mismatch(old_NT, sampler_NT, mask_NT)
+    sums = ratio_sums(old_NT, sampler_NT, mask_NT)
     stats = UpdateStats(
         tokens=mask_NT.sum().item(),
         sequences=len(mask_NT),
@@ -307,5 +351,15 @@ def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateSt
         max_ratio=ratio.item(),
     )
     if anchor.reference_NT is not None:
-        stats.reference_kl = (k3(anchor.reference_NT - anchor.old_NT) * mask_NT).sum().item()
+        stats.reference_kl = (k3(anchor.reference_NT - anchor.old_NT) * batch.mask_NT).sum().item()
     return stats
+
+
+def _silent_metrics(silent: Silent, of_sample: UpdateStats) -> dict[str, float]:
+    """The numbers of silent and of sampled completions, and the sample's entropy and mismatch."""
+    means = of_sample.metrics() if silent.sampled else {}
+    return {
+        "silent/completions": len(silent.index),
+        "silent/sampled": len(silent.sampled),
+        **{f"silent/{name.replace('/', '_')}": means[name] for name in ("entropy", "mismatch/kl") if means},
+    }

@@ -44,6 +44,13 @@ class UpdateStats:
         sums = processes.sum([getattr(self, name) for name in _SUMS])
         return UpdateStats(**dict(zip(_SUMS, sums, strict=True)), max_ratio=processes.max(self.max_ratio))
 
+    def standing_for(self, tokens: int, sequences: int) -> UpdateStats:
+        """The estimate of the sums over `tokens` and `sequences` from these sums over a sample of them."""
+        by_token, by_sequence = tokens / max(self.tokens, 1), sequences / max(self.sequences, 1)
+        scaled = {name: getattr(self, name) * by_token for name in _TOKEN_SUMS}
+        scaled |= {name: getattr(self, name) * by_sequence for name in _SEQUENCE_SUMS}
+        return UpdateStats(**scaled, tokens=tokens, sequences=sequences, max_ratio=self.max_ratio)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the policy's updates: means over tokens or ratios."""
         ratios = max(self.ratios, 1)
@@ -68,4 +75,6 @@ def _effective_share(total: float, squares: float, count: float) -> float:
     return total * total / (squares * count) if squares and count else 0.0
 
 
+_TOKEN_SUMS = ("entropy", "mismatch_kl", "token_ratios", "token_squares")
+_SEQUENCE_SUMS = ("sequence_ratios", "sequence_squares")
 _SUMS = tuple(field.name for field in fields(UpdateStats) if field.name != "max_ratio")

@@ -148,6 +148,9 @@ class LossSettings(Settings):
     """Importance weights that correct for the difference between sampler and trainer. The paper has none."""
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
+    silent_sample: Annotated[float, Field(gt=0, le=1)] = 0.125
+    """Share of the silent completions, whose gradient is zero, that an update reads. Metrics of entropy and mismatch
+    count it for all of them. 1 reads all: more time, no change of the policy. With `kl` or `ppo` none are silent."""
     ppo: PPOSettings = PPOSettings()
     """Settings that only `ppo` uses."""
 

@@ -104,7 +104,8 @@ def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
         "weights": "bf16",
         "method": "full",
         "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": LONGEST}},
-        "loss": {"name": loss_name, "clip_high": 0.2, "mask_truncated": mask_truncated},
+        # The second group is silent: its gradient must be missed nowhere. TRL's entropy has all completions.
+        "loss": {"name": loss_name, "clip_high": 0.2, "mask_truncated": mask_truncated, "silent_sample": 1.0},
         "optimizer": {"name": "adamw", "max_grad_norm": 1e9},
     }
     settings = parse(RunSettings, values, "test")

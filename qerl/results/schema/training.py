@@ -22,6 +22,8 @@ class StepMetrics(Stored):
     """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
 
     `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
+    `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
+    `mismatch/` and `ess/`.
     """
 
     step: int
@@ -44,6 +46,10 @@ class StepMetrics(Stored):
     ess_tokens: Number | None = _maybe("ess/tokens")
     ess_sequences: Number | None = _maybe("ess/sequences")
     reference_kl: Number = _named("reference/kl")
+    silent_completions: int | None = _maybe("silent/completions")
+    silent_sampled: int | None = _maybe("silent/sampled")
+    silent_entropy: Number | None = _maybe("silent/entropy")
+    silent_mismatch_kl: Number | None = _maybe("silent/mismatch_kl")
     clip_ratio_low: Number = _named("clip_ratio/low")
     clip_ratio_high: Number = _named("clip_ratio/high")
     value_mean: Number | None = _maybe("value/mean")

@@ -117,6 +117,37 @@ def test_storing_changes_no_bit_of_training(checkpoint, tmp_path):
         assert torch.equal(left, right), name
 
 
+def test_completions_without_a_gradient_have_their_entropies_too_and_change_no_metric(
+    checkpoint, tmp_path, monkeypatch
+):
+    """In one step all groups earn the same, in the other two of three; an eighth of them is read for the metrics."""
+    parts = lambda answer, problem, *_: {  # noqa: E731
+        "correct": len(set(answer.text)) * float(problem.id == "4"),
+        "format": 0.0,
+        "overlong": 0.0,
+    }
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    rows = {}
+    for every in (0, 1):
+        changes = {"steps": 2, "stored_rollouts": {"every": every}}
+        rows[every] = trainer(checkpoint, tmp_path / str(every), **changes).run()
+    assert [(row["silent/completions"], row["silent/sampled"]) for row in rows[1]] == [(12, 2), (8, 1)]
+    keys = [key for key in rows[0][0] if not key.startswith(("seconds", "tokens_per_second", "memory"))]
+    assert [[row[key] for key in keys] for row in rows[0]] == [[row[key] for key in keys] for row in rows[1]]
+    # A KL weight of nearly zero makes an update that reads all.
+    trainer(checkpoint, tmp_path / "all", steps=2, loss={"kl": 1e-30}, stored_rollouts=ALL).run()
+    for found, expected in zip(stored(tmp_path / "1").values(), stored(tmp_path / "all").values(), strict=True):
+        pairs = [
+            (completion, same)
+            for row, other in zip(found, expected, strict=True)
+            for completion, same in zip(row.completions, other.completions, strict=True)
+        ]
+        assert len(pairs) == 12
+        for completion, same in pairs:
+            assert completion.entropies == pytest.approx(same.entropies, abs=2e-3)
+            assert min(completion.entropies) > 1
+
+
 def test_a_killed_run_stores_each_step_once_and_as_the_whole_run_does(checkpoint, tmp_path, monkeypatch):
     trainer(checkpoint, tmp_path / "whole", stored_rollouts=ALL).run()
     killed = trainer(checkpoint, tmp_path / "killed", stored_rollouts=ALL)

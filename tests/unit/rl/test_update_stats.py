@@ -40,6 +40,18 @@ def test_figures_of_processes_add_up_like_those_of_micro_batches():
     assert total == UpdateStats(loss=3.0, tokens=6.0, max_ratio=5.0)
 
 
+def test_a_sample_stands_for_all_in_sums_over_tokens_and_over_sequences():
+    """Half of the tokens in a third of the sequences; counts of clipped ratios and the loss stay out."""
+    found = numbered().standing_for(2 * int(numbered().tokens), 3 * int(numbered().sequences))
+    doubled = {"tokens", "entropy", "mismatch_kl", "token_ratios", "token_squares"}
+    tripled = {"sequences", "sequence_ratios", "sequence_squares"}
+    for name in NAMES:
+        factor = 2 if name in doubled else 3 if name in tripled else 0
+        expected = factor * getattr(numbered(), name)
+        assert getattr(found, name) == (numbered().max_ratio if name == "max_ratio" else expected), name
+    assert UpdateStats().standing_for(0, 0) == UpdateStats()
+
+
 def test_metrics_are_means_over_tokens_ratios_and_updates():
     stats = UpdateStats(
         loss=0.5,
