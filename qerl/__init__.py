@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Any
 from qerl.provenance.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from qerl.api import Evaluation, Run, evaluate, export, load, quantize, sample, train
+    from qerl.api import Evaluation, Run, evaluate, export, export_merged, load, publish, quantize, sample, train
 
-__all__ = ["Evaluation", "Run", "__version__", "evaluate", "export", "load", "quantize", "sample", "train"]
+__all__ = [
+    "Evaluation",
+    "Run",
+    "__version__",
+    "evaluate",
+    "export",
+    "export_merged",
+    "load",
+    "publish",
+    "quantize",
+    "sample",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

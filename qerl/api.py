@@ -8,20 +8,29 @@ starts.
 from __future__ import annotations
 
 from qerl.by_hand.evaluations import Evaluation, Problems, check_evaluation, evaluate, sample, stock_task
+from qerl.by_hand.exports import LOSS_PROBLEMS, export, export_merged
 from qerl.by_hand.models import Dtype, Packed, PathLike, quantize
-from qerl.by_hand.runs import Run, export, load, train
+from qerl.by_hand.publishing import publish
+from qerl.by_hand.runs import Run, load, train
+from qerl.settings.data import Split
+from qerl.settings.models import MergedFormat
 
 __all__ = [
+    "LOSS_PROBLEMS",
     "Dtype",
     "Evaluation",
+    "MergedFormat",
     "Packed",
     "PathLike",
     "Problems",
     "Run",
+    "Split",
     "check_evaluation",
     "evaluate",
     "export",
+    "export_merged",
     "load",
+    "publish",
     "quantize",
     "sample",
     "stock_task",

@@ -1,4 +1,4 @@
-"""Runs by hand: `qerl train`, the folder of a run, and the use and export of a finished run."""
+"""Runs by hand: `qerl train`, the folder of a run, and the use of a finished run."""
 
 from __future__ import annotations
 
@@ -233,26 +233,8 @@ def _hub_base(run: Run) -> HubBase | None:
     return HubBase(name=named["repo"], revision=named["revision"] or MAIN_BRANCH)
 
 
-def export(run: PathLike, out: PathLike) -> Path:
-    """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
-
-    Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
-    rounds them as it loads them.
-    """
-    trained = Run(Path(run))
-    _check_finished(trained)
-    if trained.settings.method == "full":
-        raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
-    target = Path(out)
-    check_writable(target)
-    check_checkpoint(trained.checkpoint)
-    from qerl.policy.export import export as write
-
-    write(trained.checkpoint, trained.adapter, target)
-    return target
-
-
-def _check_finished(run: Run) -> None:
+def check_finished(run: Run) -> None:
+    """Raise `ConfigError` unless the folder is that of a run which was trained to its last step."""
     if not (run.folder / RUN_FILE).is_file():
         raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
     if not run.finished:
@@ -266,7 +248,7 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
     """
     run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
     if run:
-        _check_finished(run)
+        check_finished(run)
     checkpoint = run.checkpoint if run else model_folder(str(model))
     check_checkpoint(checkpoint)
     check_tokenizer(checkpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from typer.core import TyperGroup
 
 from qerl import api
 from qerl.checkpoints.folder import RUN_FILE
-from qerl.cli import rules, workflow
+from qerl.cli import rules, sharing, workflow
 from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
@@ -45,6 +44,8 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=workflow.PANEL)(rules.rule)
 app.add_typer(workflow.app)
+app.command()(sharing.export)
+app.command()(sharing.publish)
 
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
@@ -96,20 +97,6 @@ def train(
         "metrics": made.folder / METRICS,
     }.items():
         console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    out: Annotated[Path, typer.Argument(help="A new folder for `base` and `adapter`.")],
-) -> None:
-    """Export a trained policy for stock vLLM: a checkpoint with the trained norms, and a LoRA adapter."""
-    made = api.export(run, out)
-    from qerl.policy.export import lora_room
-
-    rank = str(lora_room(api.Run(run).settings.adapter.rank))
-    command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]
-    console().print(Text(shlex.join([*command, "--lora-modules", f"policy={made / 'adapter'}"])), soft_wrap=True)
 
 
 @app.command()

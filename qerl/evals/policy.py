@@ -91,12 +91,16 @@ class EvaluatedPolicy:
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
-        self._check_room(prompts)
         drawn = []
-        for prompt, completions in zip(prompts, self.sampler.generate(prompts, self.params), strict=True):
+        for prompt, completions in zip(prompts, self.complete(prompts), strict=True):
             text = cast(str, self.tokenizer.decode(prompt))
             drawn.append([self._drawn(text, completion, stop) for completion in completions])
         return drawn
+
+    def complete(self, prompts: Sequence[list[int]]) -> list[list[Completion]]:
+        """Return the completions of each prompt (token ids) as the sampler draws them."""
+        self._check_room(prompts)
+        return self.sampler.generate(prompts, self.params)
 
     def _check_room(self, prompts: Sequence[list[int]]) -> None:
         if self.context is not None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 CARD = "README.md"
+#: What the hub's metadata says of every adapter.
+ABOUT_ADAPTERS: dict[str, Any] = {
+    "library_name": "peft",
+    "pipeline_tag": "text-generation",
+    "tags": ["lora", "qerl", "reinforcement-learning"],
+}
 
 #: The argument that makes transformers unpack a base for whose packed layers PEFT has no adapter.
 _UNPACKED = "CompressedTensorsConfig(dequantize=True)"
@@ -31,20 +38,13 @@ class Base:
 
 def write_card(folder: Path, base: Base, weights: str, norms: bool) -> None:
     """Write the card of the adapter in `folder`, which was trained on `base` in the weight format `weights`."""
-    about = {
-        "base_model": base.name,
-        "library_name": "peft",
-        "pipeline_tag": "text-generation",
-        "tags": ["lora", "qerl"],
-    }
-    text = f"---\n{yaml.safe_dump(about)}---\n{_text(folder.resolve(), base, weights, norms)}"
-    (folder / CARD).write_text(text)
+    about = ModelCardData(base_model=base.name, **ABOUT_ADAPTERS)
+    (folder / CARD).write_text(f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms)}")
 
 
 def _text(folder: Path, base: Base, weights: str, norms: bool) -> str:
     at = f" at {base.revision}" if base.revision else ""
     trained = "and the two norms of each block, in float32" if norms else "in float32"
-    notes = "\n".join(filter(None, (_NOTES[weights], _NORMS if norms else "")))
     return f"""
 # A policy trained by qerl
 
@@ -54,17 +54,23 @@ whose linear weights are {weights}. `adapter_config.json` has rank, alpha and ta
 With transformers and PEFT:
 
 ```python
-{_code(folder, base, weights)}
+{loading_code(str(folder), base, weights)}
 ```
 
-{notes}
+{loading_notes(weights, norms)}
 
 With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes
 a base and an adapter that it loads.
 """
 
 
-def _code(folder: Path, base: Base, weights: str) -> str:
+def loading_notes(weights: str, norms: bool) -> str:
+    """What differs from the policy as it was trained when `loading_code` loads it."""
+    return "\n".join(filter(None, (_NOTES[weights], _NORMS if norms else "")))
+
+
+def loading_code(adapter: str, base: Base, weights: str) -> str:
+    """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT."""
     unpacked = weights in ("nvfp4", "mxfp4")
     classes = ["AutoModelForCausalLM", "AutoTokenizer", *(["CompressedTensorsConfig"] if unpacked else [])]
     revision = f', revision="{base.revision}"' if base.revision else ""
@@ -76,4 +82,4 @@ from transformers import {", ".join(classes)}
 base = {base.name!r}
 tokenizer = AutoTokenizer.from_pretrained(base{revision})
 model = AutoModelForCausalLM.from_pretrained(base{revision}, dtype=torch.float32{quantization})
-model = PeftModel.from_pretrained(model{".float()" if unpacked else ""}, {str(folder)!r}).eval()"""
+model = PeftModel.from_pretrained(model{".float()" if unpacked else ""}, {adapter!r}).eval()"""

@@ -74,16 +74,25 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         partial = Path(scratch) / out.name
-        adapter = load_file(trained / ADAPTER)
-        norms = {n.removeprefix(_PREFIX): t for n, t in adapter.items() if n.removesuffix(".weight").endswith(ROLES)}
+        norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")
         (partial / "adapter").mkdir()
-        lora = {name: tensor for name, tensor in adapter.items() if name.removeprefix(_PREFIX) not in norms}
-        save_file(lora, partial / "adapter" / ADAPTER, metadata={"format": "pt"})
+        save_file(
+            {f"{_PREFIX}{name}": tensor for name, tensor in lora.items()},
+            partial / "adapter" / ADAPTER,
+            metadata={"format": "pt"},
+        )
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
         config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
         (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
         put(partial, out)
+
+
+def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules."""
+    adapter = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(trained / ADAPTER).items()}
+    norms = {name: tensor for name, tensor in adapter.items() if name.removesuffix(".weight").endswith(ROLES)}
+    return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
 
 
 def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:

@@ -75,19 +75,31 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, codecs.Packed]]:
     """Yield (layer name, packed weight) of a packed checkpoint."""
+    for layer, infos in packed_tensors(headers, weights_format).items():
+        yield layer, read_layer(layer, infos, weights_format)
+
+
+def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each layer with packed weights, by the layer's name and their own; none of a dense checkpoint."""
     layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
     for name, info in headers.items():
         layer, separator, _ = name.rpartition(".weight")
         if separator and layer in layers:
             layers[layer][name] = info
-    for layer, infos in layers.items():
-        tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
-        yield layer, codecs.from_checkpoint(weights_format, tensors)
+    return layers
+
+
+def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) -> codecs.Packed:
+    """The packed weight of a layer out of the tensors that `packed_tensors` names."""
+    tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
+    return codecs.from_checkpoint(weights_format, tensors)
 
 
 def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
     """The names of the layers with packed weights."""
-    marker = _MARKER[weights_format]
+    marker = _MARKER.get(weights_format)
+    if marker is None:
+        return []
     return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
 
 

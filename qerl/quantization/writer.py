@@ -30,6 +30,8 @@ SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 DENSE = torch.bfloat16
 
 _GENERATION = "generation_config.json"
+#: The keys of a source's config.json that `write_config` decides anew.
+_REPLACED = ("torch_dtype", "quantization_config")
 
 
 def linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
@@ -91,7 +93,7 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any] | None = None) -> None:
     """Copy the model's files besides its weights, with the new dtype and quantization in config.json."""
-    config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
+    config = {key: value for key, value in read_config(source).items() if key not in _REPLACED}
     config |= {"dtype": str(DENSE).removeprefix("torch.")}
     config |= {} if quantization is None else {"quantization_config": quantization}
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -9,7 +9,13 @@ from typing import Any
 
 from qerl.results import paths
 from qerl.results.files import ResultError, read, read_rows
-from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult, SampleRow, StoredPolicyResult
+from qerl.results.schema.evaluation import (
+    EvaluationResult,
+    MergedExport,
+    OwnEvaluationResult,
+    SampleRow,
+    StoredPolicyResult,
+)
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
@@ -25,6 +31,7 @@ _BY_NAME: dict[str, Schema] = {
     paths.RUN: RunResult,
     paths.REPORT: QuantizationReport,
     paths.PRETRAIN: PretrainReport,
+    paths.MERGED: MergedExport,
     paths.MEASURED: GateMeasurements,
     paths.VERDICT: VerdictResult,
     paths.NUMERICS: NumericsResult,

@@ -59,6 +59,11 @@ def difference_interval(scores: Scores, base: Scores) -> Interval:
     return _interval(scores - base)
 
 
+def mean_interval(values: Scores) -> Interval:
+    """Mean over problems of a measure that isn't an accuracy, and its interval. values: float [problems]."""
+    return _interval(values[None])
+
+
 def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
     """Mean of the accuracies on several data sets with equal weights, minus that of `bases` if given.
 

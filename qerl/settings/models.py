@@ -13,6 +13,9 @@ from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
 
 WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
 
+#: The formats of a policy that is merged into one checkpoint.
+MergedFormat = Literal["bf16", "nvfp4"]
+
 
 Recipe = Literal["rtn", "awq", "random"]
 

@@ -23,6 +23,7 @@ from qerl.layers.noisy_norm import ROLES
 from qerl.policy.export import export
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.quantization.merge import merge
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.rollouts import Collector, Task
@@ -317,6 +318,25 @@ def test_trained_adapters_load_in_stock_vllm(checkpoint, policy, tmp_path):
                 choice = output.outputs[0]
                 found = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
                 np.testing.assert_allclose(found, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
+    engine.llm_engine.engine_core.shutdown()
+
+
+def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
+    """Against stock transformers on the same files, whose weights PEFT's merge confirms (test_merge_parity)."""
+    policy.save(tmp_path / "trained")
+    merge(checkpoint, tmp_path / "trained", tmp_path / "merged", "bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    engine = vllm.LLM(
+        model=str(tmp_path / "merged"), dtype="float32", enforce_eager=True, max_model_len=256,
+        kv_cache_memory_bytes=2**25,
+    )  # fmt: skip
+    params = vllm.SamplingParams(max_tokens=12, seed=1, logprobs=0, ignore_eos=True)
+    with torch.compiler.set_stance("force_eager"):
+        for prompt in PROMPTS:
+            [output] = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            choice = output.outputs[0]
+            found = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+            np.testing.assert_allclose(found, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
     engine.llm_engine.engine_core.shutdown()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, TypeAdapter
 
+from qerl.results.intervals import Interval
 from qerl.results.schema.stored import OK, Number, Provenance, Stored, whole
+from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask
-from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.models import MergedFormat, Recipe, WeightFormat
 from qerl.settings.rollout import SamplingSettings
 
 
@@ -95,6 +97,39 @@ class OwnEvaluationResult(Scores):
     model: str
     adapter: bool
     settings: Annotated[EvaluationSettings, PlainSerializer(whole)]
+
+
+class MergeLoss(Stored):
+    """What a merge into one checkpoint costs, measured on `problems` of a split, each with `repeats` completions.
+
+    `kl` is KL(policy || merged) per token in nats, over the whole vocabulary and at temperature 1, on completions of
+    the policy. `same_token` is the share of these tokens at which both find the same token most likely.
+    `difference` is the merged model's accuracy less the policy's, on the same problems with the same draws. Intervals
+    are over problems.
+    """
+
+    split: Split
+    problems: int
+    repeats: int
+    tokens: int
+    kl: Interval
+    same_token: float
+    accuracy: Interval
+    accuracy_merged: Interval
+    difference: Interval
+    dtype: Literal["float32", "bfloat16"]
+    sampling: Annotated[SamplingSettings, PlainSerializer(whole)]
+
+
+class MergedExport(Stored):
+    """merged.json beside a merged checkpoint: the run, its base's format and the checkpoint's, and the loss."""
+
+    run: str
+    base_weights: WeightFormat
+    weights: MergedFormat
+    size_bytes: int
+    loss: MergeLoss
+    provenance: Provenance
 
 
 AnyEvaluation = EvaluationResult | StoredPolicyResult | OwnEvaluationResult

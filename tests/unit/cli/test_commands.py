@@ -106,6 +106,20 @@ def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypat
     assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
 
 
+def test_export_merged_prints_its_loss_and_how_to_serve_it(call, folder):
+    said = call("export", "run", "merged", "--merged", "bf16", "--problems", "2")
+    stored = json.loads((folder / "merged/merged.json").read_text())["loss"]
+    assert f"{stored['kl']['mean']:.3g}" in said
+    assert (stored["problems"], said.splitlines()[-1]) == (2, "vllm serve merged")
+
+
+def test_publish_shows_what_would_go(call):
+    said = call("publish", "run", "someone/tiny", "--dry-run")
+    assert "would go to someone/tiny (private" in said
+    assert all(name in said for name in ("README.md", "adapter_config.json", "adapter_model.safetensors"))
+    assert "note: the base is told by the name of its folder, model, without its path" in said
+
+
 def test_sample_prints_one_json_object_a_completion(call):
     said = call("sample", "run", "first", "second", "--count", "2", "--max-tokens", "3", "--json")
     rows = [json.loads(line) for line in said.splitlines()]

@@ -1,0 +1,90 @@
+"""Merges of a trained policy into one checkpoint: dense, or with its linear layers packed again.
+
+A merged weight is W + (alpha / r) B A, with W unpacked, in float32 and then rounded once. A trained norm replaces that
+of the base. Noise (AQN) is no part of a stored policy, and so of no merge.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from qerl.checkpoints.folder import (
+    ADAPTER_CONFIG,
+    CheckpointError,
+    check_adapter,
+    read_headers,
+    weights_format_of,
+)
+from qerl.checkpoints.tensors import stream
+from qerl.formats.codecs import dequantize
+from qerl.policy.export import trained_tensors
+from qerl.policy.loading import load_tokenizer, packed_tensors, read_layer
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.quantization.writer import DENSE, write_config, write_shards
+from qerl.settings.models import MergedFormat
+
+
+def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) -> None:
+    """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
+
+    All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
+    nearest, as `quantize_checkpoint` does. Raises `CheckpointError` if the adapter belongs to another base.
+    """
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        dense = target if weights == "bf16" else Path(scratch) / "dense"
+        write_merged(checkpoint, trained, dense)
+        load_tokenizer(checkpoint).save_pretrained(dense)
+        if weights != "bf16":
+            quantize_checkpoint(dense, target, weights)
+
+
+def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dtype = DENSE) -> None:
+    """Write the merged weights as `dtype` into the new folder `target`, without the tokenizer.
+
+    Memory holds one file of `target`, and of the base one layer.
+    """
+    check_adapter(trained)
+    weights_format, headers = weights_format_of(checkpoint), read_headers(checkpoint)
+    packed = packed_tensors(headers, weights_format)
+    merged = _Adapter(trained)
+    _check_same_base(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)
+
+    def tensors_of(name: str) -> dict[str, Tensor]:
+        layer = name.rpartition(".weight")[0]
+        if layer not in packed:
+            [(_, weight)] = stream({name: headers[name]})
+            return {name: merged.into(name, weight).to(dtype)}
+        if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
+            return {}
+        weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
+        return {f"{layer}.weight": merged.into(f"{layer}.weight", weight).to(dtype)}
+
+    write_shards(headers, target, tensors_of)
+    write_config(checkpoint, target)
+
+
+class _Adapter:
+    """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
+
+    def __init__(self, trained: Path) -> None:
+        config = json.loads((trained / ADAPTER_CONFIG).read_text())
+        self._scale = config["lora_alpha"] / config["r"]
+        self._norms, self._lora = trained_tensors(trained)
+        self.changes = {*self._norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in self._lora)}
+
+    def into(self, name: str, weight: Tensor) -> Tensor:
+        """A weight of the base as the policy has it."""
+        if name in self._norms or name not in self.changes:
+            return self._norms.get(name, weight)
+        lora_A, lora_B = (self._lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
+        return weight.float() + self._scale * (lora_B @ lora_A)
+
+
+def _check_same_base(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
+    if unknown := sorted(changed - weights):
+        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")

@@ -1,0 +1,122 @@
+"""Merged checkpoints against PEFT's own merge, llmcompressor's packing of it, and transformers' loading."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoints.folder import CheckpointError, weight_files
+from qerl.layers.noisy_norm import ROLES
+from qerl.policy.export import write_dense
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.quantization.merge import merge, write_merged
+from qerl.rl.noise import Noise
+from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.parity.test_quant_parity import assert_bits_equal, by_library
+from tests.tiny import tiny_qwen2
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    dense = tiny_qwen2(folder / "bf16", shard_size="60KB")
+    for weights in ("nvfp4", "mxfp4", "nf4"):
+        quantize_checkpoint(dense, folder / weights, weights)
+    return folder
+
+
+def trained(base, folder, sigma=0.0, **adapter):
+    """A policy with random values in all that is trained, saved to `folder`."""
+    policy = with_adapter(base, AdapterSettings(**{"rank": 4, "alpha": 12, **adapter}), "float32", 0, CPU)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    if sigma:
+        Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=sigma), seed=3).set(2, 10)
+    policy.save(folder)
+    return policy
+
+
+def tensors_of(folder):
+    return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+
+
+def by_peft(base, adapter, folder):
+    """The tensors of PEFT's merge into the unpacked base, in float32."""
+    dense = base
+    if base.name != "bf16":
+        dense = folder / "dense"
+        dense.mkdir()
+        write_dense(base, dense, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4", "nf4"])
+def test_a_merge_is_pefts_on_the_unpacked_base(bases, tmp_path, weights):
+    trained(bases / weights, tmp_path / "policy")
+    merge(bases / weights, tmp_path / "policy", tmp_path / "merged", "bf16")
+    expected, found = by_peft(bases / weights, tmp_path / "policy", tmp_path), tensors_of(tmp_path / "merged")
+    assert found.keys() | {"lm_head.weight"} == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].bfloat16(), rtol=2**-7, atol=1e-6)
+        assert (tensor == expected[name].bfloat16()).float().mean() > 0.999, name
+    before = tensors_of(bases / "bf16")
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    projections = {name for name in found if name.endswith("proj.weight")}
+    assert changed == projections | {name for name in found if name.removesuffix(".weight").endswith(ROLES)}
+
+
+def test_a_merge_in_float32_has_the_policys_logits(bases, tmp_path):
+    policy = trained(bases / "nvfp4", tmp_path / "policy")
+    write_merged(bases / "nvfp4", tmp_path / "policy", tmp_path / "merged", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(model(IDS).logits, policy.lm(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_packed_again_it_is_the_librarys_packing_of_the_merge(bases, tmp_path):
+    trained(bases / "nvfp4", tmp_path / "policy")
+    for weights in ("bf16", "nvfp4"):
+        merge(bases / "nvfp4", tmp_path / "policy", tmp_path / weights, weights)
+    expected, found = by_library(tmp_path / "bf16", tmp_path / "library", "nvfp4"), tensors_of(tmp_path / "nvfp4")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert_bits_equal(tensor, expected[name])
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=torch.bfloat16)
+    ours = load_policy(tmp_path / "nvfp4", None, "bfloat16", CPU)
+    torch.testing.assert_close(stock(IDS).logits, ours.lm(IDS).logits, atol=0.02, rtol=0)
+    assert ours.tokenizer.decode(IDS[0]) == load_policy(bases / "nvfp4", None, "bfloat16", CPU).tokenizer.decode(IDS[0])
+
+
+def test_noise_is_in_no_merge(bases, tmp_path):
+    for name, sigma in {"quiet": 0.0, "noisy": 0.5}.items():
+        trained(bases / "bf16", tmp_path / name / "policy", sigma)
+        merge(bases / "bf16", tmp_path / name / "policy", tmp_path / name / "merged", "bf16")
+    quiet, noisy = (tensors_of(tmp_path / name / "merged") for name in ("quiet", "noisy"))
+    assert all(torch.equal(tensor, noisy[name]) for name, tensor in quiet.items())
+
+
+def test_an_adapter_of_another_base_is_refused(bases, tmp_path):
+    larger = tiny_qwen2(tmp_path / "larger", num_hidden_layers=3)
+    trained(larger, tmp_path / "policy")
+    with pytest.raises(CheckpointError, match=r"changes model\.layers\.2\..*lacks; give it its own base"):
+        merge(bases / "bf16", tmp_path / "policy", tmp_path / "merged", "bf16")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_files_are_those_of_the_base(bases, tmp_path):
+    trained(bases / "bf16", tmp_path / "policy", targets=["q_proj"], train_norms=False)
+    merge(bases / "bf16", tmp_path / "policy", tmp_path / "merged", "bf16")
+    names = {path.name for path in weight_files(bases / "bf16")}
+    assert {path.name for path in weight_files(tmp_path / "merged")} == names
+    assert len(names) > 1
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())

@@ -1,0 +1,110 @@
+"""Texts of cards that no run of the tests' size has: sparklines, origins of data, and bases of every kind."""
+
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+
+from qerl.publishing.cards import adapter_card, full_card
+from qerl.publishing.run_facts import BaseModel, License, RunFacts, data_name
+from qerl.publishing.sections import sparkline
+from qerl.publishing.upload import check_private
+from qerl.results.schema.preparation import PreparedDataset
+from qerl.results.schema.stored import Machine, Provenance, Quartiles
+from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RunSettings
+
+HUB = {"source": "hub", "repo": "openai/gsm8k", "subset": "main", "revision": None}
+LICENSE = License("other", "qwen-research", "https://huggingface.co/org/base/blob/main/LICENSE")
+
+
+def facts(base, **settings):
+    parsed = parse(RunSettings, {"model": "m", "dataset": "d", "weights": "nvfp4", **settings}, "settings")
+    seconds = Quartiles(p25=1, median=1, p75=1)
+    summary = RunSummary(
+        steps=1, seconds=1, peak_memory_bytes=None, trainable_parameters=1, weight_bytes=1,
+        rollout_tokens_per_second=1, update_tokens_per_second=1, step_seconds=seconds,
+    )  # fmt: skip
+    stamp = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="1x H100"), time="2026-11-23")
+    result = RunResult(run="r", experiment="e", arm="a", varied={}, settings=parsed, summary=summary, provenance=stamp)
+    data = PreparedDataset(
+        format="gsm8k", instruction="Think.", answer="native", rows={"train": 7}, sha256={}, columns={}, filter={},
+        origin=HUB, repository_files={},
+    )  # fmt: skip
+    numbers = {name: 1.0 for name, field in StepMetrics.model_fields.items() if field.is_required()}
+    return RunFacts(result, base, data, [StepMetrics.model_construct(**numbers)])
+
+
+def test_a_sparkline_rises_with_the_values_and_is_never_too_long():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, 3, 3]) == "▁▁▁"
+    assert sparkline([*range(400)]) == "".join(sorted(sparkline([*range(400)])))
+    assert len(sparkline([*range(400)])) == 40
+    assert sparkline([0, 0, 10, 10] * 10 + [0, 0, 10, 10] * 10) == "▁█" * 20  # 80 values, two in each part
+
+
+@pytest.mark.parametrize(
+    ("origin", "name"),
+    [
+        (HUB, "openai/gsm8k"),
+        ({"source": "local", "path": "/home/me/mine.jsonl"}, "mine.jsonl"),
+        ({"source": "python", "function": "mine:sums"}, "mine:sums"),
+        ({"source": "generated"}, "arithmetic (made by qerl)"),
+        ({"source": "countdown"}, "countdown (made by qerl)"),
+    ],
+)
+def test_data_is_named_as_others_can_know_it(origin, name):
+    about = facts(BaseModel("org/base", True, None, True)).data
+    assert data_name(about.model_copy(update={"origin": origin})) == name
+
+
+def card(text, folder):
+    (folder / "README.md").write_text(text)
+    return ModelCard.load(folder / "README.md")
+
+
+def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
+    made = card(adapter_card(facts(BaseModel("org/base", True, "v1", True, LICENSE)), "me/mine"), tmp_path)
+    assert (made.data.base_model, made.data.datasets) == ("org/base", ["openai/gsm8k"])
+    assert (made.data.license, made.data.license_name) == ("other", "qwen-research")
+    assert "[org/base](https://huggingface.co/org/base) at revision `v1`" in made.text
+    assert "qerl quantize" not in made.text
+    assert "Path(snapshot_download('org/base', revision='v1'))" in made.text
+    assert "The policy wasn't evaluated" in made.text
+    check_private({"README.md": (tmp_path / "README.md").read_text()})
+
+
+def test_an_adapter_without_norms_is_served_as_it_is(tmp_path):
+    base = BaseModel("org/base", True, "v1", True)
+    made = card(adapter_card(facts(base, adapter={"train_norms": False, "rank": 16}), "me/mine"), tmp_path)
+    assert (
+        "vllm serve org/base --revision v1 --enable-lora --max-lora-rank 16 --lora-modules policy=me/mine" in made.text
+    )
+    assert "norms" not in made.text.partition("## Scores")[0]
+
+
+def test_another_recipe_is_told_by_its_settings(tmp_path):
+    made = card(adapter_card(facts(BaseModel("org/base", True, None, False), recipe="awq"), "me/mine"), tmp_path)
+    assert "with the recipe `awq` and the settings below" in made.text
+    assert "recipe: awq" in made.text
+
+
+def test_a_model_trained_in_full_loads_by_itself(tmp_path):
+    settings = {"weights": "bf16", "method": "full"}
+    made = card(full_card(facts(BaseModel("org/base", True, None, True), **settings), "me/mine"), tmp_path)
+    assert made.data.base_model_relation == "finetune"
+    assert re.search(r"from_pretrained\('me/mine', dtype=\"auto\"\)", made.text)
+
+
+@pytest.mark.parametrize("text", ["see /home/me/x", "path: /work/a.b/c-d", "token hf_" + "a" * 30, "(/mnt/data/set)"])
+def test_paths_and_tokens_are_found(text):
+    with pytest.raises(ConfigError, match=r"README.md would tell (/|a token).*nothing was uploaded"):
+        check_private({"README.md": text})
+
+
+@pytest.mark.parametrize(
+    "text", ["https://huggingface.co/org/base/blob/main/LICENSE", "<think>a</think>", "8-3 / 4", "and/or/both", "/x"]
+)
+def test_addresses_and_fractions_are_no_paths(text):
+    check_private({"README.md": text})
