@@ -85,8 +85,8 @@ def _base(run: Run, hub: HfApi | None) -> BaseModel:
     if named is None:  # run.yaml has the absolute path of a folder
         folder = Path(run.settings.model)
         return BaseModel(folder.name, False, None, as_it_is, license_in(folder))
-    found = license_on(hub, named["repo"]) if hub else None
-    return BaseModel(named["repo"], True, named["revision"], as_it_is, found)
+    license = license_on(hub, named["repo"]) if hub else None
+    return BaseModel(named["repo"], True, named["revision"], as_it_is, license)
 
 
 def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:

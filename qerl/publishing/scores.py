@@ -27,9 +27,11 @@ def model_index(scores: Sequence[RunScore]) -> list[EvalResult]:
 
 def eval_results(scores: Sequence[RunScore]) -> dict[str, str]:
     """The files of `.eval_results` by their path, with the policy's scores in percent. Other data sets have none."""
-    own = [score for score in scores if score.trained and _place(score) in _BENCHMARKS]
-    tasks = {_BENCHMARKS[_place(score)] for score in own}
-    files = {task: [_entry(score, task) for score in own if _BENCHMARKS[_place(score)] == task] for task in tasks}
+    benchmarked = [score for score in scores if score.trained and _place(score) in _BENCHMARKS]
+    tasks = {_BENCHMARKS[_place(score)] for score in benchmarked}
+    files = {
+        task: [_entry(score, task) for score in benchmarked if _BENCHMARKS[_place(score)] == task] for task in tasks
+    }
     return {
         f"{EVAL_RESULTS}/{task}.yaml": yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
         for task, entries in sorted(files.items())

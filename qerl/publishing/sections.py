@@ -89,11 +89,13 @@ def stamp(provenance: Provenance, license_known: bool, base: BaseModel) -> str:
     """The section on code, machine and versions, and on the licence where none is known."""
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
     code = provenance.columns["commit"]
-    told = "" if license_known else f"\n\nThe licence of {base.name} isn't stated here; look it up before you use this."
+    unlicensed = (
+        "" if license_known else f"\n\nThe licence of {base.name} isn't stated here; look it up before you use this."
+    )
     return f"""## Stamp
 
 Code: qerl, {code}. Machine: {provenance.machine.label}. Time: {provenance.time}. Seed: {provenance.seed}.
-Versions: {versions}.{told}"""
+Versions: {versions}.{unlicensed}"""
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -119,15 +121,17 @@ def _data(data: PreparedDataset) -> str:
 
 
 def _reward(reward: RewardSettings) -> str:
-    own = f", {reward.custom:g} × `{reward.function}`" if reward.function else ""
+    custom = f", {reward.custom:g} × `{reward.function}`" if reward.function else ""
     long = f", {reward.overlong:g} × penalty for long completions" if reward.overlong_buffer else ""
-    return f"Reward: {reward.correct:g} × right answer, {reward.format:g} × readable form{own}{long}."
+    return f"Reward: {reward.correct:g} × right answer, {reward.format:g} × readable form{custom}{long}."
 
 
 def _curve(metrics: Sequence[StepMetrics]) -> str:
     head = f"| metric | first step | {len(metrics)} steps | last step |\n| --- | --- | --- | --- |"
     series = {name: [float(getattr(row, key)) for row in metrics] for key, name in _CURVES.items()}
-    rows = [f"| {name} | {own[0]:.4g} | `{sparkline(own)}` | {own[-1]:.4g} |" for name, own in series.items()]
+    rows = [
+        f"| {name} | {values[0]:.4g} | `{sparkline(values)}` | {values[-1]:.4g} |" for name, values in series.items()
+    ]
     return "\n".join([head, *rows])
 
 

@@ -54,8 +54,8 @@ def license_on(hub: HfApi, repo: str) -> License | None:
 def check_private(texts: Mapping[str, str]) -> None:
     """Raise `ConfigError` if a text to be published has a path of this machine or a token of the hub."""
     for name, text in texts.items():
-        if found := _PATH.search(text) or _TOKEN.search(text):
-            what = "a token" if _TOKEN.match(found[0]) else f"{found[0]}, a path of this machine"
+        if leak := _PATH.search(text) or _TOKEN.search(text):
+            what = "a token" if _TOKEN.match(leak[0]) else f"{leak[0]}, a path of this machine"
             raise ConfigError(f"{name} would tell {what}, so nothing was uploaded; take it out of the run's settings")
 
 
@@ -72,20 +72,20 @@ def upload(hub: HfApi, repo: str, folder: Path, private: bool | None, notes: Seq
     try:
         _check_login(hub)
         if hub.repo_exists(repo):
-            there = bool(hub.model_info(repo).private)
-            if private not in (None, there):
+            is_private = bool(hub.model_info(repo).private)
+            if private not in (None, is_private):
                 raise ConfigError(
-                    f"{repo} is {_VISIBILITY[there]} already; leave out --{_VISIBILITY[not there]}, or change it on "
-                    "its page of settings"
+                    f"{repo} is {_VISIBILITY[is_private]} already; leave out --{_VISIBILITY[not is_private]}, or "
+                    "change it on its page of settings"
                 )
         else:
-            there = private is not False
-            hub.create_repo(repo, private=there)
+            is_private = private is not False
+            hub.create_repo(repo, private=is_private)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a policy trained by qerl")
     except httpx.HTTPError as error:
         reason = getattr(error, "server_message", None) or error
         raise ConfigError(f"{repo} wasn't uploaded: {reason}; start again when the hub takes it") from error
-    return Published(repo, there, _sizes(folder), f"https://huggingface.co/{repo}", notes)
+    return Published(repo, is_private, _sizes(folder), f"https://huggingface.co/{repo}", notes)
 
 
 _VISIBILITY = {True: "private", False: "public"}
