@@ -4,8 +4,13 @@ One of its experiments has a reward and a data set of the user, by import path, 
 """
 
 import json
+import os
+import random
 import re
 import shutil
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -226,6 +231,56 @@ def test_a_run_over_its_time_limit_fails_or_is_a_row_with_on_failure_row(copied)
     assert "timeout" not in row(copied)
     result = json.loads((copied.folder / RESULTS / f"evaluate/{MAIN}/result.json").read_text())
     assert result["tasks"]["arithmetic"]["problems"] == 12
+
+
+CARRIED = ("results", "work", ".snakemake/metadata")
+
+
+def moved(tree: Tree, folder: Path) -> Tree:
+    """A new copy of the code, with another tree's results and state, whose times are drawn anew."""
+    new, draws = copy_tree(folder), random.Random(0)
+    for name in ("dag.yaml", "own_data.py", "own_reward.py", "own_lengths.py"):
+        shutil.copyfile(tree.folder / name, folder / name)
+    for part in CARRIED:
+        shutil.copytree(tree.folder / part, folder / part, symlinks=True, copy_function=shutil.copyfile)
+    now = time.time()
+    for path in sorted(path for part in CARRIED for path in (folder / part).rglob("*")):
+        drawn = now - draws.uniform(0, 1e6)
+        os.utime(path, (drawn, drawn), follow_symlinks=False)
+    return new
+
+
+def with_equal_times(tree: Tree) -> Tree:
+    """The tree after the command of docs/faults.md for results that lost their times."""
+    command = re.search(r"`(find results .*?)`", (tree.folder / "docs/faults.md").read_text())
+    subprocess.run(command[1], shell=True, cwd=tree.folder, check=True)
+    return tree
+
+
+def test_results_that_lost_their_times_in_another_folder_are_finished(finished, tmp_path):
+    """Equal times hide no change: what decides a base decides its runs, even if the base was made anew before."""
+    elsewhere = moved(finished, tmp_path / "elsewhere")
+    assert {"train", "evaluate", "quantize"} <= elsewhere.planned(*CONFIG).keys()
+    assert with_equal_times(elsewhere).planned(*CONFIG) == {}
+    values = configuration(elsewhere)
+    values["models"]["miniature"]["seed"] = 1
+    (elsewhere.folder / "dag.yaml").write_text(yaml.safe_dump(values))
+    elsewhere.snakemake(*CONFIG, "--", f"{RESULTS}/models/miniature")
+    planned = with_equal_times(elsewhere).planned(*CONFIG)
+    assert (planned["quantize"], planned["train"], planned["evaluate"], planned["profile"]) == (2, 2, 4, 2)
+    assert not {"prepare_data", "pretrain"} & planned.keys()
+
+
+def test_an_interrupted_run_continues_in_another_folder_and_nothing_else_runs(copied, tmp_path):
+    target = f"{RESULTS}/train/{MAIN.replace('main', 'stopped')}/run.json"
+    copied.snakemake(*limited(copied, "stopped", time_limit=1e-9), target, check=False)
+    elsewhere = with_equal_times(moved(copied, tmp_path / "elsewhere"))
+    arguments = (*limited(elsewhere, "stopped"), target)
+    assert elsewhere.planned(*arguments) == {"train": 1}
+    elsewhere.snakemake(*arguments)
+    log = next((elsewhere.folder / RESULTS / "logs/train").glob("stopped-*.log"))
+    assert "continuing from step 1 of 2" in log.read_text()
+    assert elsewhere.planned(*arguments) == {}
 
 
 def row(tree: Tree) -> str:

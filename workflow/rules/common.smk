@@ -17,6 +17,7 @@ from qerl.data.hub_lock import check_pinned
 from qerl.plan import check_engines, fitting, plan_from
 from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
+from qerl.plan.origins import Origins
 from qerl.plan.shapes import file_of
 from qerl.provenance.files import check_clock
 from qerl.results import paths
@@ -58,6 +59,7 @@ def print_settings() -> None:
 
 PLAN = read_plan(config)
 JOBS = Jobs(PLAN)
+ORIGINS = Origins(PLAN, JOBS)
 FILES = JOBS.files
 
 
@@ -94,8 +96,8 @@ def job(rule: str):
 
 
 def decides(rule: str):
-    """The part of a job that decides its result."""
-    return lambda wildcards: JOBS.of(rule, *wildcards).deciding
+    """All that decides a job's result, also through the results that it reads."""
+    return lambda wildcards: ORIGINS.deciding(rule, *wildcards)
 
 
 def code(rule: str):
