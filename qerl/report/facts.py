@@ -49,17 +49,16 @@ def _span(times: pd.Series) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def missing(
-    runs: Mapping[str, RunResult], points: pd.DataFrame, omitted: Mapping[str, str]
-) -> list[tuple[str, str, str]]:
-    """(kind, name, reason) of what failed or was left out; `points` are those of all benches."""
+def missing(runs: Mapping[str, RunResult], points: pd.DataFrame, omitted: Mapping[str, str]) -> pd.DataFrame:
+    """What failed or was left out, with its reason; `points` are those of all benches."""
     failed = [("run", name, _why(run)) for name, run in runs.items() if run.status != OK]
     wrong = points[points["status"] != OK].to_dict("records") if len(points) else []
     named = [
         (f"bench {point['bench']}", f"{point['model']}, {point['weights']}, rank {point['rank']}", point["status"])
         for point in wrong
     ]
-    return [*failed, *named, *(("arm", name, reason) for name, reason in omitted.items())]
+    rows = [*failed, *named, *(("arm", name, reason) for name, reason in omitted.items())]
+    return pd.DataFrame(rows, columns=["kind", "name", "reason"])
 
 
 def _why(run: RunResult) -> str:
@@ -70,11 +69,14 @@ def _why(run: RunResult) -> str:
 
 
 def settings(runs: Mapping[str, RunResult]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The settings apart from defaults that all runs share, and those in which arms differ, one row per arm."""
+    """The settings apart from defaults that all runs share, and those in which arms differ, one row per arm.
+
+    Both are empty without runs.
+    """
     values = {name: dict(_flat(run.settings)) for name, run in runs.items()}
     given = dict.fromkeys(key for run in runs.values() for key in _given(run.settings) if key != _SEED)
     differing = [key for key in given if len({flat.get(key) for flat in values.values()}) > 1]
-    first = next(iter(values.values()))
+    first = next(iter(values.values()), {})
     shared = pd.DataFrame(
         [{"setting": key, "value": first[key]} for key in given if key not in differing], columns=["setting", "value"]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from qerl.report.job import StoredResults, listed
 from qerl.report.main_table import Samples, accuracy_ranges, main_table
 from qerl.report.pages import fragment
 from qerl.results.names import KEY
-from qerl.results.paths import NARROW
+from qerl.results.paths import NARROW, RESULT
 
 #: Figures beside the main table.
 _FIRST = 2
@@ -40,48 +40,60 @@ def write_report(job: ReportJob) -> None:
     files = listed(job.results)
     figures = [_figure(stem) for stem in _stems(job.figures)]
     first = figures[:_FIRST] if job.main else []
+    stored = StoredResults(files)
+    evaluations = stored.evaluations() if job.main else pd.DataFrame()
+    samples = Samples(job.samples, evaluations)
+    failed = _failed(stored, job.omitted)
     values: dict[str, Any] = {
         "name": job.name,
         "title": f"Results of {job.name}",
         "samples": job.samples,
+        "accuracy_ranges": [],
+        "main": None,
+        **(_main(job.main, evaluations, samples) if job.main else {}),
         "first_figures": first,
+        "state": _state(stored, files, len(failed)),
+        "missing": table_of("Each with its reason", failed) if len(failed) else None,
+        "methods": [*([_evaluation(stored)] if job.main else []), *_settings(stored)],
+        "runs": _runs(stored, samples),
+        "machine": table_of("Where and when the results were made", facts.stamps(files)),
         "figures": figures[len(first) :],
         "tables": [fragment(page.read_text()) for page in _pages(job.tables)],
-        "machine": table_of("Where and when the results were made", facts.stamps(files)),
-        **_trained(job, files),
     }
-    values["parts"] = _parts(values)
-    write_text(job.out, rendered("report.j2", **values))
+    write_text(job.out, rendered("report.j2", **values, parts=_parts(values)))
 
 
-def _trained(job: ReportJob, files: Sequence[Path]) -> dict[str, Any]:
-    """The parts on runs and evaluations, which are empty for results without any."""
-    stored = StoredResults(files)
-    runs = stored.run_results()
+def _main(file: Path, evaluations: pd.DataFrame, samples: Samples) -> dict[str, Any]:
+    table = _accuracy(file)
+    return {
+        "accuracy_ranges": list(accuracy_ranges(table, evaluations)),
+        "main": main_table("Accuracy by weight format and training", table, samples),
+    }
+
+
+def _failed(stored: StoredResults, omitted: Mapping[str, str]) -> pd.DataFrame:
     points = pd.concat([stored.points("rollout"), stored.points("step")])
-    failed = facts.missing(runs, points, job.omitted)
-    parts: dict[str, Any] = dict.fromkeys(("main", "runs", "missing"))
-    parts |= {"accuracy_ranges": [], "methods": []}
-    if failed:
-        parts["missing"] = table_of("Each with its reason", pd.DataFrame(failed, columns=["", "name", "reason"]))
-    results = stored.evaluation_results() if job.main else []
-    samples = Samples(job.samples, stored.evaluations() if job.main else pd.DataFrame())
-    if runs:
-        shared, arms = facts.settings(runs)
-        parts["methods"] = [
-            table_of("Settings by arm; all others are equal", arms),
-            table_of("Settings of all runs; others have their defaults", shared),
-        ]
-        parts["runs"] = _linked(
-            table_of("Runs and their cost", facts.run_costs(stored.runs(), stored.metrics())), samples
-        )
-    if job.main:
-        table = _accuracy(job.main)
-        parts["main"] = main_table("Accuracy by weight format and training", table, samples)
-        parts["accuracy_ranges"] = list(accuracy_ranges(table, stored.evaluations()))
-        parts["methods"] = [table_of("Evaluation", facts.scoring(results)), *parts["methods"]]
-    parts["state"] = _state(len(runs), len(results), len(files), len(failed))
-    return parts
+    return facts.missing(stored.run_results(), points, omitted)
+
+
+def _evaluation(stored: StoredResults) -> HtmlTable:
+    return table_of("Evaluation", facts.scoring(stored.evaluation_results()))
+
+
+def _settings(stored: StoredResults) -> list[HtmlTable]:
+    """The settings of the runs; none without runs."""
+    shared, arms = facts.settings(stored.run_results())
+    captions = {
+        "Settings by arm; all others are equal": arms,
+        "Settings of all runs; others have their defaults": shared,
+    }
+    return [table_of(caption, shown) for caption, shown in captions.items() if len(shown)]
+
+
+def _runs(stored: StoredResults, samples: Samples) -> HtmlTable | None:
+    runs = stored.runs()
+    costs = facts.run_costs(runs, stored.metrics())
+    return _linked(table_of("Runs and their cost", costs), samples) if len(runs) else None
 
 
 def _accuracy(file: Path) -> pd.DataFrame:
@@ -99,8 +111,9 @@ def _to_samples(name: HtmlCell, samples: Samples) -> HtmlCell:
     return HtmlCell(tuple(Link(part.text, samples.address(part.text)) for part in name.texts))
 
 
-def _state(runs: int, evaluations: int, files: int, missing: int) -> str:
-    parts = [_count(runs, "run"), _count(evaluations, "evaluation"), _count(files, "result file")]
+def _state(stored: StoredResults, files: Sequence[Path], missing: int) -> str:
+    runs, evaluations = len(stored.runs()), sum(file.name == RESULT for file in files)
+    parts = [_count(runs, "run"), _count(evaluations, "evaluation"), _count(len(files), "result file")]
     done = ", ".join(part for part in parts if part)
     return f"{done}. " + (f"{missing} failed or were left out." if missing else "Nothing failed or was left out.")
 
