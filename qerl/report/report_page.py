@@ -123,17 +123,19 @@ def _count(number: int, what: str) -> str:
 
 
 def _parts(values: dict[str, Any]) -> dict[str, str]:
-    """The titles of the parts that the page has, by their anchor."""
-    titles = {
+    """The titles of the parts that the page has, by their anchor, in the page's order.
+
+    Without a main table the figures and tables are what people look for, and come first.
+    """
+    shown = {"figures": "Further figures" if values["main"] else "Figures", "tables": "All tables"}
+    made = {
         "missing": "What failed or was left out",
         "methods": "Methods",
         "runs": "Runs",
         "machine": "Machines and commits",
-        "figures": "Further figures" if values["main"] else "Figures",
-        "tables": "All tables",
     }
-    shown = {"missing": values["missing"] is not None, "runs": values["runs"] is not None}
-    return {id: title for id, title in titles.items() if shown.get(id, bool(values[id]))}
+    titles = {**made, **shown} if values["main"] else {**shown, **made}
+    return {id: title for id, title in titles.items() if values[id]}
 
 
 def _pages(tables: Sequence[Path]) -> list[Path]:

@@ -152,6 +152,7 @@ def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):
     assert any(caption.startswith("Decoded tokens/s of 7B") for caption in Tables(text).captions)
     assert text.count("<figure") == len(list((tmp_path / "tables").glob("*.narrow.svg"))) > 0
     assert SAMPLES_PAGE not in text
+    assert text.index("<figure") < text.index("Decoded tokens/s of 7B") < text.index('id="machine"')
 
 
 def test_it_is_one_file_of_a_few_megabytes(report):
