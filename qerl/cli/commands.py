@@ -19,7 +19,7 @@ from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.results.files import read
-from qerl.results.paths import METRICS, REPORT
+from qerl.results.paths import METRICS, REPORT, SAMPLES_PAGE
 from qerl.results.schema.preparation import QuantizationReport
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
@@ -97,6 +97,31 @@ def train(
         "metrics": made.folder / METRICS,
     }.items():
         console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
+
+
+@app.command()
+def view(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN|RESULTS...", help="Folders of results, of runs or of evaluations.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help=f"The page. Default: {SAMPLES_PAGE} in the first of the folders.")
+    ] = None,
+    megabytes: Annotated[
+        float | None, typer.Option(min=0.1, help="Largest size of the page, which has as many problems as fit.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Make a page on which to read samples: rollouts of training, and completions before and after it."""
+    from qerl.report.samples import sources_in
+    from qerl.report.samples_page import MEGABYTES, make_page
+
+    sources = sources_in(folders)
+    target = out or folders[0] / SAMPLES_PAGE
+    make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES)
+    typer.echo(target)
+    if open_it:
+        typer.launch(str(target.resolve().as_uri()))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from qerl.jobs.evaluate import EvaluateJob
 from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob
-from qerl.jobs.report import FigureJob, ReportJob, ShapesJob, TableJob
+from qerl.jobs.report import FigureJob, ReportJob, SamplesJob, ShapesJob, TableJob
 from qerl.jobs.shapes import DecodeJob, GrpoStepJob, PromptsJob, RolloutMixJob, TrlStepJob
 from qerl.jobs.train import TrainJob
 from qerl.provenance.files import check_writable
@@ -39,6 +39,7 @@ AnyJob = (
     | TableJob
     | FigureJob
     | ReportJob
+    | SamplesJob
     | ShapesJob
     | NumericsJob
     | SpeedJob
@@ -63,6 +64,7 @@ FUNCTIONS: dict[type[Job], str] = {
     TableJob: "qerl.report.job:write_table",
     FigureJob: "qerl.report.job:write_figure",
     ReportJob: "qerl.report.report_page:write_report",
+    SamplesJob: "qerl.report.samples_page:write_page",
     ShapesJob: "qerl.report.grid:write_shapes",
     NumericsJob: "qerl.gates.numerics:compare_with_vectors",
     SpeedJob: "qerl.gates.speed:measure_speed",

@@ -46,6 +46,16 @@ class ReportJob(Job):
     """The arms that the configuration leaves out, and why."""
 
 
+class SamplesJob(Job):
+    """Make the page of samples."""
+
+    kind: Literal["samples"] = "samples"
+    name: str
+    """The name of the configuration."""
+    results: Path
+    """A file with the path of a stored result a line."""
+
+
 class ShapesJob(Job):
     """Make tables and figures of the speed grid."""
 

@@ -28,7 +28,10 @@ from qerl.results.paths import (
     REPORT,
     REPORT_PAGE,
     RESULT,
+    ROLLOUTS,
     RUN,
+    SAMPLES,
+    SAMPLES_PAGE,
     SPEED,
     STORED,
     TABLES,
@@ -142,6 +145,18 @@ class Files:
         return list(map(str, files))
 
     @property
+    def samples(self) -> list[str]:
+        """All samples that people can read, and what tells their origin."""
+        runs = [self.run(name) / file for name in self._plan.runs for file in (RUN, ROLLOUTS)]
+        evaluations = [self.evaluation(name) / file for name in self._plan.evaluations for file in (RESULT, SAMPLES)]
+        return list(map(str, [*runs, *evaluations]))
+
+    @property
+    def samples_page(self) -> Path:
+        """The page on which people read samples."""
+        return self.results / SAMPLES_PAGE
+
+    @property
     def listed(self) -> Path:
         """The file that lists the paths of these results, one per line."""
         return self.results / LISTED
@@ -176,9 +191,16 @@ class Files:
 
     @property
     def shown(self) -> list[str]:
-        """The files of these tables and figures."""
+        """The files of these tables and figures, and of the page of samples to which the report leads."""
+        samples = [str(self.samples_page)] if self.scored else []
         figures = [] if self._plan.config.shapes else [f"{stem}{NARROW}" for stem in self.figure_stems]
-        return [*map(str, self.table_pages), *figures]
+        return [*map(str, self.table_pages), *figures, *samples]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the report has evaluations."""
+        plan = self._plan
+        return bool(plan.evaluations) and not (plan.config.gates or plan.config.shapes)
 
     @property
     def tables(self) -> Path:

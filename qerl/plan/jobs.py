@@ -13,7 +13,7 @@ from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy, StoredPolicy
 from qerl.jobs.gates import NumericsJob, SpeedJob, VerdictJob
 from qerl.jobs.prepare import CalibratedOn, CheckJob, DataJob, FetchJob, PretrainJob, QuantizeJob
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
-from qerl.jobs.report import FigureJob, ReportJob, ShapesJob, TableJob
+from qerl.jobs.report import FigureJob, ReportJob, SamplesJob, ShapesJob, TableJob
 from qerl.jobs.shapes import PointJob, RolloutMixJob
 from qerl.jobs.train import TrainJob
 from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
@@ -169,14 +169,13 @@ class Jobs:
     def report(self) -> ReportJob:
         """Make the report."""
         files = self.files
-        scored = bool(self._plan.evaluations) and not (self._config.gates or self._config.shapes)
         return ReportJob(
             name=self._config.name,
             results=files.listed,
-            main=files.tables / "accuracy.csv" if scored else None,
+            main=files.tables / "accuracy.csv" if files.scored else None,
             tables=files.table_pages,
             figures=files.figure_stems,
-            samples=SAMPLES_PAGE if scored else "",
+            samples=SAMPLES_PAGE if files.scored else "",
             omitted=self._omitted,
             out=files.report,
         )
@@ -190,6 +189,10 @@ class Jobs:
     def listed(self) -> list[str]:
         """All results, of which tables, figures and the report are made."""
         return list(map(str, self.shapes().files)) if self._config.shapes else self.files.stored
+
+    def samples(self) -> SamplesJob:
+        """Make the page of samples."""
+        return SamplesJob(name=self._config.name, results=self.files.listed, out=self.files.samples_page)
 
     # --- the speed grid
 

@@ -44,6 +44,27 @@ rule tables:
         "python -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
+rule samples_page:
+    input:
+        FILES.samples,
+        names=FILES.listed,
+    output:
+        FILES.samples_page,
+    log:
+        "<logs>/samples_page.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        mem_mb=4000,
+        runtime=30,
+    params:
+        job=job("samples"),
+        decides=decides("samples"),
+        code=code("samples"),
+    shell:
+        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+
+
 rule figures:
     input:
         FILES.stored,

@@ -18,7 +18,7 @@ ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept"),
     "qerl.bench.rollout_mix.trace",
-    *("qerl.report.summary", "qerl.results.catalogue"),
+    "qerl.report.summary",
     # The rules of docs/exploration-protocol.md, which were written before the runs. No rule makes its page yet.
     *("qerl.report.exploration", "qerl.results.outcomes", "qerl.results.paired", "qerl.rl.divergence"),
 )
