@@ -126,6 +126,17 @@ class Tab:
         self._do("Input.insertText", text=text)
         self.settle()
 
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a select element, as a user does."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.ask(f"{found}.value = {json.dumps(value)}; {found}.dispatchEvent(new Event('change', {{bubbles: true}}))")
+        self.settle()
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true; the test's time limit ends a wait in vain."""
+        look = f"const look = () => ({condition}) ? done(0) : requestAnimationFrame(look); look()"
+        self.ask(f"new Promise(done => {{ {look} }})")
+
     def settle(self) -> None:
         """Wait until two frames are drawn, and with them whatever the page had to do."""
         self.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")

@@ -344,7 +344,7 @@ function showHead() {
   byId("filters").replaceChildren(...usefulFilters().map((key) => element(
     "button",
     { type: "button", "aria-pressed": String(key === now.only), onclick: () => go({ only: key, problem: undefined }) },
-    FILTERS[key][0],
+    `${FILTERS[key][0]} `,
     element("b", {}, String(now.counts[key])),
   )));
 }

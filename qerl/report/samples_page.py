@@ -26,6 +26,8 @@ from qerl.results.paths import RESULT, RUN
 MEGABYTES = 5.0
 #: By how many halvings of its problems a view may be shortened.
 _HALVINGS = 12
+#: More bytes than a source or a view has in the index, with the elements of its parts.
+_ENTRY = 300
 _TEMPLATE, _STYLE, _SCRIPT = "samples.j2", "samples.css", "samples.js"
 _HERE = Path(__file__).parent
 
@@ -45,7 +47,7 @@ def make_page(title: str, sources: Sequence[Source], out: Path, megabytes: float
     """Write the page, with as many problems of each view as fit into `megabytes`."""
     frame = len(_html(title, "", []))
     packed = _Packed([_shortened(view) for source in sources for view in source.views])
-    halvings = packed.fitting(1e6 * megabytes - frame - 1000 * sum(1 + len(source.views) for source in sources))
+    halvings = packed.fitting(1e6 * megabytes - frame - _ENTRY * sum(1 + len(source.views) for source in sources))
     index = {"title": title, "sources": packed.index(sources, halvings)}
     write_text(out, _html(title, _pack(index), packed.parts(halvings)))
 

@@ -1,0 +1,370 @@
+"""The page of samples: what it is made of, and what people do with it in a real browser."""
+
+import base64
+import json
+import random
+import re
+import shutil
+import zlib
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import commands as cli
+from qerl.report.samples import sources_in
+from qerl.report.samples_page import PageSizeError, make_page
+from qerl.results.files import ResultError, write_rows
+from qerl.results.schema.evaluation import SampleRow
+from qerl.results.schema.training import RolloutRow
+from tests.browser import browser, needs_browser
+from tests.synthetic_results import answers, write_evaluation, write_run
+
+RUN, BASE = "main-nvfp4-lora-seed0", "base-nvfp4"
+#: Completions that a page could break on: as HTML, as a script, in other directions, in size.
+NASTY = [
+    "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>",
+    "<!-- <pre> &amp; &lt;b&gt; {{ title }} {% raw %} ${window.hacked = 3}",
+    "\u202etxet eht si siht\u202c \u200f\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627\u200e\u2066 #### 41",
+    "👩‍🔬🏳️‍🌈 🇩🇪 e\u0301 \u00a0\t\u0007\u001b[31m \U0001f9ee #### 42",
+    "so " * 34_000,
+]
+
+
+def sample(problem: str, repeat: int, **changed) -> SampleRow:
+    row = {
+        "dataset": "sums",
+        "harness": "lm-eval",
+        "problem": problem,
+        "repeat": repeat,
+        "prompt": f"<|user|>Add: what is {problem} and {problem}?<|assistant|>",
+        "completion": "#### 1",
+        "extracted": "1",
+        "read": "1",
+        "gold": "2",
+        "correct": 0,
+        "agrees": True,
+        "tokens": 5,
+        "finished": True,
+    }
+    return SampleRow(**row | changed)
+
+
+def write_samples(root, name: str, rows: list[SampleRow], weights="nvfp4", run=None):
+    """An evaluation whose samples are these rows."""
+    correct = {"sums": answers(0.5, 0, problems=2, repeats=1)}
+    path = write_evaluation(root, name, correct, weights, run)
+    write_rows(path.parent / "samples.jsonl", rows)
+    return path
+
+
+def rollout(step: int, problem: str, texts: list[list[str]], **changed) -> RolloutRow:
+    completions = [
+        {
+            "tokens": tokens,
+            "logprobs": [-0.5] * len(tokens),
+            "entropies": [1.5] * len(tokens),
+            "parts": {"correct": 0.0, "format": 1.0, "overlong": -0.25},
+            "reward": -0.15,
+            "advantage": -0.707,
+            "extracted": "41",
+            "finished": False,
+        }
+        | changed
+        for tokens in texts
+    ]
+    prompt = f"How much is {problem}?"
+    return RolloutRow(step=step, problem=problem, prompt=prompt, gold="42", completions=completions)
+
+
+def write_steps(run, steps: dict[int, list[RolloutRow]]) -> None:
+    for step, rows in steps.items():
+        folder = run.parent / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_rows(folder / f"step-{step:06d}.jsonl.gz", rows)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A run with two stored steps and its evaluation, its base, and a base of other weights."""
+    run = write_run(tmp_path, "nvfp4-lora", 0)
+    problems = [f"train-{number}" for number in range(1, 9)]
+    write_steps(run, {step: [rollout(step, name, [["#### ", "4", "1"]] * 2) for name in problems] for step in (1, 12)})
+    before = [sample(str(problem), repeat) for problem in range(6) for repeat in range(2)]
+    right = {"correct": 1, "extracted": "2", "read": "2", "completion": "#### 2"}
+    after = [row.model_copy(update=right if row.problem < "3" else {}) for row in before]
+    after[0] = after[0].model_copy(update={"agrees": False, "read": None, "completion": "it is 2"})
+    after[11] = after[11].model_copy(update={"finished": False})
+    write_samples(tmp_path, BASE, before)
+    write_samples(tmp_path, "base-bf16", before, "bf16")
+    write_samples(tmp_path, RUN, after, run=run)
+    return tmp_path
+
+
+def made(results, **options):
+    make_page("a <b>name</b>", sources_in([results]), results / "samples.html", **options)
+    return results / "samples.html"
+
+
+def parts_of(page) -> dict[str, object]:
+    """The data of a page as its script reads it."""
+    found = re.findall(r'<script type="text/plain" id="([\w-]+)">([A-Za-z0-9+/=]*)</script>', page.read_text())
+    return {name: json.loads(zlib.decompress(base64.b64decode(text))) for name, text in found}
+
+
+# --- what the page is made of
+
+
+def test_a_run_has_its_steps_and_its_evaluation_and_the_base_of_its_weights_before_it(results):
+    sources = {source.id: source for source in sources_in([results])}
+    assert [(view.step, view.trained) for view in sources[RUN].views] == [("1", True), ("12", True), ("sums", False)]
+    assert {name: source.before for name, source in sources.items()} == {RUN: BASE, BASE: None, "base-bf16": None}
+
+
+def test_each_grader_has_its_verdict_and_what_it_read(results):
+    rows = [
+        sample("0", 0, correct=1, extracted="2", agrees=False, read=None),
+        sample("1", 0, correct=0, extracted=None, agrees=True, flexible=True),
+        sample("2", 0, harness="qerl", correct=1, extracted="2", read="2"),
+    ]
+    write_samples(results, BASE, rows)
+    [view] = next(source for source in sources_in([results]) if source.id == BASE).views
+    verdicts = [problem["completions"][0]["verdicts"] for problem in view.problems()]
+    assert verdicts == [
+        [["lm-eval", True, "2"], ["training", False, None]],
+        [["lm-eval", False, None], ["training", False, "1"], ["lm-eval, flexible", True]],
+        [["training", True, "2"]],
+    ]
+
+
+def test_the_page_has_all_samples_and_equal_prompts_once(results):
+    page = parts_of(made(results))
+    index = page["index"]
+    assert index["title"] == "a <b>name</b>"
+    views = {(source["id"], view["step"]): view for source in index["sources"] for view in source["views"]}
+    assert {key: (v["problems"], v["completions"], v["right"]) for key, v in views.items()} == {
+        (RUN, "1"): (8, 16, 0),
+        (RUN, "12"): (8, 16, 0),
+        (RUN, "sums"): (6, 12, 6),
+        (BASE, "sums"): (6, 12, 0),
+        ("base-bf16", "sums"): (6, 12, 0),
+    }
+    assert len({view["prompts"] for view in views.values()}) == 2
+    assert views[BASE, "sums"]["samples"] == views["base-bf16", "sums"]["samples"] != views[RUN, "sums"]["samples"]
+    stored = page[f"part-{views[RUN, '12']['samples']}"]
+    assert [problem["id"] for problem in stored] == [f"train-{number}" for number in range(1, 9)]
+    assert stored[6]["completions"][1]["tokens"] == ["#### ", "4", "1"]
+
+
+def test_a_page_that_is_too_large_has_fewer_problems_of_each_view_and_says_so(results):
+    noise = random.Random(0)
+    texts = [noise.randbytes(10_000).hex() for _ in range(12)]
+    write_samples(results, BASE, [sample(str(n // 2), n % 2, completion=text) for n, text in enumerate(texts)])
+    whole = made(results)
+    size = len(whole.read_bytes())
+    assert all(view["problems"] == view["stored"] for s in parts_of(whole)["index"]["sources"] for view in s["views"])
+    shorter = made(results, megabytes=0.7 * size / 1e6)
+    assert len(shorter.read_bytes()) <= 0.7 * size
+    counts = {(v["problems"], v["stored"]) for s in parts_of(shorter)["index"]["sources"] for v in s["views"]}
+    assert counts == {(4, 8), (3, 6)}
+    with pytest.raises(PageSizeError, match="--megabytes"):
+        made(results, megabytes=0.01)
+
+
+def test_folders_without_samples_and_folders_of_one_name_are_named(results, tmp_path):
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ResultError, match="empty has no samples"):
+        sources_in([empty])
+    shutil.copytree(results / "evaluate" / BASE, tmp_path / "other" / BASE)
+    with pytest.raises(ResultError, match=f"are both named {BASE}"):
+        sources_in([results, tmp_path / "other" / BASE])
+
+
+def test_a_run_in_progress_is_read_from_its_work(tmp_path):
+    folder = tmp_path / "mine" / "work" / "abc"
+    folder.mkdir(parents=True)
+    write_steps(folder / "metrics.jsonl", {10: [rollout(10, "p", [["x"]])]})
+    [source] = sources_in([tmp_path / "mine"])
+    assert (source.id, [view.step for view in source.views]) == ("mine", ["10"])
+
+
+def test_view_prints_the_path_of_the_page_and_nothing_else(results, tmp_path):
+    folders = [str(results / "train" / RUN), str(results / "evaluate" / RUN), str(results / "evaluate" / BASE)]
+    told = CliRunner().invoke(cli.app, ["view", *folders, "--out", str(tmp_path / "page.html")])
+    assert told.output == f"{tmp_path / 'page.html'}\n"
+    ids = [source["id"] for source in parts_of(tmp_path / "page.html")["index"]["sources"]]
+    assert sorted(ids) == [BASE, RUN]
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with browser() as tab:
+        yield tab
+
+
+def opened(tab, page, address="", **window):
+    tab.open(page, address, **window)
+    ready(tab)
+
+
+def ready(tab):
+    tab.wait_for("document.body.dataset.ready === (location.hash || '#')")
+
+
+def listed(tab) -> list[str]:
+    return tab.ask("[...document.querySelectorAll('#problems a .number')].map(e => e.textContent)")
+
+
+@needs_browser
+def test_what_the_policy_wrote_at_a_step_on_a_problem_and_why_it_is_wrong_is_three_clicks_away(results, tab):
+    opened(tab, made(results), RUN)  # the first click, on the report
+    tab.choose("#step", "12")
+    ready(tab)
+    tab.click("#problems a:nth-of-type(7)")
+    ready(tab)
+    assert tab.ask("decodeURIComponent(location.hash)") == f"#{RUN}/12/train-7"
+    told = tab.text("#problem")
+    for text in ("train-7 · step 12", "#### 41", "reads 41, expects 42", "cut off", "advantage", "−0.707"):
+        assert text in told
+    assert "−0.15 (correct 0, format 1, overlong −0.25)" in told
+    opened(tab, made(results), f"{RUN}/12/train-7")
+    assert tab.text("#problem") == told
+    assert (tab.errors, tab.requests) == ([], [])
+
+
+@needs_browser
+def test_before_and_after_stand_side_by_side_with_both_verdicts(results, tab):
+    opened(tab, made(results), f"{RUN}/sums/0")
+    columns = tab.ask("[...document.querySelectorAll('.column')].map(e => e.innerText)")
+    assert [column.split("\n")[0] for column in columns] == [BASE, RUN]
+    assert "before training" in columns[0]
+    assert "reads 1, expects 2" in columns[0]
+    assert "after training" in columns[1]
+    verdicts = tab.ask("[...document.querySelectorAll('.column:last-child .facts dd')].map(e => e.innerText)")
+    assert verdicts[:2] == ["✓ right, read 2", "✗ wrong, read no answer"]
+    lefts = tab.ask("[...document.querySelectorAll('.column')].map(e => e.getBoundingClientRect().left)")
+    assert lefts[0] < lefts[1]
+    tab.choose("#other", "base-bf16")
+    ready(tab)
+    assert tab.ask("document.querySelector('.column h3').innerText") == "base-bf16"
+    assert "beside=base-bf16" in tab.ask("location.hash")
+
+
+@needs_browser
+def test_two_steps_are_compared_by_the_place_of_their_problems(results, tab):
+    run = results / "train" / RUN / "run.json"
+    write_steps(run, {20: [rollout(20, f"later-{n}", [["#### ", "42"]], extracted="42") for n in range(8)]})
+    opened(tab, made(results), f"{RUN}/20/later-2?beside={RUN}/12")
+    prompts = tab.ask("[...document.querySelectorAll('.question-text')].map(e => e.textContent)")
+    assert prompts == ["How much is train-3?", "How much is later-2?"]
+
+
+@needs_browser
+def test_filters_search_and_keys(results, tab):
+    opened(tab, made(results), f"{RUN}/sums")
+    names = tab.ask("[...document.querySelectorAll('#filters button')].map(e => e.innerText.replace(/\\s+/g, ' '))")
+    assert names == ["All 6", "Right 3", "Wrong 3", "Graders disagree 1", "Cut off 1", "Better than beside 3"]
+    expected = {3: ["4", "5", "6"], 4: ["1"], 5: ["6"], 6: ["1", "2", "3"], 1: [*"123456"]}
+    for place, numbers in expected.items():
+        tab.click(f"#filters button:nth-of-type({place})")
+        ready(tab)
+        assert listed(tab) == numbers
+    for key, title in {"j": "Problem 2", "ArrowRight": "Problem 3", "k": "Problem 2", "[": "Problem 1"}.items():
+        tab.press(key)
+        ready(tab)
+        assert tab.text("h2") == title
+    assert tab.ask("document.getElementById('step').value") == "12"
+    tab.press("]")
+    ready(tab)
+    tab.press("/")
+    tab.write("What is 4 AND")
+    ready(tab)
+    assert listed(tab) == ["5"]
+    assert tab.ask("CSS.highlights.get('found').size") == 1
+    tab.press("Escape")
+    tab.press("s")
+    ready(tab)
+    assert tab.ask("document.getElementById('shade').value") == "surprise"
+
+
+@needs_browser
+def test_shading_follows_probability_and_entropy(results, tab):
+    run = results / "train" / RUN / "run.json"
+    tokens = {"logprobs": [0.0, -2.0, -9.0], "entropies": [2.0, 1.0, 0.0]}
+    write_steps(run, {30: [rollout(30, "p", [["a", "b", "c"]], **tokens)]})
+    shades = {}
+    for shade in ("surprise", "entropy"):
+        opened(tab, made(results), f"{RUN}/30?shade={shade}")
+        script = "[...document.querySelectorAll('.shaded.text span')].map(e => getComputedStyle(e).backgroundColor)"
+        shades[shade] = [float(re.findall(r"[\d.]+", colour)[3]) for colour in tab.ask(script)]  # rgba(r, g, b, alpha)
+    assert shades["surprise"] == pytest.approx([0, 0.31, 0.62], abs=0.01)
+    assert shades["entropy"] == pytest.approx([0.62, 0.31, 0], abs=0.01)
+    assert "surprise 2 nats" in tab.ask("document.querySelectorAll('.shaded.text span')[1].title")
+
+
+@needs_browser
+@pytest.mark.parametrize("text", NASTY, ids=["script", "markup", "directions", "emojis", "100 kB"])
+def test_completions_are_shown_as_they_are_and_do_nothing(results, tab, text):
+    write_samples(results, BASE, [sample("0", 0, completion=text, extracted=text[:50], prompt=text, gold=text[:20])])
+    write_steps(results / "train" / RUN / "run.json", {12: [rollout(12, "p", [[text[:7], text[7:]]])]})
+    page = made(results)
+    for address in (f"{BASE}/sums", f"{RUN}/12?shade=entropy"):
+        opened(tab, page, address)
+        shown = f"document.querySelector('pre.text:not(.question-text)').textContent === {json.dumps(text)}"
+        assert tab.ask(shown)
+        assert tab.ask("window.hacked") is None
+        assert tab.ask("document.querySelectorAll('#problem img, #problem script').length") == 0
+        assert (tab.errors, tab.requests, tab.overflow()) == ([], [], 0)
+    marks = tab.ask("[...document.querySelectorAll('.completion .text bdi')].map(e => e.dataset.name)")
+    invisible = re.findall("[\u202a-\u202e\u2066-\u2069\u200e\u200f\u0007\u001b]", text)
+    assert marks == [f"U+{ord(character):04X}" for character in invisible]
+
+
+@needs_browser
+def test_a_right_to_left_override_turns_nothing_around_outside_of_itself(results, tab):
+    write_samples(results, BASE, [sample("0", 0, completion="\u202eabc", extracted="\u202e7", gold="8")])
+    opened(tab, made(results), f"{BASE}/sums")
+    script = "(() => { const [range, node] = [new Range(), document.querySelector('.why').lastChild];"
+    script += "const at = (text) => { const place = node.data.indexOf(text); range.setStart(node, place);"
+    script += "range.setEnd(node, place + 1); return range.getBoundingClientRect().left; };"
+    assert tab.ask(script + "return at('e') < at('8'); })()")
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_fits_windows_and_keeps_its_contrast(results, tab, width, dark):
+    page = made(results)
+    for address in (RUN, f"{RUN}/sums/1", f"{RUN}/12/train-3?shade=surprise"):
+        opened(tab, page, address, width=width, dark=dark)
+        assert tab.overflow() == 0
+        colours = tab.ask("['color', 'backgroundColor'].map(key => getComputedStyle(document.body)[key])")
+        ink, paper = (luminance([int(n) for n in re.findall(r"\d+", colour)[:3]]) for colour in colours)
+        assert (paper < ink) == dark
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7  # WCAG's AAA
+    if width == 400:  # the list and the problem are two screens
+        tab.click(".to-list")
+        assert tab.ask("document.getElementById('problem').offsetHeight") == 0
+        tab.click("#problems a:nth-of-type(2)")
+        ready(tab)
+        assert tab.text("h2") == "Problem 2"
+        assert tab.ask("document.getElementById('problems').offsetHeight") == 0
+
+
+def luminance(colour: list[int]) -> float:
+    """WCAG's relative luminance."""
+    linear = [(c / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 * 255) / 255 for c in colour]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@needs_browser
+def test_an_address_of_what_is_not_there_leads_to_what_is_near_and_says_so(results, tab):
+    opened(tab, made(results), f"{RUN}/14/train-99")
+    told = tab.text("#problem")
+    assert "Step 14 isn't stored; this is step 12." in told
+    assert "Problem train-99 isn't among these samples." in told
+    opened(tab, made(results), "unknown/3")
+    assert "This page has no samples of unknown." in tab.text("#problem")
+    assert tab.errors == []
