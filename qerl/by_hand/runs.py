@@ -28,7 +28,7 @@ from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text
 from qerl.results.files import read_rows
-from qerl.results.paths import METRICS, POLICY, REPORT, RUN
+from qerl.results.paths import METRICS, POLICY, REPORT, RUN, WORK
 from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
 from qerl.settings.data import FunctionData
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
     from qerl.policy.policy import Policy
 from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, model_folder
-
-#: The folder, within a run's, of the state of an unfinished run.
-WORK = "work"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from qerl.results.catalogue import schema_of
 from qerl.results.files import ResultError, read, read_rows
 from qerl.results.names import training_name, variant, weights_name
-from qerl.results.paths import EVALUATE, RESULT, ROLLOUTS, RUN, SAMPLES, TRAIN
+from qerl.results.paths import EVALUATE, RESULT, ROLLOUTS, RUN, SAMPLES, TRAIN, WORK
 from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult, SampleRow, Scores
 from qerl.results.schema.training import RolloutRow, RunResult, StoredCompletion
 
@@ -113,11 +113,11 @@ def _evaluation(path: Path) -> Scores:
 def _before(result: Scores, results: dict[str, Scores]) -> str | None:
     """The evaluation of the base that this policy was trained from, if it is among the results."""
     if isinstance(result, EvaluationResult) and result.run:
-        found = [id for id, other in results.items() if isinstance(other, EvaluationResult) and _is_base(other, result)]
-        return found[0] if found else None
+        bases = [id for id, other in results.items() if isinstance(other, EvaluationResult) and _is_base(other, result)]
+        return bases[0] if bases else None
     if isinstance(result, OwnEvaluationResult) and result.adapter:
-        found = [id for id, other in results.items() if isinstance(other, OwnEvaluationResult) and not other.adapter]
-        return found[0] if len(found) == 1 else None
+        bases = [id for id, other in results.items() if isinstance(other, OwnEvaluationResult) and not other.adapter]
+        return bases[0] if len(bases) == 1 else None
     return None
 
 
@@ -155,19 +155,20 @@ def _number(file: Path) -> int:
 
 def sources_in(folders: Sequence[Path]) -> list[Source]:
     """The sources in folders of results, of runs and of evaluations. Raises ResultError if there are none."""
-    runs, evaluations, begun = [], [], []
+    runs, evaluations, unfinished = [], [], []
     for folder in folders:
-        planned = [*folder.glob(f"{TRAIN}/*/{RUN}"), *folder.glob(f"{EVALUATE}/*/{RESULT}")]
-        own = [file for file in (folder / RUN, folder / RESULT) if file.is_file()]
-        found = sorted(planned) + own
-        unfinished = [] if found else _unfinished(folder)
-        if not found and not unfinished:
+        files = [
+            *sorted([*folder.glob(f"{TRAIN}/*/{RUN}"), *folder.glob(f"{EVALUATE}/*/{RESULT}")]),
+            *(file for file in (folder / RUN, folder / RESULT) if file.is_file()),
+        ]
+        begun = [] if files else _unfinished(folder)
+        if not files and not begun:
             raise ResultError(f"{folder} has no samples: it is no folder of results, of a run or of an evaluation")
-        runs += [file for file in found if file.name == RUN]
-        evaluations += [file for file in found if file.name == RESULT]
-        begun += unfinished
+        runs += [file for file in files if file.name == RUN]
+        evaluations += [file for file in files if file.name == RESULT]
+        unfinished += begun
     _check_names(runs, evaluations)
-    sources = [*sources_of(runs, evaluations), *begun]
+    sources = [*sources_of(runs, evaluations), *unfinished]
     if not sources:
         raise ResultError(f"{folders[0]} stores no samples; set stored_rollouts.every of its runs above 0")
     return sources
@@ -175,8 +176,8 @@ def sources_in(folders: Sequence[Path]) -> list[Source]:
 
 def _unfinished(folder: Path) -> list[Source]:
     """A run by hand that isn't finished yet, whose rollouts are beside its checkpoints."""
-    found = sorted(folder.glob(f"work/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
-    return [Source(folder.resolve().name, "a run in progress", views=_steps(found[-1]))] if found else []
+    states = sorted(folder.glob(f"{WORK}/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
+    return [Source(folder.resolve().name, "a run in progress", views=_steps(states[-1]))] if states else []
 
 
 def _check_names(*files: list[Path]) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from qerl.jobs.report import SamplesJob
 from qerl.provenance.files import write_text
+from qerl.report.html import rendered
 from qerl.report.samples import Json, Source, View, sources_of
 from qerl.results.files import ResultError
 from qerl.results.paths import RESULT, RUN
@@ -53,9 +52,8 @@ def make_page(title: str, sources: Sequence[Source], out: Path, megabytes: float
 
 
 def _html(title: str, index: str, parts: Sequence[str]) -> str:
-    texts = {name: (_HERE / file).read_text() for name, file in (("style", _STYLE), ("script", _SCRIPT))}
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string((_HERE / _TEMPLATE).read_text())
-    return template.render(title=title, index=index, parts=parts, **texts)
+    own_style, script = ((_HERE / file).read_text() for file in (_STYLE, _SCRIPT))
+    return rendered(_TEMPLATE, title=title, index=index, parts=parts, own_style=own_style, script=script)
 
 
 def _pack(value: Any) -> str:
@@ -65,7 +63,7 @@ def _pack(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PackedView:
     """The packed first problems of a view: their prompts, which views share, all else, and counts."""
 
     prompts: str
@@ -78,19 +76,19 @@ class _Shortened:
     """A view at each number of halvings, until one problem is left."""
 
     view: View
-    parts: list[_Part]
+    parts: list[_PackedView]
 
-    def at(self, halvings: int) -> _Part:
+    def at(self, halvings: int) -> _PackedView:
         return self.parts[min(halvings, len(self.parts) - 1)]
 
 
 def _shortened(view: View) -> _Shortened:
     problems = list(view.problems())
     counts = list(dict.fromkeys(max(len(problems) >> halving, 1) for halving in range(_HALVINGS + 1)))
-    return _Shortened(view, [_part(problems[:count], len(problems)) for count in counts])
+    return _Shortened(view, [_packed_view(problems[:count], len(problems)) for count in counts])
 
 
-def _part(problems: list[Json], stored: int) -> _Part:
+def _packed_view(problems: list[Json], stored: int) -> _PackedView:
     completions = [completion for problem in problems for completion in problem["completions"]]
     about = {
         "problems": len(problems),
@@ -99,7 +97,7 @@ def _part(problems: list[Json], stored: int) -> _Part:
         "right": sum(completion["verdicts"][0][1] for completion in completions),
     }
     rest = [{key: value for key, value in problem.items() if key != "prompt"} for problem in problems]
-    return _Part(_pack([problem["prompt"] for problem in problems]), _pack(rest), about)
+    return _PackedView(_pack([problem["prompt"] for problem in problems]), _pack(rest), about)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ RUN = "run.json"
 METRICS = "metrics.jsonl"
 #: The folder of a run's stored rollouts, with a file for each stored step.
 ROLLOUTS = "rollouts"
+#: The folder, within that of a run by hand, of the state of an unfinished run.
+WORK = "work"
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
 REPORT = "report.json"
