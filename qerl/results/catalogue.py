@@ -19,7 +19,14 @@ from qerl.results.schema.evaluation import (
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
-from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult, RolloutMixResult, TraceRow
+from qerl.results.schema.speed import (
+    DecodeResult,
+    GrpoStepResult,
+    ProductsResult,
+    PromptsResult,
+    RolloutMixResult,
+    TraceRow,
+)
 from qerl.results.schema.stored import Stored
 from qerl.results.schema.training import RolloutRow, RunResult, StepMetrics
 
@@ -42,6 +49,7 @@ _BENCHES: dict[str, Schema] = {
     "decode": DecodeResult,
     "grpo_step": GrpoStepResult,
     "prompts": PromptsResult,
+    "products": ProductsResult,
     "rollout_mix": RolloutMixResult,
 }
 _KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -26,8 +26,9 @@ from qerl.formats import tiles as layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
 from qerl.kernels.unpack import dense
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
-from qerl.provenance.files import write_json
-from qerl.provenance.stamp import stamp
+from qerl.results.files import write
+from qerl.results.schema.speed import ProductPoint, ProductsResult
+from qerl.results.schema.stored import Provenance
 
 DEVICE = torch.device("cuda")
 HIDDEN, NARROW, WIDE = 3584, 512, 18944
@@ -127,7 +128,7 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
         return [1e3 * replayed() / len(launches) for _ in range(SAMPLES)]
 
 
-def point(name: str, shape: Shape, rows: int, rank: int) -> dict[str, Any]:
+def point(name: str, shape: Shape, rows: int, rank: int) -> ProductPoint:
     """The errors and times of the packed product and of cuBLAS."""
     operands = [random_operands(shape, rank) for _ in range(shape.copies)]
     x = torch.randn(rows, shape.columns, device=DEVICE).bfloat16()
@@ -135,14 +136,14 @@ def point(name: str, shape: Shape, rows: int, rank: int) -> dict[str, Any]:
     out = torch.zeros(rows, shape.width, dtype=torch.bfloat16, device=DEVICE)
     weights = [torch.randn(sum(shape.rows), shape.columns, device=DEVICE).bfloat16() for _ in range(2)]
     whole = torch.empty(rows, sum(shape.rows), dtype=torch.bfloat16, device=DEVICE)
-    return {
-        "layers": name,
-        "rows": rows,
-        "rank": rank,
-        "error": error,
-        "microseconds": microseconds([partial(multiply, each, x, out, shape.mode) for each in operands]),
-        "cublas_microseconds": microseconds([partial(torch.matmul, x, each.T, out=whole) for each in weights]),
-    }
+    return ProductPoint(
+        layers=name,
+        rows=rows,
+        rank=rank,
+        error=error,
+        microseconds=microseconds([partial(multiply, each, x, out, shape.mode) for each in operands]),
+        cublas_microseconds=microseconds([partial(torch.matmul, x, each.T, out=whole) for each in weights]),
+    )
 
 
 def main(
@@ -155,11 +156,17 @@ def main(
     for count in map(int, rows.split(",")):
         for name, shape in SHAPES.items():
             measured.append(point(name, shape, count, rank))
-            packed, cublas = (median(measured[-1][key]) for key in ("microseconds", "cublas_microseconds"))
+            packed, cublas = median(measured[-1].microseconds), median(measured[-1].cublas_microseconds)
             print(f"{name:8} {count:5} rows: {packed:8.2f} us, cuBLAS {cublas:8.2f} us")
-    state = gpu_state()
-    gpu = state.model_dump(mode="json") if state else None
-    write_json(out, {"model": "7B", "weights": "nvfp4", "points": measured, "gpu": gpu, "provenance": stamp()})
+    result = ProductsResult(
+        bench="products",
+        size="7B",
+        weights="nvfp4",
+        points=measured,
+        gpu=gpu_state(),
+        provenance=Provenance.of_now(),
+    )
+    write(out, result)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,31 @@ class PromptsResult(Stored):
     provenance: Provenance
 
 
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+class ProductPoint(Stored):
+    """Microseconds of a launch of the packed product and of cuBLAS in bfloat16, and the error relative to float64."""
+
+    layers: str
+    rows: int
+    rank: int
+    error: float
+    microseconds: list[float]
+    cublas_microseconds: list[float]
+
+
+class ProductsResult(Stored):
+    """kernels/products-*.json: the packed products of a block, by `tests.gpu.time_products`."""
+
+    bench: Literal["products"]
+    size: Size
+    weights: WeightFormat
+    points: list[ProductPoint]
+    gpu: GpuState | None
+    provenance: Provenance
+
+
 # --- rollouts of mixed lengths ---------------------------------------------------------------------------------------
 
 
