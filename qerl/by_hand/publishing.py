@@ -47,7 +47,7 @@ def publish(
     """
     from huggingface_hub import HfApi
 
-    from qerl.publishing.upload import check_private, upload, would_upload
+    from qerl.publishing.upload import check_private, texts_in, upload, would_upload
 
     trained = Run(Path(run))
     check_finished(trained)
@@ -56,8 +56,8 @@ def publish(
     hub = hub or HfApi()
     facts = facts_of(trained, [*map(Path, evaluations)], hub)
     with TemporaryDirectory() as scratch:
-        files = _stage(trained, facts, repo, Path(scratch))
-        check_private(files)
+        _stage(trained, facts, repo, Path(scratch))
+        check_private(texts_in(Path(scratch)))
         if dry_run:
             return would_upload(repo, Path(scratch), private, _notes(facts))
         return upload(hub, repo, Path(scratch), private, _notes(facts))
@@ -125,8 +125,8 @@ def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None
     return read(PreparedDataset, run.data / DATASET) if problems == held_out else None
 
 
-def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> dict[str, str]:
-    """Fill the folder with what is uploaded; return the texts that were written for it, by their path."""
+def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
+    """Fill the folder with what is uploaded; weights are links."""
     from qerl.policy.card import CARD
     from qerl.publishing.cards import adapter_card, full_card
     from qerl.publishing.scores import eval_results
@@ -143,7 +143,6 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> dict[str, str]
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    return texts
 
 
 def _config(run: Run, base: BaseModel) -> str:

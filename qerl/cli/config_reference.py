@@ -1,10 +1,13 @@
-"""config/README.md: every key with its type, default and meaning, made from the models of `qerl.settings.config`."""
+"""Every key of a configuration, from the models of `qerl.settings.config`: config/README.md for people, with type,
+default and meaning, and a JSON schema for editors and the catalog of Snakemake's workflows.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Annotated, Any, get_args, get_origin
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from qerl.settings import base, benches, config, data, evaluation, models, reward, rollout, run, training
@@ -13,9 +16,12 @@ HEAD = """# Configuration
 
 A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It describes the science;
 files in `profiles/` describe cores, GPUs and clusters. An unknown key, or one given twice, is an error. Where a setting
-can be off, `off`, `none` and `false` all mean off. `qerl keys` prints this page from the settings' code.
+can be off, `off`, `none` and `false` all mean off. `qerl keys` prints this page from the settings' code, and `qerl keys
+--schema` the JSON schema in `workflow/schemas/config.schema.yaml`. An editor with a YAML language server checks and
+completes keys by it, if the file begins with `# yaml-language-server: $schema=PATH`.
 
-* `mini.yaml`, the default: the whole workflow on two CPU cores, without GPU or network.
+* `mini.yaml`: the whole workflow on two CPU cores, without GPU or network. It is the default, unless the working
+  directory has a `config/config.yaml`.
 * `own.yaml`: a real model of your own, with settings that follow from its checkpoint (`fit_to_model`). It is the
   default if the command line sets `model`.
 * `paper.yaml`: the grid of the QeRL paper. It needs GPUs, and the hub or local folders (docs/paper.md).
@@ -42,6 +48,16 @@ experiments:
 
 These keys of a run decide no result, so changing them reruns nothing: UNDECIDING. The same holds for the keys of an
 evaluation's engine.
+
+Another workflow imports the rules of a clone, with a configuration of its own. Results go to its working directory:
+
+```python
+module qerl:
+    snakefile: "path/to/clone/workflow/Snakefile"
+    config: config["qerl"]
+
+use rule * from qerl as qerl_*
+```
 
 Any key of a run may be a key of a grid. `qerl plan CONFIG` prints the table of runs with their cost at measured speeds
 and their state.
@@ -174,3 +190,12 @@ def markdown() -> str:
         "\n\n".join([HEAD.strip().replace("UNDECIDING", undeciding), *(_section(settings) for settings in SECTIONS)])
         + "\n"
     )
+
+
+def schema() -> str:
+    """The JSON schema of a configuration file, as YAML. It leaves the keys of runs to the workflow's own checks."""
+    made = config.Config.model_json_schema()
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    made["required"] = ["name"]  # `shapes` need no other key, and a protocol may give them
+    made["$defs"]["Experiment"]["properties"]["arms"]["additionalProperties"] = {"type": ["object", "null"]}
+    return f"# Made by `qerl keys --schema`.\n{yaml.safe_dump(made, sort_keys=False, width=118)}"

@@ -31,11 +31,13 @@ Keys = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, as after --co
 
 
 @app.command(rich_help_panel=PANEL)
-def keys() -> None:
+def keys(
+    as_schema: Annotated[bool, typer.Option("--schema", help="Print workflow/schemas/config.schema.yaml.")] = False,
+) -> None:
     """Print config/README.md."""
-    from qerl.cli.config_reference import markdown
+    from qerl.cli.config_reference import markdown, schema
 
-    typer.echo(markdown(), nl=False)
+    typer.echo(schema() if as_schema else markdown(), nl=False)
 
 
 @app.command(rich_help_panel=PANEL)

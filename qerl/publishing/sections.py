@@ -17,6 +17,8 @@ from qerl.results.schema.training import StepMetrics
 from qerl.settings.reward import RewardSettings
 from qerl.settings.run import UNDECIDING
 
+#: Keys of the settings that a card leaves out: base and data have names elsewhere, and the last is a path.
+_STATED: dict[str, Any] = {"model": True, "dataset": True, "thermostat": {"metrics"}}
 _LEVELS = "▁▂▃▄▅▆▇█"
 #: The most characters of a sparkline. More steps are averaged in equal parts.
 _LONGEST = 40
@@ -34,9 +36,7 @@ _CURVES = {
 def training(facts: RunFacts) -> str:
     """The sections on the training of a policy: data, reward, curve, settings."""
     settings = facts.run.settings
-    kept: dict[str, Any] = settings.model_dump(mode="json", exclude=UNDECIDING)
-    for key in ("model", "dataset"):  # told above, by names that others can use
-        del kept[key]
+    decisive: dict[str, Any] = settings.model_dump(mode="json", exclude=UNDECIDING | _STATED)
     return f"""## Training
 
 {_data(facts.data)}
@@ -48,7 +48,7 @@ def training(facts: RunFacts) -> str:
 <details><summary>All settings</summary>
 
 ```yaml
-{yaml.safe_dump(kept, sort_keys=False).strip()}
+{yaml.safe_dump(decisive, sort_keys=False).strip()}
 ```
 
 </details>"""

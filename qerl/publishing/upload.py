@@ -12,12 +12,14 @@ import httpx
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+from qerl.checkpoints.folder import TOKENIZER
 from qerl.policy.card import CARD
 from qerl.publishing.run_facts import License
 from qerl.settings.base import ConfigError
 
 #: An absolute path of two names or more, that isn't part of an address.
 _PATH = re.compile(r"(?<![\w.:/~<>-])/(?:[\w.@+-]+/)+[\w.@+-]+")
+_TEXTS = (".md", ".json", ".jsonl", ".yaml", ".jinja")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
@@ -57,6 +59,12 @@ def check_private(texts: Mapping[str, str]) -> None:
         if leak := _PATH.search(text) or _TOKEN.search(text):
             what = "a token" if _TOKEN.match(leak[0]) else f"{leak[0]}, a path of this machine"
             raise ConfigError(f"{name} would tell {what}, so nothing was uploaded; take it out of the run's settings")
+
+
+def texts_in(folder: Path) -> dict[str, str]:
+    """The texts in a folder to be published, by their path; a vocabulary is none."""
+    files = (file for file in folder.rglob("*") if file.suffix in _TEXTS and file.name != TOKENIZER)
+    return {file.relative_to(folder).as_posix(): file.read_text() for file in files}
 
 
 def would_upload(repo: str, folder: Path, private: bool | None, notes: Sequence[str]) -> Published:

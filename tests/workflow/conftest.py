@@ -60,8 +60,8 @@ def copy_tree(folder: Path) -> Tree:
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """The names that a clone lacks; `qerl/results` is a room of the package."""
-    made = {"results", "work"} if Path(folder) == ROOT else set()
-    return made | shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")(folder, names)
+    made = {"results", "work"} if Path(folder) in (ROOT, ROOT / ".test") else set()
+    return (made | shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")(folder, names)) - {".test"}
 
 
 @pytest.fixture(scope="session")

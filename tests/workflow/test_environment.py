@@ -46,3 +46,18 @@ def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
     assert len(named) == len(added) - 1
     assert not named & pins().keys()
     assert not any(name.startswith("torch") for name in named)
+
+
+def test_what_the_workflow_catalog_is_told_is_true():
+    """Each shell rule names its conda environment, results are marked for the report, and named files exist."""
+    usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert usage["software-stack-deployment"] == {"conda": True}
+    assert usage["report"] is True
+    rules = "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")).split("\nrule ")[1:]
+    jobs = [rule for rule in rules if "python -m qerl rule" in rule]
+    assert len(jobs) > 10
+    assert all('conda:\n        "../../environment.yml"' in rule for rule in jobs)
+    assert any("report(" in rule for rule in jobs)
+    for file in ("workflow/Snakefile", "workflow/schemas/config.schema.yaml", "config/README.md", "environment.yml"):
+        assert (ROOT / file).is_file()
+    assert (ROOT / ".test/config/config.yaml").is_file()

@@ -24,6 +24,41 @@ def test_the_default_plan_needs_every_kind_of_result(tree):
     assert planned["figures"] == 6
 
 
+#: The jobs of .test/config/config.yaml.
+SMALL = {"prepare_data": 2, "pretrain": 1, "quantize": 2, "train": 2, "evaluate": 4, "profile": 2, "write_report": 1}
+
+
+def test_the_folder_of_the_workflow_catalog_has_a_small_configuration(tree):
+    assert SMALL.items() <= tree.planned("--directory", ".test").items()
+
+
+IMPORTING = """
+configfile: "config.yaml"
+
+
+module qerl:
+    snakefile: "{folder}/workflow/Snakefile"
+    config: config["qerl"]
+
+
+use rule * from qerl as qerl_*
+
+
+rule mine:
+    input: rules.qerl_all.input
+    default_target: True
+"""
+
+
+def test_another_workflow_imports_the_rules_with_its_own_configuration(tree, tmp_path):
+    (tmp_path / "Snakefile").write_text(IMPORTING.format(folder=tree.folder))
+    values = yaml.safe_load((tree.folder / ".test/config/config.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"mine": 1, "qerl": values}))
+    planned = tree.planned("--snakefile", str(tmp_path / "Snakefile"), "--directory", str(tmp_path))
+    assert {f"qerl_{rule}": count for rule, count in SMALL.items()}.items() <= planned.items()
+    assert planned["mine"] == 1
+
+
 def refused(tree, tmp_path, change) -> str:
     """Snakemake's message for the default configuration after `change`; it must exit with an error before any job."""
     values = yaml.safe_load((tree.folder / "config/mini.yaml").read_text())

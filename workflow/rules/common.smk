@@ -1,12 +1,17 @@
 # The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/plan.
+import os
 import re
 import sys
 from pathlib import Path
 
-# The package of this working tree, installed or not, from either Snakefile.
-BASE = Path(workflow.basedir).resolve()
+# The package of this working tree, installed or not, from either Snakefile or a workflow that imports them.
+BASE = Path(workflow.current_basedir).resolve()
 ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_dir())
 sys.path.insert(0, str(ROOT))
+# Jobs load it too, from whatever directory.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 from snakemake.exceptions import WorkflowError
 
@@ -26,14 +31,17 @@ from qerl.results import paths
 def read_plan(given: dict):
     """`--configfile` replaces the whole default configuration; `--config` sets single top-level keys.
 
-    The default is the miniature's, and for `--config model=FOLDER` that of real models.
+    The default is config/config.yaml of the working directory, as in .test, if there is one. Else it is the miniature's,
+    and for `--config model=FOLDER` that of real models.
     """
-    default = "config/own.yaml" if given.get("model") else "config/mini.yaml"
+    default = Path("config/config.yaml")
+    if not default.is_file():
+        default = ROOT / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
     files = [Path(file) for file in workflow.configfiles]
     try:
         for file in files:
             read_yaml(file)  # Snakemake takes the last one of two equal keys
-        plan = plan_from(given, ROOT / default, files)
+        plan = plan_from(given, default, files)
         check_clock([Path(plan.folder)])
         return plan
     except ValueError as error:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import HfApi, ModelCard, ModelCardData, parse_eval_result_entries
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 import qerl
@@ -198,6 +199,45 @@ def test_an_unfinished_run_and_a_wrong_name_are_refused(copy):
     (copy / "run.json").unlink()
     with pytest.raises(ConfigError, match="isn't finished; go on with `qerl train"):
         qerl.publish(copy, REPO, hub=Hub())
+
+
+def test_a_score_on_a_benchmark_of_the_hub_is_a_file_for_its_leaderboard(copy, run):
+    file = copy / "data/dataset.json"
+    splits = {"train": "train", "test": "test"}
+    origin = {"source": "hub", "repo": "openai/gsm8k", "subset": "main", "revision": "a" * 40, "splits": splits}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "origin": origin}))
+    hub = Hub()
+    qerl.publish(copy, REPO, hub=hub)
+    [entry] = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/gsm8k.yaml"]))
+    accuracy = qerl.Evaluation(run.folder / "trained").accuracy.mean
+    assert (entry.dataset_id, entry.value) == ("openai/gsm8k", pytest.approx(100 * accuracy, abs=0.01))
+    (copy / "card.md").write_bytes(hub.files[REPO]["README.md"])
+    assert ModelCard.load(copy / "card.md").data.datasets == ["openai/gsm8k"]
+    # Of other problems than the data set's test split, the card can't say whose they are.
+    rows = (copy / "trained/samples.jsonl").read_text().splitlines(keepends=True)
+    kept = [row for row in rows if json.loads(row)["problem"] != json.loads(rows[0])["problem"]]
+    (copy / "trained/samples.jsonl").write_text("".join(kept))
+    qerl.publish(copy, "someone/other", hub=hub)
+    assert ".eval_results/gsm8k.yaml" not in hub.files["someone/other"]
+
+
+def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    names = ("dataset", "dtype", "rollout", "optimizer")
+    values = {name: value for name, value in run.settings.model_dump(mode="json").items() if name in names}
+    base = run.settings.model
+    whole = qerl.train({**values, "model": base, "method": "full", "weights": "bf16", "steps": 1}, tmp_path / "whole")
+    hub = Hub()
+    qerl.publish(whole.folder, REPO, hub=hub)
+    assert {file.name for file in whole.adapter.iterdir()} | {"README.md", "metrics.jsonl"} == set(hub.files[REPO])
+    assert hub.files[REPO]["model.safetensors"] == (whole.adapter / "model.safetensors").read_bytes()
+    text = hub.files[REPO]["README.md"].decode()
+    assert "All weights of `tiny-model`" in text
+    assert f"from_pretrained('{REPO}', dtype=\"auto\")" in text
+    config = whole.adapter / "config.json"
+    config.write_text(config.read_text().replace("{", '{"_name_or_path": "/home/someone/model",', 1))
+    with pytest.raises(ConfigError, match=r"config\.json would tell /home/someone/model"):
+        qerl.publish(whole.folder, "someone/other", hub=hub)
 
 
 def test_the_evaluation_of_another_policy_is_refused(copy, tmp_path):

@@ -90,6 +90,13 @@ def test_another_recipe_is_told_by_its_settings(tmp_path):
     assert "recipe: awq" in made.text
 
 
+def test_the_settings_have_no_path_of_what_a_thermostat_followed(tmp_path):
+    thermostat = {"metrics": "/home/me/other/metrics.jsonl"}
+    text = adapter_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")
+    check_private({"README.md": text})
+    assert "thermostat:\n  " in text
+
+
 def test_a_model_trained_in_full_loads_by_itself(tmp_path):
     settings = {"weights": "bf16", "method": "full"}
     made = card(full_card(facts(BaseModel("org/base", True, None, True), **settings), "me/mine"), tmp_path)

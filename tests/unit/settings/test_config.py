@@ -6,6 +6,7 @@ from pkgutil import iter_modules
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from qerl import settings
 from qerl.cli import config_reference
@@ -21,7 +22,10 @@ from qerl.settings.run import RunSettings
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.yaml")), ids=lambda file: file.name)
+CONFIGS = sorted((ROOT / "config").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_configuration_of_the_repository_is_valid(file):
     values = yaml.safe_load(file.read_text())
     if values.get("fit_to_model"):
@@ -35,6 +39,21 @@ def test_every_configuration_of_the_repository_is_valid(file):
 
 def test_the_reference_page_is_made_from_the_settings():
     assert (ROOT / "config/README.md").read_text() == config_reference.markdown(), "run `qerl keys > config/README.md`"
+
+
+def test_the_schema_is_made_from_the_settings():
+    stored = (ROOT / "workflow/schemas/config.schema.yaml").read_text()
+    assert stored == config_reference.schema(), "run `qerl keys --schema > workflow/schemas/config.schema.yaml`"
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, ROOT / ".test/config/config.yaml"], ids=lambda file: file.name)
+def test_the_schema_accepts_every_configuration_and_refuses_unknown_keys(file):
+    """By the validator that Snakemake itself uses."""
+    validator = Draft202012Validator(yaml.safe_load(config_reference.schema()))
+    values = yaml.safe_load(file.read_text())
+    assert not list(validator.iter_errors(values))
+    [error] = validator.iter_errors(values | {"evaluaton": {}})
+    assert "'evaluaton' was unexpected" in error.message
 
 
 def test_the_reference_page_knows_every_settings_class():
