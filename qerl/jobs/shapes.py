@@ -102,6 +102,8 @@ class Work(Part):
     prompt_tokens: int
     completion_tokens: int
     rank: int
+    equal_groups: float
+    """Share of each step's groups whose completions earn the same, so that they have no gradient."""
     repeats: int
     """Number of timed steps, besides the warm-up."""
 

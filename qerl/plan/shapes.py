@@ -140,9 +140,14 @@ def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlS
     if "auto" in grid.recompute and grid.system == "trl":
         raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
-    policies, batches = product(grid.sizes, grid.weights, grid.ranks), product(grid.prompts, grid.group_size)
-    for (size, weights, rank), (prompts, group), recompute, cap in product(policies, batches, grid.recompute, caps):
+    policies = product(grid.sizes, grid.weights, grid.ranks)
+    batches = product(grid.prompts, grid.group_size, grid.equal_groups)
+    for (size, weights, rank), (prompts, group, equal), recompute, cap in product(
+        policies, batches, grid.recompute, caps
+    ):
         _check(grid.system, size, weights)
+        if abs(prompts * equal - round(prompts * equal)) > 1e-6:
+            raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
         asked = Work(
             size=size,
             weights=weights,
@@ -151,6 +156,7 @@ def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlS
             prompt_tokens=grid.prompt,
             completion_tokens=grid.tokens,
             rank=rank,
+            equal_groups=equal,
             repeats=grid.repeats,
         )
         id = _step_id(grid.system, asked, recompute, cap)
@@ -163,7 +169,9 @@ def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlS
 def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:
     lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{work.completion_tokens}"
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
-    return f"step-{system}-{work.size}-{work.weights}-r{work.rank}-{lengths}-{name}" + (f"-{cap:g}gb" if cap else "")
+    equal = f"-equal{work.equal_groups:g}" if work.equal_groups else ""
+    limit = f"-{cap:g}gb" if cap else ""
+    return f"step-{system}-{work.size}-{work.weights}-r{work.rank}-{lengths}{equal}-{name}{limit}"
 
 
 def _own(grid: StepGrid, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:

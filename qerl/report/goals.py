@@ -20,7 +20,7 @@ from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
-_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+_WORK = {"equal_groups": 0, "rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
 #: Decode goals of our NVFP4: size, sequences, vLLM's weight formats (the faster one counts), and the least speed ratio.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),

@@ -58,9 +58,10 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: from `speed_readers.load_steps`; steps of other lengths or under a memory cap are ignored.
+    measured: from `speed_readers.load_steps`; steps of other lengths, under a memory cap or
+        with equal rewards are ignored.
     """
-    plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
+    plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING) & (measured["equal_groups"] == 0)
     at_lengths = _at_the_papers_lengths(measured[plain])
     for system, of_system in at_lengths.groupby(at_lengths["system"].str.split().str[0], sort=False):
         for reading, sequences in READINGS.items():

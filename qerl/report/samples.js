@@ -35,6 +35,8 @@ const FILTERS = {
   worse: ["Worse than beside", (problem, other) => other && share(problem) < share(other)],
 };
 const SHADES = ["", "surprise", "entropy"];
+// Nats at which the shading is full: one chance in twenty; as uncertain as four or five equal choices.
+const FULL = { surprise: 3, entropy: 1.5 };
 
 // --- the address: #SOURCE/STEP/PROBLEM?beside=SOURCE/STEP&only=FILTER&shade=SHADE&find=TEXT
 
@@ -124,8 +126,7 @@ function withLabels(text) {
 
 function shadedToken(completion, place, shade) {
   const [logprob, entropy] = [completion.logprobs[place], completion.entropies[place]];
-  // Four nats of surprise are one chance in 55; two of entropy as many choices as seven equal ones.
-  const level = shade === "surprise" ? -logprob / 4 : entropy / 2;
+  const level = (shade === "surprise" ? -logprob : entropy) / FULL[shade];
   const told = `probability ${number(Math.exp(logprob))}, surprise ${number(-logprob)} nats, entropy ${number(entropy)} nats`;
   const style = level >= 0.02 ? `--level:${(Math.min(level, 1) * 0.62).toFixed(2)}` : undefined;
   return element("span", { title: told, style }, ...withLabels(completion.tokens[place]));
@@ -216,7 +217,7 @@ function shadeLegend(problems) {
   if (!now.shade) return "";
   if (!problems.some((problem) => problem?.completions[0]?.tokens))
     return element("span", { class: "legend" }, "Evaluations store no probabilities of tokens; steps of training do.");
-  return element("span", { class: `legend shaded ${now.shade}` }, "0", element("i"), now.shade === "surprise" ? "4 nats" : "2 nats");
+  return element("span", { class: `legend shaded ${now.shade}` }, "0", element("i"), `${FULL[now.shade]} nats`);
 }
 
 function showProblem() {

@@ -157,7 +157,9 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "group_size": work.group,
         "prompt": work.prompt_tokens,
         "tokens": work.completion_tokens,
-        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens",
+        "equal_groups": float(work.equal_groups),
+        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens"
+        + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
         "status": job.status,

@@ -79,8 +79,9 @@ class StoredStep:
 
     def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
         """Copy the entropies of stored completions, which are rows of a micro-batch."""
+        stored = self.index
         for row, (index, read) in enumerate(zip(batch.index, batch.read_N.tolist(), strict=True)):
-            if read and index in self.index:
+            if read and index in stored:
                 tokens = len(self.rollout.samples[index].completion.token_ids)
                 self._entropies[index] = _rounded(entropy_NT[row, :tokens].tolist())
 

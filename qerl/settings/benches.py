@@ -136,6 +136,9 @@ class StepGrid(Settings):
     """Length of each prompt in tokens."""
     tokens: PositiveInt = 1024
     """Length of each completion in tokens."""
+    equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
+    """Shares of a step's groups whose completions earn the same, so that they have no gradient. These groups are spread
+    evenly over the step."""
     micro_batch: PositiveInt = 16
     """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
     recomputed. A step with fewer completions has one pass."""

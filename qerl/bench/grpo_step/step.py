@@ -17,7 +17,10 @@ from transformers import AutoTokenizer
 from qerl.bench.grpo_step.work import (
     WARMUP,
     check_drawn,
+    equal_prompts,
+    is_equal,
     memory_of,
+    problem,
     questions,
     steps_of,
     write_failure,
@@ -35,7 +38,7 @@ from qerl.results.paths import METRICS
 from qerl.results.schema.speed import SECONDS, EngineStepSettings, StepMemory, TimedStep
 from qerl.results.schema.stored import NO_MEMORY
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.rollouts import Collector, Task
+from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.train import prepared
 from qerl.rl.trainer import Trainer
 from qerl.rollout.engine.engine import EngineSampler
@@ -102,14 +105,19 @@ def _policy(work: Work, settings: RunSettings, folder: Path) -> Policy:
     return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
 
 
-def _problems(policy: Policy, work: Work) -> list[Problem]:
+def _problems(policy: Policy, work: Work, seed: int) -> list[Problem]:
     drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
-    return [Problem(str(number), question, None, "0") for number, question in enumerate(drawn)]
+    # A run takes problems by a permutation.
+    places = [problem_index(len(drawn), seed, number) for number in range(len(drawn))]
+    equal = {place for number, place in enumerate(places) if is_equal(work, number)}
+    return [problem(question, number, number in equal) for number, question in enumerate(drawn)]
 
 
 def _step(trainer: Trainer, watched: _Watched, work: Work, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
     check_drawn(work, int(row["completion_tokens"]))
+    if row["silent/completions"] < equal_prompts(work) * work.group:
+        raise RuntimeError(f"fewer than {equal_prompts(work)} groups of a step had no gradient: its time says nothing")
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
     taken = {name: row[f"seconds/{name}"] for name in SECONDS}
@@ -138,7 +146,7 @@ def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list
     """The sampler's description, the timed steps, and the memory at their highest peak."""
     policy = _policy(work, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))
-    collector = Collector(settings, policy, watched, Task(_problems(policy, work), "gsm8k", ""))
+    collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
     timed = [_step(trainer, watched, work, number) for number in range(1, 1 + steps_of(work))][WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))

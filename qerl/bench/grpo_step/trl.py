@@ -30,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.bench.grpo_step.work import (
     WARMUP,
     check_drawn,
+    is_equal,
     memory_of,
     questions,
     steps_of,
@@ -105,8 +106,9 @@ class StepClock(TrainerCallback):
         self.peaks.append(peak_memory_bytes())
 
 
-def _rewards(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    return [text_reward(completion[0]["content"]) for completion in completions]
+def _rewards(completions: list[list[dict[str, str]]], equal: list[bool], **_: Any) -> list[float]:
+    texts = [completion[0]["content"] for completion in completions]
+    return [0.0 if same else text_reward(text) for text, same in zip(texts, equal, strict=True)]
 
 
 def vllm_share(work: Work, device_bytes: int) -> float:
@@ -156,6 +158,7 @@ def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
         vllm_enable_sleep_mode=asked.sleep,
         vllm_importance_sampling_correction=asked.correction,
         generation_kwargs=limits if vllm else {"min_new_tokens": work.completion_tokens},
+        shuffle_dataset=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -179,7 +182,12 @@ def _trainer(work: Work, asked: TrlStep, checkpoint: Path, folder: Path) -> Time
         str(checkpoint),
         reward_funcs=_rewards,
         args=_config(work, asked, folder),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in drawn]),
+        train_dataset=Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": question}], "equal": is_equal(work, number)}
+                for number, question in enumerate(drawn)
+            ]
+        ),
         processing_class=tokenizer,
         quantization_config=nf4 if work.weights == "nf4" else None,
         peft_config=adapter,
@@ -269,6 +277,9 @@ def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
         trainer.train()
     timed = _steps(trainer, clock)[WARMUP:]
     log.info("%s", timed)
+    shares = [row["frac_reward_zero_std"] for row in trainer.state.log_history if "step_time" in row]
+    if min(shares) < work.equal_groups:
+        raise RuntimeError(f"in a step {min(shares):.0%} of the groups earned the same: its time says nothing")
     if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)

@@ -2,7 +2,7 @@
 
 Weights are random, since only the amount of work matters. Prompts have an exact length, and no stop token ends a
 completion. Only a LoRA adapter on all seven projections is trained, with one update per rollout. Rewards differ within
-a group.
+a group, except in the share of groups that the work wants equal.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from qerl.rl.rewards import Answer
 #: Untimed steps at the start, in which kernels are compiled and engines set up.
 WARMUP = 1
 _REWARDS = 2**16
+#: The expected answer of a problem whose completions earn the same.
+_EQUAL = "equal"
 SystemSettings = EngineStepSettings | TrlStepSettings
 
 
@@ -65,9 +67,25 @@ def text_reward(text: str) -> float:
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 
+def equal_prompts(work: Work) -> int:
+    """The number of a step's prompts whose completions earn the same."""
+    return round(work.equal_groups * work.prompts)
+
+
+def is_equal(work: Work, number: int) -> bool:
+    """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
+    place = number % work.prompts
+    return (place + 1) * equal_prompts(work) // work.prompts > place * equal_prompts(work) // work.prompts
+
+
+def problem(question: str, number: int, equal: bool) -> Problem:
+    """A question as a problem for `reward`."""
+    return Problem(str(number), question, None, _EQUAL if equal else "0")
+
+
 def reward(answer: Answer, problem: Problem) -> float:
-    """`text_reward` as a reward function of a run."""
-    return text_reward(answer.text)
+    """`text_reward` as a reward function of a run, or 0 for a problem whose completions earn the same."""
+    return 0.0 if problem.answer == _EQUAL else text_reward(answer.text)
 
 
 def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:

@@ -227,6 +227,7 @@ class StepWork(Stored):
     prompt_tokens: int
     completion_tokens: int
     rank: int
+    equal_groups: Number = 0.0
     repeats: int
 
 

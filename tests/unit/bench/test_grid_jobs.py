@@ -100,6 +100,20 @@ def test_steps_are_jobs_by_recomputation_and_cap():
     assert len(found) == 7
 
 
+def test_steps_of_equal_groups_are_points_of_their_own():
+    of = lambda **changes: parse(  # noqa: E731
+        ShapesSettings, {"samples": "committed", "decode": [], "steps": [STEP | changes]}, "grid"
+    )
+    found = jobs_of(of(equal_groups=[0, 0.5]))
+    whole, half = found.values()
+    assert list(found) == [f"step-qerl-tiny-nvfp4-r16-16x8-128x1024{equal}-recompute" for equal in ("", "-equal0.5")]
+    assert (whole.work.equal_groups, half.work.equal_groups) == (0, 0.5)
+    assert parse_job(half.model_dump_json()) == half
+    assert len(jobs_of(of(equal_groups=[0.7], prompts=[10]))) == 1
+    with pytest.raises(ConfigError, match=r"equal_groups=0.5 of 1 prompts is no whole number; change either"):
+        jobs_of(of(equal_groups=[0.5], prompts=[1]))
+
+
 def test_trl_does_not_choose_what_it_recomputes():
     steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
     with pytest.raises(ConfigError, match="doesn't support recompute: auto"):

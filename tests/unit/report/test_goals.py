@@ -59,7 +59,7 @@ def test_ends_of_a_cost_are_in_order(tmp_path):
 def changed(file: Path, **values) -> Path:
     """A file of a step with other settings or work."""
     step = json.loads(file.read_text())
-    for key, names in {"settings": ("memory_gb",), "work": ("weights", "group")}.items():
+    for key, names in {"settings": ("memory_gb",), "work": ("weights", "group", "equal_groups")}.items():
         step[key] |= {name: value for name, value in values.items() if name in names}
     to = file.with_name(f"changed-{len(list(file.parent.iterdir()))}.json")
     to.write_text(json.dumps(step))
@@ -68,10 +68,13 @@ def changed(file: Path, **values) -> Path:
 
 def test_steps_are_compared_at_the_same_work(tmp_path):
     under_a_cap = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "auto"), memory_gb=24)
-    own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
     trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
     others = [changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
-    found = reached(goals(NOTHING, speed_readers.load_steps([under_a_cap, own, *others]), NOTHING))
+    others.append(changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [5.0, 5.0], "auto"), equal_groups=0.5))
+    own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
+    steps = speed_readers.load_steps([under_a_cap, *reversed(others), own])
+    assert [work for work in steps["work"] if "equal" in work] == ["16 × 8, 128 + 1024 tokens, 50% of the groups equal"]
+    found = reached(goals(NOTHING, steps, NOTHING))
     assert found["7B GRPO step, over TRL's BF16 LoRA"] == (1.9, "no")
     assert found["7B GRPO step, over TRL's NF4 LoRA"] == ("–", "–")
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")

@@ -29,11 +29,12 @@ def step(
     work: tuple[int, int, int, int] = (1, 2, 256, 2048),
     system: str = "qerl",
     cap: float | None = None,
+    equal_groups: float = 0.0,
 ) -> Path:
     """A file as the measurement writes it: seconds of each step, or why there are none; the weights take 5 GB."""
     prompts, group, prompt, completion = work
     seconds = [] if isinstance(told, str) else told
-    out = root / f"{system}-{size}-{weights}-{work}-{recompute}-{cap}.json"
+    out = root / f"{system}-{size}-{weights}-{work}-{recompute}-{cap}-{equal_groups}.json"
     asked = Work(
         size=size,
         weights=weights,
@@ -42,6 +43,7 @@ def step(
         prompt_tokens=prompt,
         completion_tokens=completion,
         rank=16,
+        equal_groups=equal_groups,
         repeats=len(seconds),
     )
     settings = EngineStepSettings(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
@@ -145,6 +147,7 @@ def test_what_is_not_the_papers_work_is_left_out(tmp_path):
         step(tmp_path, "bf16", [1.0], work=(1, 2, 256, 1024)),
         step(tmp_path, "bf16", [1.0], recompute="auto"),
         step(tmp_path, "bf16", [1.0], cap=24.0),
+        step(tmp_path, "bf16", [1.0], equal_groups=0.5),
         step(tmp_path, "bf16", [1.0], work=(3, 3, 256, 2048)),
     ]
     assert tables(files, tmp_path / "out") == {}

@@ -292,7 +292,7 @@ def test_filters_search_and_keys(results, tab):
 @needs_browser
 def test_shading_follows_probability_and_entropy(results, tab):
     run = results / "train" / RUN / "run.json"
-    tokens = {"logprobs": [0.0, -2.0, -9.0], "entropies": [2.0, 1.0, 0.0]}
+    tokens = {"logprobs": [0.0, -1.5, -9.0], "entropies": [2.0, 0.75, 0.0]}
     write_steps(run, {30: [rollout(30, "p", [["a", "b", "c"]], **tokens)]})
     shades = {}
     for shade in ("surprise", "entropy"):
@@ -301,7 +301,7 @@ def test_shading_follows_probability_and_entropy(results, tab):
         shades[shade] = [float(re.findall(r"[\d.]+", colour)[3]) for colour in tab.ask(script)]  # rgba(r, g, b, alpha)
     assert shades["surprise"] == pytest.approx([0, 0.31, 0.62], abs=0.01)
     assert shades["entropy"] == pytest.approx([0.62, 0.31, 0], abs=0.01)
-    assert "surprise 2 nats" in tab.ask("document.querySelectorAll('.shaded.text span')[1].title")
+    assert "surprise 1.5 nats" in tab.ask("document.querySelectorAll('.shaded.text span')[1].title")
 
 
 @needs_browser

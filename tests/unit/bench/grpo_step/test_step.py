@@ -16,13 +16,21 @@ from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine.engine import EngineSampler
 
-WORK = {"prompts": 2, "group": 4, "prompt_tokens": 80, "completion_tokens": 5, "rank": 4, "repeats": 2}
+WORK = {
+    "prompts": 2,
+    "group": 4,
+    "prompt_tokens": 80,
+    "completion_tokens": 5,
+    "rank": 4,
+    "equal_groups": 0.0,
+    "repeats": 2,
+}
 
 
-def measure(out, repeats=2, **settings):
+def measure(out, repeats=2, work=WORK, **settings):
     """Do a job on the tiny shape."""
     values = {"recompute": "auto", "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": None}
-    work = Work(**{"size": "tiny", "weights": "nvfp4", **WORK, "repeats": repeats})
+    work = Work(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
     grpo_step.measure_step(GrpoStepJob(work=work, settings=GrpoStep(**values | settings), out=out))
 
 
@@ -66,6 +74,25 @@ def test_every_step_has_the_work_that_was_asked_for(measured):
         assert [len(sample.completion.token_ids) for sample in rollout.samples] == [5] * 8
         assert len({tuple(sample.prompt) for sample in rollout.samples}) == 2
         assert any(sample.advantage for sample in rollout.samples)
+
+
+@pytest.mark.parametrize(("prompts", "share", "equal"), [(4, 0.5, [0, 1, 0, 1]), (3, 1 / 3, [0, 0, 1])])
+def test_a_share_of_each_steps_groups_earns_the_same(tmp_path, monkeypatch, written, prompts, share, equal):
+    updated = []
+
+    class Kept(Collector):
+        def collect(self, *arguments):
+            updated.append(super().collect(*arguments).groups)
+            return super().collect(*arguments)
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "Collector", Kept)
+    out = tmp_path / "out.json"
+    measure(out, repeats=1, work=WORK | {"prompts": prompts, "equal_groups": share})
+    assert [[not group.informative for group in groups] for groups in updated] == [list(map(bool, equal))] * 2
+    result = json.loads(out.read_text())
+    assert result["work"]["equal_groups"] == share
+    assert all(step["grad_norm"] > 0 for step in result["steps"])
 
 
 def test_the_warm_up_is_left_out_and_parts_make_up_the_step(measured):

@@ -16,7 +16,15 @@ from tests import forks
 trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
 from qerl.bench.grpo_step import trl as grpo_step_trl  # noqa: E402
 
-WORK = {"prompts": 2, "group": 2, "prompt_tokens": 80, "completion_tokens": 3, "rank": 4, "repeats": 1}
+WORK = {
+    "prompts": 2,
+    "group": 2,
+    "prompt_tokens": 80,
+    "completion_tokens": 3,
+    "rank": 4,
+    "equal_groups": 0.5,
+    "repeats": 1,
+}
 #: (inputs + outputs) of q, k, v, o, gate, up and down, times the rank, in both blocks.
 ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 
@@ -55,6 +63,13 @@ def weight_bytes(bytes_of_a_projection):
 def optimizer_bytes(adapter):
     """Two moments of each value, and the number of the step of each of the 28 matrices."""
     return 2 * adapter + 28 * 4
+
+
+def test_completions_of_some_questions_earn_the_same():
+    said = [[{"content": text}] for text in ("a", "b", "c", "d")]
+    first, second, *others = grpo_step_trl._rewards(said, equal=[False, False, True, True])
+    assert first != second
+    assert others == [0.0, 0.0]
 
 
 def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
@@ -107,7 +122,7 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
 
 def test_vllm_gets_memory_for_all_completions_at_once():
     lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
-    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, repeats=1, **lengths)
+    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, equal_groups=0.0, repeats=1, **lengths)
     # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
     needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
     assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
