@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from qerl.settings import base, benches, config, data, evaluation, models, reward, rollout, run, training
+from qerl.settings import base, benches, config, data, evaluation, models, reward, rollout, run, study, training
 
 HEAD = """# Configuration
 
@@ -137,6 +137,8 @@ SECTIONS = (
     benches.MixGrid,
     benches.StepGrid,
     benches.PromptGrid,
+    study.StudySettings,
+    study.StudiedExperiment,
 )
 
 

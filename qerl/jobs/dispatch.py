@@ -18,6 +18,7 @@ from qerl.jobs.prepare import CheckJob, DataJob, FetchJob, PretrainJob, Quantize
 from qerl.jobs.profile import RolloutJob, StepJob
 from qerl.jobs.report import FigureJob, ReportJob, SamplesJob, ShapesJob, TableJob
 from qerl.jobs.shapes import DecodeJob, GrpoStepJob, PromptsJob, RolloutMixJob, TrlStepJob
+from qerl.jobs.study import GatherJob, PageJob
 from qerl.jobs.train import TrainJob
 from qerl.provenance.files import check_writable
 
@@ -41,6 +42,8 @@ AnyJob = (
     | ReportJob
     | SamplesJob
     | ShapesJob
+    | GatherJob
+    | PageJob
     | NumericsJob
     | SpeedJob
     | VerdictJob
@@ -66,6 +69,8 @@ FUNCTIONS: dict[type[Job], str] = {
     ReportJob: "qerl.report.report_page:write_report",
     SamplesJob: "qerl.report.samples_page:write_page",
     ShapesJob: "qerl.report.grid:write_shapes",
+    GatherJob: "qerl.report.study.gather:gather_study",
+    PageJob: "qerl.report.study.page:write_page",
     NumericsJob: "qerl.gates.numerics:compare_with_vectors",
     SpeedJob: "qerl.gates.speed:measure_speed",
     VerdictJob: "qerl.gates.job:judge_results",

@@ -34,12 +34,21 @@ from qerl.results.paths import (
     SAMPLES_PAGE,
     SPEED,
     STORED,
+    STUDY,
+    STUDY_FILES,
+    STUDY_PAGE,
+    STUDY_PARTS,
     TABLES,
     TRAIN,
     VERDICT_TABLE,
 )
 from qerl.settings.benches import RolloutBench
 from qerl.settings.models import LocalModel
+
+#: The scopes of a study's data: all planned runs, or those that are finished.
+PLANNED, FINISHED = "planned", "finished"
+#: The folder of the page of committed data.
+PUBLISHED = Path("docs/results")
 
 
 class Files:
@@ -162,9 +171,10 @@ class Files:
         return self.results / LISTED
 
     @property
-    def outcome(self) -> str:
-        """The final file of a configuration: its report, or the file that exists only if every gate passes."""
-        return str(self.passed if self._plan.config.gates else self.report)
+    def outcome(self) -> list[str]:
+        """The final files of a configuration: its report and its study's page, or the mark that every gate passes."""
+        pages = [self.report, *([self.study_page(PLANNED)] if self._plan.config.study else [])]
+        return list(map(str, [self.passed] if self._plan.config.gates else pages))
 
     @property
     def report(self) -> Path:
@@ -216,6 +226,44 @@ class Files:
     def points(self) -> Path:
         """The folder of the speed grid's measured points."""
         return self.results / POINTS
+
+    # --- the study
+
+    def study(self, scope: str) -> Path:
+        """The folder of a study's page and data, of all planned runs or of the finished ones."""
+        return self.results / STUDY / scope
+
+    def study_folder(self, scope: str) -> Path:
+        """The folder of a study's data."""
+        return self.study(scope) / DATA
+
+    def study_data(self, scope: str) -> list[Path]:
+        """The Parquet files of a study."""
+        return [self.study_folder(scope) / name for name in STUDY_FILES]
+
+    def study_page(self, scope: str) -> Path:
+        """The page of a study; its tables and figures lie beside it."""
+        return self.study(scope) / STUDY_PAGE
+
+    def study_parts(self, scope: str) -> Path:
+        """The folder of the page's tables and figures."""
+        return self.study(scope) / STUDY_PARTS
+
+    @property
+    def committed_study(self) -> list[Path]:
+        """The committed Parquet files of the study."""
+        study = self._plan.config.study
+        return [study.committed / name for name in STUDY_FILES] if study and study.committed else []
+
+    @property
+    def studied(self) -> list[str]:
+        """The runs and evaluations that a study's data comes from."""
+        plan = self._plan
+        files = [
+            *(self.run(name) / RUN for name in plan.runs),
+            *(self.evaluation(e) / RESULT for e in plan.evaluations),
+        ]
+        return list(map(str, files))
 
     # --- gates
 

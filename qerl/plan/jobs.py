@@ -15,11 +15,13 @@ from qerl.jobs.prepare import CalibratedOn, CheckJob, DataJob, FetchJob, Pretrai
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
 from qerl.jobs.report import FigureJob, ReportJob, SamplesJob, ShapesJob, TableJob
 from qerl.jobs.shapes import PointJob, RolloutMixJob
+from qerl.jobs.study import GatherJob, PageJob
 from qerl.jobs.train import TrainJob
 from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
-from qerl.plan.files import Files
+from qerl.plan.files import FINISHED, PUBLISHED, Files
 from qerl.plan.shapes import measured_files, point_jobs
 from qerl.plan.sheets import Plan, PlannedEvaluation
+from qerl.plan.study import gather_job, page_job
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
 from qerl.results.paths import SAMPLES_PAGE
@@ -211,6 +213,20 @@ class Jobs:
         files = measured_files(self._config.shapes, self.files.points)
         return ShapesJob(files=files, out=self.files.tables)
 
+    # --- the study
+
+    def gather(self, scope: str) -> GatherJob:
+        """Gather the data of a study's runs."""
+        return gather_job(self._plan, self.files, scope)
+
+    def page(self, scope: str) -> PageJob:
+        """Make the page of a study's data."""
+        return page_job(self._plan, self.files.study_folder(scope), self.files.study(scope))
+
+    def published(self) -> PageJob:
+        """Make the page of a study's committed data."""
+        return page_job(self._plan, self.files.committed_study[0].parent, PUBLISHED)
+
     # --- gates
 
     @property
@@ -273,6 +289,8 @@ class Jobs:
             return [content_of(source)] if (source := job.settings.own_file) else []
         if isinstance(job, ShapesJob):
             return [content_of(file) for file in job.files]
+        if isinstance(job, GatherJob):
+            return [file for file in self.files.studied if names[0] == FINISHED and Path(file).is_file()]
         if isinstance(job, PointJob):
             return [content_of(job.work.trace)] if isinstance(job, RolloutMixJob) and job.work.trace else []
         model = self.checks[names[0]].model if isinstance(job, CheckJob) else self._plan.checkpoints[names[0]].model

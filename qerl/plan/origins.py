@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.jobs.base import Job
+from qerl.plan.files import FINISHED, PLANNED
 from qerl.plan.jobs import Jobs
 from qerl.plan.sheets import Plan
 from qerl.results.paths import METRICS, POLICY, REPORT, RESULT, RUN
@@ -62,6 +63,8 @@ class Origins:
             single |= {files.run(id) / name: ("train", id) for name in (POLICY, METRICS, RUN)}
         single |= {files.evaluation(id) / RESULT: ("evaluate", id) for id in plan.evaluations}
         single |= {files.bench(bench): ("profile", bench) for bench in plan.config.benches}
+        if plan.config.study:
+            single |= {files.study_folder(scope): ("gather", scope) for scope in (PLANNED, FINISHED)}
         every = sorted({single[Path(file)] for file in files.stored})
         return {path: [call] for path, call in single.items()} | {files.listed: every}
 

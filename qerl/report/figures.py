@@ -137,10 +137,10 @@ def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) ->
     ]
     axis.set_xlabel("step")
     axis.set_xlim(metrics["step"].min(), metrics["step"].max())
-    _label_ends(axis, ends)
+    label_ends(axis, ends)
 
 
-def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+def label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write names to the right of the curves' ends, moved apart where they would overlap."""
     from scipy.optimize import isotonic_regression
 

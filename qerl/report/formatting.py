@@ -21,11 +21,13 @@ _LATEX = str.maketrans(
 _TRAINING = {"none": "–", "full": "Full", "lora": "LoRA"}
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """A fraction in percent, such as 61.2."""
     return f"{100 * value:.1f}"
 
 
-def _points(value: float) -> str:
+def points(value: float) -> str:
+    """A difference of fractions in points, such as +1.5."""
     text = f"{100 * value:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
@@ -79,9 +81,9 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "weights": ("weights", weights_label),
     "training": ("training", training_label),
     "method": ("method", str),
-    "accuracy": ("accuracy (%)", _percent),
-    "delta_bf16": ("Δ to BF16 base (points)", _points),
-    "delta_format": ("Δ to same format's base (points)", _points),
+    "accuracy": ("accuracy (%)", percent),
+    "delta_bf16": ("Δ to BF16 base (points)", points),
+    "delta_format": ("Δ to same format's base (points)", points),
     "seeds": ("seeds", _count),
     "problems": ("problems", _count),
     "rank": ("LoRA rank", lambda rank: f"{rank:.0f}" if rank else "no LoRA"),

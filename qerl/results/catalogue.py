@@ -29,6 +29,7 @@ from qerl.results.schema.speed import (
 )
 from qerl.results.schema.stored import Stored
 from qerl.results.schema.training import RolloutRow, RunResult, StepMetrics
+from qerl.results.study import check_study_file
 
 Schema = type[Stored]
 Content = dict[str, Any]
@@ -80,6 +81,8 @@ def schema_of(file: Path) -> Schema | None:
 
 def check(file: Path) -> None:
     """Read a result file by its schema. Raises ResultError if it has none or doesn't match it."""
+    if file.suffix == ".parquet":
+        return check_study_file(file)
     schema = schema_of(file)
     if schema is None:
         raise ResultError(f"{file} is not a result: no schema of qerl.results describes it")

@@ -42,6 +42,14 @@ GATES = "gates"
 STORED = "stored"
 #: Folder of the token ids of logged completions.
 TRACES = "traces"
+#: Folder of a study; its files of runs, steps and outcomes; its page, and the folder of the page's tables and figures.
+STUDY = "study"
+STUDY_RUNS = "runs.parquet"
+STUDY_STEPS = "steps.parquet"
+STUDY_OUTCOMES = "outcomes.parquet"
+STUDY_FILES = (STUDY_RUNS, STUDY_STEPS, STUDY_OUTCOMES)
+STUDY_PAGE = "exploration.md"
+STUDY_PARTS = "exploration"
 #: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"
 #: The page on which people read samples. An address within it is `#RUN_OR_EVALUATION/STEP/PROBLEM`, where the step of

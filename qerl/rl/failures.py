@@ -1,4 +1,4 @@
-"""Runs that end early, out of memory or over their time limit; an experiment may count both as results."""
+"""Runs that end early, out of memory, over their time limit or diverged; an experiment may count these as results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from qerl.results.files import read
 from qerl.results.paths import RUN
-from qerl.results.schema.stored import OK
+from qerl.results.schema.stored import DIVERGED, NO_MEMORY, OK
 from qerl.results.schema.training import RunResult
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -21,6 +21,14 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 class TimeLimitError(RuntimeError):
     """A run has exceeded its time limit. The message is one sentence for the user."""
+
+
+class DivergedError(ValueError):
+    """A gradient isn't finite. The message is one sentence for the user."""
+
+
+class FollowedRunError(ValueError):
+    """The run that a thermostat follows has failed. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,21 @@ class Failure:
     reason: str
 
 
+_KINDS: dict[type[Exception], str] = {
+    TimeLimitError: "timeout",
+    DivergedError: DIVERGED,
+    FollowedRunError: "followed run failed",
+}
+
+
 @contextmanager
 def noted(work: Path, time_limit: float | None) -> Iterator[None]:
     """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
     try:
         yield
-    except (*OUT_OF_MEMORY, TimeLimitError) as error:
-        kind = f"timeout of {time_limit:g} h" if isinstance(error, TimeLimitError) else "out of memory"
+    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, FollowedRunError) as error:
+        kind = _KINDS.get(type(error), NO_MEMORY)
+        kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)
         (work / f"failure-{os.getpid()}.json").write_text(json.dumps({"kind": kind, "reason": str(error)}))
         raise

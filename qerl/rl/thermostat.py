@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl.results.files import read_rows
+from qerl.results.paths import POLICY
 from qerl.results.schema.training import StepMetrics
+from qerl.rl.failures import FollowedRunError, failed
 from qerl.settings.base import ConfigError
 from qerl.settings.training import ThermostatSettings
 
@@ -19,7 +21,14 @@ _LEAST_ENTROPY = 1e-3
 
 
 def followed_entropies(metrics: Path, steps: int) -> list[float]:
-    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl."""
+    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl.
+
+    Raises FollowedRunError if the run.json beside it says that the run failed.
+    """
+    if status := failed(metrics.parent / POLICY):
+        raise FollowedRunError(
+            f"{metrics.parent}, the run to follow, is {status}; delete both runs' folders to try again"
+        )
     rows = list(read_rows(StepMetrics, metrics))
     entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
     if len(rows) < steps or len(entropies) < len(rows):

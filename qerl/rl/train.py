@@ -100,7 +100,7 @@ def train_run(job: TrainJob) -> None:
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
     (`qerl.host.gpu_lease.alone`). `job.out` is written only at the end; with `on_failure: row` also if the run is out
-    of memory or over `time_limit`.
+    of memory, over `time_limit` or diverges, or if the run that it follows did so.
     """
     forget(job.work)
     state = _state_folder(job)
@@ -108,7 +108,7 @@ def train_run(job: TrainJob) -> None:
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
         run_in_processes(job.settings.processes, _train, job, state)
-    except (RuntimeError, MemoryError):
+    except (RuntimeError, MemoryError, ValueError):
         cause = failure(job.work)
         if cause is None or job.on_failure == "stop":
             raise

@@ -17,6 +17,7 @@ from qerl.layers.dropout import set_keys
 from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
+from qerl.rl.failures import DivergedError
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
@@ -92,10 +93,6 @@ class _Anchor:
     old_NT: torch.Tensor
     reference_NT: torch.Tensor | None
     importance_NT: torch.Tensor | None
-
-
-class DivergedError(ValueError):
-    """A gradient isn't finite. The message is one sentence for the user."""
 
 
 class Updater:

@@ -21,6 +21,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.errors import nearest
 from qerl.settings.evaluation import EvaluationSettings, check_scored
 from qerl.settings.models import ModelSettings, PretrainSettings
+from qerl.settings.study import StudySettings
 
 
 class Experiment(Settings):
@@ -37,9 +38,9 @@ class Experiment(Settings):
     """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
     list, only the training curves are reported."""
     on_failure: Literal["stop", "row"] = "stop"
-    """What happens to a run that is out of memory or over `time_limit`. With `stop` its job fails. With `row` the
-    failure is its result, which tables show as a row, and the workflow continues. To try again on another machine,
-    delete the run's folder `train/<run>` in the results."""
+    """What happens to a run that is out of memory, over `time_limit` or diverges, or whose followed run did. With
+    `stop` its job fails. With `row` the failure is its result, which tables show as a row, and the workflow continues.
+    To try again on another machine, delete the run's folder `train/<run>` in the results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours that the steps of a run may take in all attempts together, checked before each step. A start with a higher
     limit continues where the lower one stopped."""
@@ -98,6 +99,8 @@ class Config(Settings):
     drift: bool = False
     """Also report the drift of each run: whether the KL divergence of sampler and trainer grows over its steps. Runs
     then need at least 20 steps."""
+    study: StudySettings | None = None
+    """The comparison of paired arms, with a page of its own."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
     by whether there is a GPU. They replace the defaults below (`qerl/plan/own_model.py`)."""
@@ -161,6 +164,11 @@ class Config(Settings):
         if self.gates:
             require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
             require(self.gates.bench, self.benches, "gates.bench", "benches")
+        for number, studied in enumerate(self.study.experiments if self.study else ()):
+            place = f"study.experiments[{number}]"
+            require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
+            if studied.pilot is not None:
+                require(studied.pilot, self.experiments, f"{place}.pilot", "experiments")
         return self
 
 

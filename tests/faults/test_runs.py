@@ -17,7 +17,7 @@ import torch
 from qerl.data.sources import prepare
 from qerl.policy.policy import with_adapter
 from qerl.provenance.files import check_clock
-from qerl.rl.update import DivergedError
+from qerl.rl.failures import DivergedError
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.vllm.server import VllmServerSampler
 from qerl.settings.base import ConfigError

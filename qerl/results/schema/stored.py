@@ -16,6 +16,8 @@ from qerl.provenance.stamp import stamp
 OK = "ok"
 #: The status of a point for which memory ran out.
 NO_MEMORY = "out of memory"
+#: The beginning of the status of a run that diverged.
+DIVERGED = "diverged"
 
 
 def _number(value: float, info: SerializationInfo) -> float:

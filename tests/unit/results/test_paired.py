@@ -1,11 +1,13 @@
 """Paired comparisons against their definitions, other libraries and simulations."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from qerl.results import paired
-from qerl.results.paired import holm, paired_difference, pairs_needed
+from qerl.results.paired import effect_found, holm, paired_difference, pairs_needed
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,17 @@ def test_gaps_are_refused(cells):
         paired_difference(cells)
 
 
+def test_holm_is_a_closed_test_of_bonferroni():
+    """Holm's p is the largest Bonferroni p of all subsets with the hypothesis: the closure of Bonferroni's test."""
+    values = dict(zip("abcde", np.random.default_rng(6).uniform(0, 0.2, 5), strict=True))
+    subsets = [set(chosen) for size in range(1, 6) for chosen in combinations(values, size)]
+    closed = {
+        name: max(min(1, len(subset) * min(values[one] for one in subset)) for subset in subsets if name in subset)
+        for name in values
+    }
+    assert holm(values) == pytest.approx(closed)
+
+
 def test_holm_is_the_textbooks_example():
     """Four tests by hand: 0.005 x 4, 0.01 x 3, then 0.03 x 2, and the last may not fall below it."""
     adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
@@ -89,3 +102,33 @@ def test_as_many_pairs_as_are_needed_have_the_power(spread, effect):
 def test_power_needs_a_spread():
     with pytest.raises(ValueError, match="spread"):
         pairs_needed(0, 0.02)
+
+
+def test_the_interval_is_that_of_a_plain_loop_over_draws():
+    """Bases, seeds of each and problems drawn one by one, with another generator and ragged seeds."""
+    generator = np.random.default_rng(5)
+    cells = simulated(generator, bases=3, seeds=4, problems=30, effect=0.05, base_sd=0.05, seed_sd=0.1)
+    cells["b1"].pop(2)
+    means = []
+    for _ in range(3000):
+        problems = generator.integers(30, size=30)
+        of_bases = []
+        for base in generator.choice(list(cells), size=3):
+            seeds = list(cells[base].values())
+            drawn = [seeds[n] for n in generator.integers(len(seeds), size=len(seeds))]
+            of_bases.append(np.mean([values[problems].mean() for values in drawn]))
+        means.append(np.mean(of_bases))
+    found = paired_difference(cells)
+    low, high = np.quantile(means, [0.025, 0.975])
+    width = high - low
+    assert found.interval.low == pytest.approx(low, abs=0.08 * width)
+    assert found.interval.high == pytest.approx(high, abs=0.08 * width)
+    share = np.mean(np.array(means) <= 0)
+    assert found.p == pytest.approx(2 * min(share, 1 - share), abs=0.05)
+
+
+@pytest.mark.parametrize("pairs", [3, 12, 21])
+def test_the_effect_that_pairs_find_needs_as_many_pairs(pairs):
+    effect = effect_found(0.03, pairs)
+    assert pairs_needed(0.03, 1.0001 * effect) == pairs
+    assert pairs_needed(0.03, 0.97 * effect) > pairs

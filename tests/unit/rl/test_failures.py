@@ -1,6 +1,7 @@
 """A run out of memory or time: a failed job, or a row of the table if the experiment says so."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from qerl.evals.job import evaluate_policy
 from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy
 from qerl.report import job as report_job
 from qerl.results import readers
-from qerl.rl.failures import TimeLimitError
+from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
 from qerl.rl.train import train_run
 from qerl.settings.base import parse
 from qerl.settings.evaluation import EvaluationSettings
@@ -135,6 +136,21 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     done = train(folder, on_failure="row", time_limit=1.0)
     assert done["summary"]["steps"] == 4
     assert (folder / "train/run/metrics.jsonl").read_text().startswith(first)  # with its seconds: not trained again
+
+
+def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
+    diverging = {"optimizer": {"name": "adamw", "learning_rate": 1e10}, "steps": 8}
+    lost = train(folder, "lost", diverging, on_failure="row")
+    assert re.fullmatch(r"diverged after [0-7] of 8 steps", lost["status"])
+    assert "not finite" in lost["reason"]
+    metrics = folder / "train/lost/metrics.jsonl"
+    follower = {"thermostat": {"metrics": str(metrics)}}
+    found = train(folder, "follower", follower, on_failure="row", followed=metrics)
+    assert found["status"] == "followed run failed after 0 of 4 steps"
+    assert lost["status"] in found["reason"]
+    for name, changes, error in (("a", diverging, DivergedError), ("b", follower, FollowedRunError)):
+        with pytest.raises(error):
+            train(folder, name, changes, followed=metrics if name == "b" else None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,333 @@
+"""The sections of a study's page, as Markdown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl.jobs.study import PageJob
+from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
+from qerl.report.formatting import cell_text, percent, points, three_digits
+from qerl.report.study.arms import MOST_PAIRS, STEP_MEANS
+from qerl.report.study.claims import SCORE
+from qerl.report.study.comparisons import arm_label, label
+from qerl.results.paths import STUDY_PARTS
+from qerl.results.schema.study import BASE, MAIN
+from qerl.results.study import Study
+
+Row = dict[Any, Any]
+Columns = Mapping[str, Callable[[Row], str]]
+
+PROTOCOL = Path("docs/exploration-protocol.md")
+_PIPELINE = (
+    "> **This is a run of the pipeline, and no result about the question.** Its policies and runs are too small and "
+    "too few. The page shows only that every table and figure can be made."
+)
+_LIMITS = (
+    "Policies of some million parameters aren't Qwen2.5-7B. A sentence holds for these policies and tasks. The trend "
+    "between sizes and the list of real models below say what would decide the question there."
+)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def table(frame: pd.DataFrame, columns: Columns) -> str:
+    """A Markdown table with the text of each column from a row."""
+    rows = [{name: make(row) for name, make in columns.items()} for row in frame.to_dict("records")]
+    return str(pd.DataFrame(rows, columns=list(columns)).to_markdown(index=False, disable_numparse=True))
+
+
+def figure(name: str, caption: str) -> str:
+    """A figure with its caption."""
+    return f"![{caption}]({STUDY_PARTS}/{name}.png)\n\n{caption}."
+
+
+def link(name: str, words: str) -> str:
+    """A link to a table beside the page."""
+    return f"[{words}]({STUDY_PARTS}/{name}.csv)"
+
+
+def _section(*parts: str) -> str:
+    return "\n\n".join(filter(None, parts))
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name])
+
+
+def _plain(value: float) -> str:
+    size = abs(value)
+    text = f"{size:.1e}" if 0 < size < 1e-4 else three_digits(size)
+    return ("−" if value < 0 else "") + text
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + _plain(value)
+
+
+def _value(name: str, text: Callable[[float], str] = _plain) -> Callable[[Row], str]:
+    return lambda row: cell_text(row, name, text) or "–"
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def head(study: Study, job: PageJob) -> str:
+    """The title, what the page is, and its limits."""
+    protocol = os.path.relpath(PROTOCOL, job.out)
+    runs = study.runs[study.runs["role"] == MAIN]
+    counts = {"run": len(runs), "arm": runs["arm"].nunique(), "base": runs["model"].nunique()}
+    count = ", ".join(f"{number} {word}{'s' * (number != 1)}" for word, number in counts.items())
+    return _section(
+        "# Does quantization noise teach anything?",
+        "" if study.header.decides else _PIPELINE,
+        f"This page compares arms by {count}. [The protocol]({protocol}) states what is compared, how, and what "
+        "follows from which outcome. It was committed before the runs. The workflow makes this page from the stored "
+        "data alone.",
+        _LIMITS,
+    )
+
+
+def decisions(frame: pd.DataFrame) -> str:
+    """The sentence that follows from each outcome."""
+    columns: Columns = {
+        "size": _text("size"),
+        "task": _text("task"),
+        "measure": _text("measure"),
+        "sentence by the protocol's rules": _text("sentence"),
+        "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
+    }
+    return _section("## What came out", table(frame, columns))
+
+
+def comparisons(frame: pd.DataFrame) -> str:
+    """The primary comparisons, with those of the mismatch."""
+    names = "; ".join(f"{label(name)} is {arm} less {other}" for name, (arm, other) in PRIMARY.items())
+    others = " and ".join(map(label, MISMATCH))
+    columns: Columns = {
+        "size": _text("size"),
+        "task": _text("task"),
+        "measure": _text("measure"),
+        "comparison": lambda row: label(row["comparison"]),
+        "difference (points)": _value("difference", points),
+        "p": _value("p", _p),
+        "p, Holm": _value("p_holm", _p),
+        "bases, pairs": lambda row: f"{row['bases']}, {row['pairs']}",
+        "holds": lambda row: "–" if row["holds"] is None else "yes" if row["holds"] else "no",
+        "lost pairs": lambda row: str(row["lost_pairs"]) + (f", unstable: {row['unstable']}" * bool(row["unstable"])),
+        "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
+    }
+    return _section(
+        "## Primary comparisons",
+        f"{names}.",
+        "Differences are paired by base, seed and problem. Brackets have 95 % intervals of the hierarchical bootstrap "
+        "over bases, seeds and problems. p is two-sided, and corrected by Holm's method over the five comparisons of "
+        f"an outcome. {others} belong to no family and tell a mismatch. The link of a row leads to its pairs, and the "
+        f"names there to {link('runs', 'the runs with their stamps')}.",
+        table(frame, columns),
+        figure("forest", "Differences of the compared arms with 95 % intervals; the grey band is ±2 points"),
+    )
+
+
+def claims(frame: pd.DataFrame) -> str:
+    """The paper's claims beside the estimates."""
+
+    def difference(row: Row) -> str:
+        is_score = row["measure"] == SCORE
+        return cell_text(row, "difference", points if is_score else _signed) + (" points" if is_score else "")
+
+    columns: Columns = {
+        "claim of the paper": _text("claim"),
+        "printed, GSM8K (points)": lambda row: row["printed"] or "–",
+        "measure": _text("measure"),
+        "size": _text("size"),
+        "task": _text("task"),
+        "estimate": difference,
+        "p": lambda row: cell_text(row, "p", _p) + ("" if row["corrected"] else " (uncorrected)"),
+        "pairs": _text("pairs"),
+        "so the claim": _text("says"),
+    }
+    return _section(
+        "## Claims of the paper",
+        "Entropy (nats per token) and reward are means over all steps of a run. They are secondary: their p values are "
+        "uncorrected, and they decide nothing. p of pass@1 is Holm's where the pair is a primary comparison. The "
+        "printed numbers are differences of single runs in the paper's Table 1.",
+        table(frame, columns),
+    )
+
+
+def arms(frame: pd.DataFrame, secondary: pd.DataFrame) -> str:
+    """The secondary measures by arm."""
+    measured = [name for name in ("distinct", *STEP_MEANS.values(), "largest sigma") if name in frame]
+    passes = [name for name in frame if str(name).startswith("pass@")]
+    columns: dict[str, Callable[[Row], str]] = {
+        "arm": lambda row: arm_label(row["arm"]),
+        "runs": lambda row: f"{row['runs']}" + (f", {row['failed']:.0f} failed" if row["failed"] else ""),
+        **{f"{name} (%)": _value(str(name), percent) for name in passes},
+        **{name: _value(name) for name in measured},
+    }
+    parts = []
+    for (size, task), rows in frame.groupby(["size", "task"], sort=False):
+        parts += [f"### {size}, {task}", table(rows, columns)]
+    return _section(
+        "## Measures by arm",
+        "Scores are of test problems after the last step, all others means over steps. Bases count equally. They "
+        f"explain and decide nothing. {link('arms', 'The table in full precision')}.",
+        *parts,
+        figure(
+            "entropy_reward",
+            "Entropy against reward: a small dot for each run, a large one with its number for each arm",
+        ),
+        figure("pass_at_k", "pass@k on test problems by arm; dotted: the untrained bases"),
+        _secondary(secondary) if len(secondary) else "",
+    )
+
+
+def _secondary(frame: pd.DataFrame) -> str:
+    columns: Columns = {
+        "size": _text("size"),
+        "task": _text("task"),
+        "measure": _text("measure"),
+        "comparison": lambda row: f"{label(row['comparison'])}: {row['arm']} less {row['other']}",
+        "difference (points)": _value("difference", points),
+        "p (uncorrected)": _value("p", _p),
+        "pairs": _text("pairs"),
+    }
+    return _section(
+        "### The other arms", "These comparisons are uncorrected. They decide nothing.", table(frame, columns)
+    )
+
+
+def rates(tried: pd.DataFrame, used: pd.DataFrame) -> str:
+    """The learning rates of the pilot and of the main runs."""
+    title = "## Learning rates"
+    experiments = {str(name): _text(str(name)) for name in used if name != "arm"}
+    of_runs = table(used, {"arm": lambda row: arm_label(row["arm"]), **experiments})
+    if not len(tried):
+        return _section(title, "There was no pilot. The rates are those of the configuration.", of_runs)
+    chosen = tried[tried["chosen"]]
+    columns: Columns = {
+        "pilot": _text("experiment"),
+        "arm": lambda row: arm_label(row["arm"]),
+        "chosen rate": lambda row: f"{row['rate']:g}" + (" (at the edge of those tried)" if row["edge"] else ""),
+        "pass@1, validation (%)": _value("value", percent),
+        "bases": _text("bases"),
+    }
+    return _section(
+        title,
+        "The pilot chooses the lowest rate within half a point of the best mean pass@1 on validation problems. "
+        f"{link('rates', 'All tried rates')}.",
+        table(chosen, columns),
+        figure("learning_rates", "pass@1 on validation problems by learning rate; a large dot is the chosen rate"),
+        "Rates of the main runs:",
+        of_runs,
+    )
+
+
+def trend(frame: pd.DataFrame, drawn: set[str]) -> str:
+    """The comparisons by size."""
+    title = "## Trend between the sizes"
+    if "trend" not in drawn:
+        return _section(title, "There is one size, and so no trend.")
+    sizes = [str(column).removesuffix("_low") for column in frame if str(column).endswith("_low")]
+    columns: dict[str, Callable[[Row], str]] = {
+        "task": _text("task"),
+        "measure": _text("measure"),
+        "comparison": lambda row: label(row["comparison"]),
+        **{f"{size} (points)": _value(size, points) for size in sizes},
+    }
+    picture = figure("trend", "Primary comparisons by size with 95 % intervals")
+    return _section(title, "The trend decides nothing.", table(frame, columns), picture)
+
+
+def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
+    """The spread of pairs and the number of pairs that it needs."""
+    title = "## Power"
+    counts = sorted({compared["pairs"].min(), compared["pairs"].max()})
+    least = f"The number of pairs of a comparison above is {' to '.join(map(str, counts))}."
+    if not len(frame):
+        return _section(title, f"{least} Without a pilot, nothing tells how many an effect of 2 points needs.")
+    columns: Columns = {
+        "pilot": _text("pilot"),
+        "spread of pairs (SD, points)": _value("spread", percent),
+        "pairs needed for 2 points": _text("pairs"),
+        f"effect found by {MOST_PAIRS} pairs (points)": _value("found", percent),
+        "bases": lambda row: "differ by over 2 points: intervals are too narrow" if row["too_narrow"] else "agree",
+    }
+    method = (
+        "The spread is the largest of the primary comparisons in pass@1 of validation problems, at the chosen rates. "
+        "Each base has one run in the pilot, so it has the differences of bases and of seeds. Power is 80 % at the "
+        "level of 5 %."
+    )
+    return _section(title, f"{least} {method}", table(frame, columns))
+
+
+def failures(failed: pd.DataFrame, compared: pd.DataFrame) -> str:
+    """The runs that failed."""
+    title = "## Runs that failed"
+    if not len(failed):
+        return _section(title, "No run failed.")
+    unstable = sorted({name for names in compared["unstable"] for name in names.split(", ") if name})
+    marked = f"Over one in six runs diverged of {', '.join(unstable)}: unstable at the rate." if unstable else ""
+    columns = {name: _text(name) for name in ("run", "status", "reason")}
+    return _section(title, "The pairs of these runs are left out.", marked, table(failed, columns))
+
+
+def real(job: PageJob, spread: pd.DataFrame) -> str:
+    """The arms of real models that would decide the question, with their cost."""
+    if not job.real:
+        return ""
+    counts = sorted({count for arm in job.real for count in arm.hours})
+    columns: dict[str, Callable[[Row], str]] = {
+        "experiment": _text("experiment"),
+        "arm": lambda row: f"{row['number']} {row['arm']}",
+        "seeds now": _text("seeds"),
+        **{f"{n} seed{'s' * (n > 1)} (h)": _hours(n) for n in counts},
+    }
+    frame = pd.DataFrame([arm.model_dump() for arm in job.real])
+    compared = {NUMBERS[arm] for pair in (*PRIMARY.values(), *MISMATCH.values()) for arm in pair}
+    lacking = {
+        str(name): sorted(compared - set(rows["number"])) for name, rows in frame.groupby("experiment", sort=False)
+    }
+    needed = f"By the spread found here, 2 points need {spread['pairs'].max()} pairs." if len(spread) else ""
+    return _section(
+        "## What would decide it on real models",
+        f"`{job.real_file}` has these arms. Hours are those of one {job.machine}, training and evaluation together, as "
+        "`qerl plan` computes them: upper limits, and estimates after ~. The protocol asks for 12 to 21 pairs. "
+        f"{needed}",
+        table(frame, columns),
+        "\n".join(f"* `{name}` lacks arms {', '.join(numbers)}." for name, numbers in lacking.items() if numbers),
+        "A follower (arms 3 and 9) costs what the arm of its weights does, since a thermostat adds no token. Without "
+        "arms 3 and 9, exploration can't be told from temperature.",
+    )
+
+
+def _hours(seeds: int) -> Callable[[Row], str]:
+    return lambda row: str(row["hours"].get(seeds, "–"))
+
+
+def data(study: Study, files: Sequence[Path]) -> str:
+    """The files behind the numbers, and their stamps."""
+    trained = study.runs[study.runs["role"] != BASE]
+    stamps = trained.groupby(["commit", "machine"], sort=False).agg(
+        runs=("run", "count"), first=("time", "min"), last=("time", "max")
+    )
+    header = study.header
+    gathered = header.provenance
+    links = ", ".join(f"[{file.name}]({file.as_posix()})" for file in files)
+    return _section(
+        "## The data behind the numbers",
+        f"{links} have a row for each run, each step and each problem of an evaluation. "
+        f"{link('runs', 'The table of runs')} has the stamp of each training and evaluation.",
+        table(stamps.reset_index(), {name: _text(name) for name in ("commit", "machine", "runs", "first", "last")}),
+        f"The data of `{header.study}` was gathered at commit {gathered.columns['commit']}, {gathered.time}.",
+    )

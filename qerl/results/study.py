@@ -1,0 +1,89 @@
+"""A study's data: the Parquet files of its runs, steps and outcomes, from which its page is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from qerl.provenance.files import put
+from qerl.results.files import ResultError
+from qerl.results.paths import STUDY_FILES
+from qerl.results.schema.study import OUTCOMES, RUNS, STEPS, StudyHeader
+
+_KEY = b"qerl"
+_SCHEMAS: dict[str, pa.Schema] = dict(zip(STUDY_FILES, (RUNS, STEPS, OUTCOMES), strict=True))
+#: Columns of numbers that hardly repeat; their bytes are stored plane by plane, which compresses better.
+_SPLIT = ["entropy", "entropy/sampler", "temperature", "mismatch/kl", "ess/tokens", "ess/sequences", "noise/norm"]
+_SPLIT += ["grad_norm"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The frames of a study, with the columns of `qerl.results.schema.study`."""
+
+    header: StudyHeader
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    outcomes: pd.DataFrame
+
+    def frames(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """Each file's name and frame."""
+        yield from zip(STUDY_FILES, (self.runs, self.steps, self.outcomes), strict=True)
+
+
+def write_study(folder: Path, study: Study) -> None:
+    """Write the three files to `folder`, each completely or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {_KEY: study.header.model_dump_json(exclude_unset=True).encode()}
+    for name, frame in study.frames():
+        table = pa.Table.from_pandas(frame, _SCHEMAS[name], preserve_index=False).replace_schema_metadata(header)
+        split = [column for column in table.column_names if column in _SPLIT]
+        whole = [column for column in table.column_names if column not in split]
+        partial = folder / f"{name}.partial"
+        pq.write_table(
+            table, partial, compression="zstd", compression_level=15, use_dictionary=whole, use_byte_stream_split=split
+        )
+        put(partial, folder / name)
+
+
+def read_study(folder: Path) -> Study:
+    """The study in a folder. Raises ResultError if a file is missing, or of another schema or study."""
+    tables = {name: _table(folder / name) for name in _SCHEMAS}
+    headers = {_header(folder / name, table) for name, table in tables.items()}
+    if len(headers) > 1:
+        raise ResultError(f"the files in {folder} are of several studies; write all of them with one job")
+    frames = [table.to_pandas() for table in tables.values()]
+    return Study(StudyHeader.model_validate_json(headers.pop()), *frames)
+
+
+def check_study_file(file: Path) -> None:
+    """Raise ResultError unless a file has the schema that its name promises, and a header."""
+    _header(file, _table(file))
+
+
+def _table(file: Path) -> pa.Table:
+    if not file.is_file():
+        raise ResultError(f"{file} doesn't exist; the rule gather_study makes it")
+    try:
+        table = pq.read_table(file)
+    except pa.ArrowInvalid as error:
+        raise ResultError(f"{file} is no Parquet file ({error}); delete it and make it again") from None
+    if not table.schema.equals(_SCHEMAS[file.name]):
+        raise ResultError(f"{file} has other columns than this version writes; make it again with gather_study")
+    return table
+
+
+def _header(file: Path, table: pa.Table) -> str:
+    """The header of a file as JSON."""
+    text = (table.schema.metadata or {}).get(_KEY, b"").decode()
+    try:
+        StudyHeader.model_validate_json(text)
+    except ValidationError:
+        raise ResultError(f"{file} doesn't state its study; make it again with gather_study") from None
+    return text

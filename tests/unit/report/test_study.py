@@ -1,0 +1,246 @@
+"""The page of a study from synthetic Parquet files with a known truth."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from qerl.jobs.study import PageJob, RealArm
+from qerl.report.study.arms import arm_table, rate_table, run_table
+from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
+from qerl.report.study.comparisons import all_outcomes, comparison_table, decision_table, is_unstable, pair_table
+from qerl.report.study.page import write_page
+from qerl.results import paired
+from qerl.results.files import ResultError
+from qerl.results.printed import FOLDER, read_cells
+from qerl.results.study import read_study, write_study
+from tests.unit.report.studies import ARMS, study
+from tests.unit.test_docs import long_sentences
+
+ROOT = Path(__file__).parents[3]
+REAL = [
+    RealArm(
+        experiment="gsm8k-7b",
+        model="qwen2.5-7b",
+        arm=arm,
+        number=number,
+        seeds=3,
+        hours={1: "~9", 3: "~27", 12: "~108"},
+    )
+    for arm, number in (("bf16-lora", "1"), ("nvfp4-lora", "2"), ("nvfp4-lora-aqn", "5"))
+]
+
+
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch):
+    monkeypatch.setattr(paired, "_DRAWS", 800)
+
+
+def decided(effects, **options) -> dict[tuple[str, str], list[str]]:
+    """The verdicts by size and measure."""
+    frame = decision_table(all_outcomes(study(effects, **options)))
+    return {key: list(rows["verdict"]) for key, rows in frame.groupby(["size", "measure"])}
+
+
+def small(effects, **options):
+    return study(effects, **{"sizes": ("3m",), **options})
+
+
+# --- a known truth ---------------------------------------------------------------------------------------------------
+
+
+def test_five_points_of_noise_in_arms_2_and_5_are_exploration():
+    """Arm 2 is 5 points above its thermostat, and arm 5 as much above its own, and so above arm 2 by 5 more."""
+    found = decided({"nvfp4": 0.05, "nvfp4-thermostat": 0.05, "nvfp4-aqn": 0.10, "nvfp4-aqn-truncated": 0.10,
+                     "nvfp4-aqn-consistent": 0.10}, sizes=("3m",), noise=0.002)  # fmt: skip
+    assert found["3m", "pass@1"] == ["exploration", "recovers what quantization lost"]
+
+
+def test_a_gain_that_a_correction_takes_away_is_mismatch():
+    found = decided({"nvfp4-aqn": 0.05, "bf16-aqn": 0.05}, sizes=("3m",), noise=0.002)
+    assert found["3m", "pass@1"] == ["mismatch"]
+
+
+def test_no_effect_is_none_and_a_noisy_one_undecided():
+    assert decided({}, sizes=("3m",), noise=0.003)["3m", "pass@1"] == ["none"]
+    assert decided({"nvfp4": 0.02}, sizes=("3m",), noise=0.06)["3m", "pass@1"] == ["undecided"]
+
+
+def test_sizes_are_decided_apart_and_an_arm_that_was_not_run_leaves_them_open():
+    both = decided({}, noise=0.002)
+    assert both["3m", "pass@1"] == both["25m", "pass@1"] == ["none"]
+    without = [arm for arm in ARMS if arm != "nvfp4-thermostat"]
+    assert decided({}, sizes=("3m",), arms=without)["3m", "pass@1"] == ["incomplete"]
+
+
+def test_the_difference_is_the_planted_one_and_its_interval_of_the_runs_spread():
+    """The interval against Student's t over the pairs, whose differences vary by run alone here."""
+    made = small({"nvfp4": 0.05}, noise=0.01, seeds=4, problems=400, drawn=256)
+    [one] = [outcome for outcome in all_outcomes(made) if outcome.k == 1]
+    interval = one.comparisons["2-1"].interval
+    pairs = pair_table(one).query("comparison == '2-1'")["difference"]
+    t = stats.ttest_1samp(pairs, 0).confidence_interval()
+    assert interval.mean == pytest.approx(0.05, abs=0.012)
+    assert interval.mean == pytest.approx(pairs.mean())
+    assert interval.high - interval.low == pytest.approx(t.high - t.low, rel=0.5)
+    assert interval.low < 0.05 < interval.high
+
+
+def test_holm_is_by_the_formula_on_the_tables_own_p():
+    frame = comparison_table(all_outcomes(small({"nvfp4": 0.02}, noise=0.02)), small({}).runs)
+    primary = frame[(frame["measure"] == "pass@1") & frame["p_holm"].notna()].sort_values("p")
+    factors = [5 - rank for rank in range(5)]
+    expected = np.minimum(1, np.maximum.accumulate(primary["p"].to_numpy() * factors))
+    np.testing.assert_allclose(primary["p_holm"], expected)
+    assert set(frame[frame["p_holm"].isna()]["comparison"]) == {"6-2", "7-2"}
+
+
+def test_claims_of_entropy_are_separate_from_those_of_scores():
+    """Rounding raises the entropy by 0.05 and teaches nothing; both stand beside what the paper printed."""
+    made = small({}, entropy={"nvfp4": 0.05}, noise=0.002)
+    frame = claim_table(made, all_outcomes(made)).set_index("claim")
+    assert frame.loc["Rounding to 4 bits raises the entropy", "says"] == "holds here"
+    assert frame.loc["Rounding to 4 bits raises the entropy", "difference"] == pytest.approx(0.05, abs=0.002)
+    assert frame.loc["AQN raises the entropy of what is sampled", "says"] == "the opposite holds here"
+    assert frame.loc["NVFP4 ends above BF16", "says"] == "no difference of 2 points here"
+    assert "At the paper's two rates, NVFP4 with AQN ends above BF16" not in frame.index
+
+
+def test_printed_differences_are_those_of_table_1():
+    cells = read_cells(FOLDER / "table1.csv")
+    said = {claim.text: printed_difference(claim, cells) for claim in CLAIMS}
+    assert said["NVFP4 ends above BF16"] == "3B: +7.2, 7B: +0.4"  # 83.3 - 76.1, 88.5 - 88.1
+    assert said["AQN ends above NVFP4 without it"] == "3B: +0.4, 7B: +2.3"
+    assert said["At the paper's two rates, NVFP4 with AQN ends above BF16"] == "3B: +7.6, 7B: +2.7"
+    assert said["AQN adds reward"] == ""
+
+
+def test_the_tables_have_the_planted_measures():
+    made = small({"nvfp4": 0.05}, entropy={"nvfp4": 0.1}, pilot={5e-4: -0.1, 1e-3: 0.0, 2e-3: 0.0})
+    frame = arm_table(made).set_index("arm")
+    assert frame.loc["nvfp4", "reward"] == pytest.approx(0.55)
+    assert frame.loc["nvfp4", "entropy"] - frame.loc["bf16", "entropy"] == pytest.approx(0.1, abs=0.002)
+    assert frame.loc["bf16", "mixed groups"] == pytest.approx(0.75)
+    assert list(frame["number"]) == sorted(frame["number"], key=int)
+    chosen = rate_table(made).query("chosen")
+    assert set(chosen["rate"]) == {1e-3}
+    assert not chosen["edge"].any()
+    runs = run_table(made).set_index("run")
+    rights = made.outcomes[made.outcomes["split"] == "test"].groupby("run")[["right", "drawn"]].sum()
+    expected = rights["right"] / rights["drawn"]
+    np.testing.assert_allclose(runs.loc[expected.index, "countdown/test/pass@1"], expected)
+
+
+# --- what can't be compared ------------------------------------------------------------------------------------------
+
+
+def test_a_placebo_that_differs_stops_all_comparisons():
+    made = small({}, arms=[*ARMS, "nvfp4-placebo"])
+    same = made.outcomes.set_index("run")
+    for seed in range(4):
+        for model in ("3m-0", "3m-1", "3m-2"):
+            names = [f"countdown-3m-{arm}-{model}-seed{seed}" for arm in ("nvfp4-placebo", "nvfp4")]
+            same.loc[names[0], "right"] = same.loc[names[1], "right"].to_numpy()
+    equal = type(made)(made.header, made.runs, made.steps, same.reset_index()[made.outcomes.columns])
+    assert all_outcomes(equal)
+    steps = equal.steps.copy()
+    steps.loc[steps["run"] == "countdown-3m-nvfp4-placebo-3m-1-seed2", "reward"] += 1e-6
+    with pytest.raises(ResultError, match=r"countdown-3m-nvfp4-placebo-3m-1-seed2 differs .* nothing is compared"):
+        all_outcomes(type(made)(made.header, made.runs, steps, equal.outcomes))
+
+
+def test_failed_runs_are_listed_and_their_pairs_left_out():
+    failed = [f"countdown-3m-nvfp4-aqn-3m-0-seed{seed}" for seed in range(3)]
+    made = small({}, failed=failed)
+    frame = comparison_table(all_outcomes(made), made.runs).set_index(["measure", "comparison"]).loc["pass@1"]
+    assert (frame.loc["5-2", "pairs"], frame.loc["5-2", "lost_pairs"], frame.loc["5-2", "unstable"]) == (
+        9,
+        3,
+        "nvfp4-aqn",
+    )
+    assert (frame.loc["2-1", "pairs"], frame.loc["2-1", "lost_pairs"], frame.loc["2-1", "unstable"]) == (12, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed", "expected"), [("diverged", 2, False), ("diverged", 3, True), ("out of memory", 6, False)]
+)
+def test_an_arm_is_unstable_if_over_one_in_six_runs_diverged(kind, failed, expected):
+    statuses = [f"{kind} after 3 of 5 steps"] * failed + ["ok"] * (12 - failed)
+    assert is_unstable(pd.DataFrame({"arm": "a", "status": statuses}), "a") is expected
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(folder, made):
+    write_study(folder / "data", made)
+    real = Path("config/paper.yaml")
+    write_page(PageJob(data=folder / "data", real=REAL, real_file=real, machine="H200", out=folder / "page"))
+    return (folder / "page/exploration.md").read_text()
+
+
+def test_the_page_is_made_from_the_files_alone_and_its_links_lead_to_the_runs(tmp_path):
+    """A number's row links to its pairs, these name runs, and the table of runs has each with its stamp."""
+    made = study({"nvfp4": 0.05}, pilot={5e-4: -0.1, 1e-3: 0.0}, noise=0.002, problems=30, drawn=16)
+    text = page(tmp_path, made)
+    folder = tmp_path / "page"
+    links = set(re.findall(r"\]\(([^)]+)\)", text))
+    assert {link for link in links if not (folder / link).resolve().is_file()} == set()
+    runs = pd.read_csv(folder / "exploration/runs.csv").set_index("run")
+    for size in ("3m", "25m"):
+        assert f"exploration/pairs-countdown-{size}.csv" in links
+        pairs = pd.read_csv(folder / f"exploration/pairs-countdown-{size}.csv")
+        assert set(pairs["run"]) | set(pairs["other_run"]) <= set(runs.index)
+        assert (runs.loc[pairs["run"], "commit"] == "c" * 12).all()
+        [row] = [line for line in text.splitlines() if re.match(rf"\| {size} +\| countdown \| pass@1 +\| 2−1", line)]
+        estimate = float(re.search(r"([+−]\d\.\d) \[", row)[1].replace("−", "-"))
+        chosen = pairs.query("comparison == '2-1' and measure == 'pass@1'")
+        assert 100 * chosen.groupby("base")["difference"].mean().mean() == pytest.approx(estimate, abs=0.06)
+    assert {"runs.parquet", "steps.parquet", "outcomes.parquet"} <= {Path(link).name for link in links}
+    assert "`gsm8k-7b` lacks arms 3, 6, 7, 8, 9." in text
+    assert "~108" in text
+    assert not long_sentences(text)
+
+
+def test_a_run_of_the_pipeline_says_so_and_needs_neither_pilot_nor_second_size(tmp_path):
+    text = page(tmp_path, small({}, problems=20, drawn=16, decides=False))
+    assert "run of the pipeline, and no result about the question" in text
+    assert "There was no pilot." in text
+    assert "There is one size, and so no trend." in text
+    assert "pass@16" in text
+    assert not (tmp_path / "page/exploration/trend.png").exists()
+
+
+def test_a_study_without_main_runs_has_no_page(tmp_path):
+    made = small({}, problems=5)
+    empty = type(made)(made.header, made.runs[made.runs["role"] == "base"], made.steps, made.outcomes)
+    with pytest.raises(ResultError, match="nothing to compare"):
+        page(tmp_path, empty)
+
+
+#: The data that is committed, once the runs are made.
+COMMITTED = ROOT / "results/reference/exploration"
+
+
+@pytest.mark.skipif(not COMMITTED.is_dir(), reason="no run of config/exploration.yaml is committed yet")
+def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    found = all_outcomes(read_study(COMMITTED))
+    made = comparison_table(found, read_study(COMMITTED).runs)
+    stored = pd.read_csv(ROOT / "docs/results/exploration/comparisons.csv")
+    for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
+        np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
+
+
+def test_one_pair_has_no_interval_of_a_mean_over_steps():
+    """One number has no spread, so no p value may say that the claim holds."""
+    made = study({}, entropy={"nvfp4": 0.05}, sizes=("3m",), seeds=1, problems=20)
+    runs = made.runs[made.runs["model"] == "3m-0"]
+    one = type(made)(made.header, runs, made.steps, made.outcomes)
+    row = claim_table(one, all_outcomes(one)).set_index("claim").loc["Rounding to 4 bits raises the entropy"]
+    assert row["difference"] == pytest.approx(0.05, abs=0.005)
+    assert row[["difference_low", "p"]].isna().all()
+    assert row["says"] == "open"

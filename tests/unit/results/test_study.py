@@ -1,0 +1,50 @@
+"""A study's Parquet files: what is written is read, and what doesn't fit is refused."""
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from qerl.results import catalogue
+from qerl.results.files import ResultError
+from qerl.results.study import read_study, write_study
+from tests.unit.report.studies import study
+
+
+@pytest.fixture
+def made():
+    return study({"nvfp4": 0.05}, sizes=("3m",), seeds=1, problems=5)
+
+
+def test_what_is_written_is_read(made, tmp_path):
+    write_study(tmp_path, made)
+    read = read_study(tmp_path)
+    assert read.header == made.header
+    for name, frame in made.frames():
+        pd.testing.assert_frame_equal(dict(read.frames())[name], frame, check_dtype=False, rtol=1e-6)
+        catalogue.check(tmp_path / name)
+
+
+def test_files_of_several_studies_are_refused(made, tmp_path):
+    write_study(tmp_path, made)
+    other = type(made)(made.header.model_copy(update={"study": "other"}), made.runs, made.steps, made.outcomes)
+    write_study(tmp_path / "other", other)
+    (tmp_path / "other/runs.parquet").replace(tmp_path / "runs.parquet")
+    with pytest.raises(ResultError, match="several studies"):
+        read_study(tmp_path)
+
+
+def test_other_files_are_refused(made, tmp_path):
+    file = tmp_path / "runs.parquet"
+    with pytest.raises(ResultError, match=r"runs\.parquet doesn't exist"):
+        read_study(tmp_path)
+    file.write_text("no table")
+    with pytest.raises(ResultError, match="no Parquet file"):
+        catalogue.check(file)
+    write_study(tmp_path, made)
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns("seed"), file)
+    with pytest.raises(ResultError, match="other columns"):
+        catalogue.check(file)
+    pq.write_table(table.replace_schema_metadata({}), file)
+    with pytest.raises(ResultError, match="doesn't state its study"):
+        catalogue.check(file)
