@@ -139,7 +139,10 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
 
 
 def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
+    turns = "\n\ndef turns(answer, problem):\n    global calls\n    calls += 1\n    return calls % 2\n"
+    Path("own_reward.py").write_text(REWARD + turns)  # rewards that differ, so that there is a gradient at every step
     diverging = {"optimizer": {"name": "adamw", "learning_rate": 1e10}, "steps": 8}
+    diverging |= {"reward": {"function": "own_reward:turns"}}
     lost = train(folder, "lost", diverging, on_failure="row")
     assert re.fullmatch(r"diverged after [0-7] of 8 steps", lost["status"])
     assert "not finite" in lost["reason"]
