@@ -20,7 +20,14 @@ from qerl.settings.reading import read_yaml
 from qerl.host.gpu_lease import devices
 from qerl.data.hub_lock import check_pinned
 from qerl.plan import check_engines, fitting, plan_from
-from qerl.plan.files import FINISHED, PLANNED, PUBLISHED, figure_category, printed_files, table_category
+from qerl.plan.files import (
+    FINISHED,
+    PLANNED,
+    PUBLISHED,
+    figure_category,
+    printed_files,
+    table_category,
+)
 from qerl.plan.jobs import Jobs
 from qerl.plan.origins import Origins
 from qerl.plan.shapes import file_of
