@@ -111,6 +111,6 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
 def _loss_settings(run: Run, split: Split) -> EvaluationSettings:
     """The default evaluation, with the run's length of completions and dtype, by the grader of training."""
     default: EvaluationSettings = EvaluationSettings(tasks=[TaskSettings(dataset=_TASK, harness="qerl", split=split)])
-    most = {"max_tokens": run.settings.rollout.sampling.max_tokens}
-    sampling = default.sampling.model_copy(update=most)
-    return default.model_copy(update={"sampling": sampling, "dtype": run.settings.dtype})
+    sampling = default.sampling.model_copy(update={"max_tokens": run.settings.rollout.sampling.max_tokens})
+    native = default.native.model_copy(update={"sleep": True})  # the other model needs the memory of a sampler's cache
+    return default.model_copy(update={"sampling": sampling, "native": native, "dtype": run.settings.dtype})

@@ -32,7 +32,8 @@ def merge_loss(
     """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
 
     The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems are asked,
-    by the prompt and the grader of training. Both models draw by the same random numbers.
+    by the prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
+    so that the cache of one sampler is released before the other draws.
     """
     [task] = settings.tasks
     asked = open_task(task, {task.dataset: data})
@@ -57,7 +58,7 @@ def merge_loss(
 
 
 def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
-    """The completions of each prompt. The sampler's memory is free again afterwards."""
+    """The completions of each prompt."""
     params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
     context = usable_length(policy.lm.config.to_dict(), settings)
     return EvaluatedPolicy(make_sampler(policy, settings), policy.tokenizer, params, context).complete(prompts)
