@@ -17,8 +17,9 @@ from qerl.report.html import HtmlCell, HtmlTable, Link, rendered, table_of
 from qerl.report.job import StoredResults, listed
 from qerl.report.main_table import Samples, accuracy_ranges, main_table
 from qerl.report.pages import fragment
+from qerl.report.samples import steps_in
 from qerl.results.names import KEY
-from qerl.results.paths import NARROW, RESULT
+from qerl.results.paths import NARROW, RESULT, ROLLOUTS, RUN
 
 #: Figures beside the main table.
 _FIRST = 2
@@ -55,7 +56,7 @@ def write_report(job: ReportJob) -> None:
         "state": _state(stored, files, len(failed)),
         "missing": table_of("Each with its reason", failed) if len(failed) else None,
         "methods": [*([_evaluation(stored)] if job.main else []), *_settings(stored)],
-        "runs": _runs(stored, samples),
+        "runs": _runs(stored, _last_rollouts(files, samples)),
         "machine": table_of("Where and when the results were made", facts.stamps(files)),
         "figures": figures[len(first) :],
         "tables": [fragment(page.read_text()) for page in _pages(job.tables)],
@@ -90,10 +91,18 @@ def _settings(stored: StoredResults) -> list[HtmlTable]:
     return [table_of(caption, shown) for caption, shown in captions.items() if len(shown)]
 
 
-def _runs(stored: StoredResults, samples: Samples) -> HtmlTable | None:
+def _runs(stored: StoredResults, addresses: Mapping[str, str]) -> HtmlTable | None:
+    """The runs with their cost, whose names lead to `addresses`."""
     runs = stored.runs()
     costs = facts.run_costs(runs, stored.metrics())
-    return _linked(table_of("Runs and their cost", costs), samples) if len(runs) else None
+    return _linked(table_of("Runs and their cost", costs), addresses) if len(runs) else None
+
+
+def _last_rollouts(files: Sequence[Path], samples: Samples) -> dict[str, str]:
+    """The address of each run's last stored rollout, or of its other samples if none is stored."""
+    folders = [file.parent for file in files if file.name == RUN]
+    last = {folder.name: [view.step for view in steps_in(folder / ROLLOUTS)][-1:] for folder in folders}
+    return {run: samples.address(run, *step) for run, step in last.items()}
 
 
 def _accuracy(file: Path) -> pd.DataFrame:
@@ -101,14 +110,14 @@ def _accuracy(file: Path) -> pd.DataFrame:
     return table.fillna(dict.fromkeys(KEY, ""))
 
 
-def _linked(table: HtmlTable, samples: Samples) -> HtmlTable:
-    """The table with its first column leading to the samples of the run that it names."""
-    blocks = [[[_to_samples(row[0], samples), *row[1:]] for row in body] for body in table.bodies]
+def _linked(table: HtmlTable, addresses: Mapping[str, str]) -> HtmlTable:
+    """The table whose first column leads to the addresses of what it names."""
+    blocks = [[[_to_address(row[0], addresses), *row[1:]] for row in body] for body in table.bodies]
     return replace(table, bodies=blocks)
 
 
-def _to_samples(name: HtmlCell, samples: Samples) -> HtmlCell:
-    return HtmlCell(tuple(Link(part.text, samples.address(part.text)) for part in name.texts))
+def _to_address(name: HtmlCell, addresses: Mapping[str, str]) -> HtmlCell:
+    return HtmlCell(tuple(Link(part.text, addresses[part.text]) for part in name.texts))
 
 
 def _state(stored: StoredResults, files: Sequence[Path], missing: int) -> str:

@@ -102,7 +102,7 @@ def sources_of(runs: Iterable[Path], evaluations: Iterable[Path]) -> list[Source
         run = read(RunResult, path)
         source = sources.setdefault(run.run, Source(run.run))
         source.about = _about_run(run)
-        source.views = [*_steps(path.parent / ROLLOUTS), *source.views]
+        source.views = [*steps_in(path.parent / ROLLOUTS), *source.views]
     return [source for source in sources.values() if source.views]
 
 
@@ -142,7 +142,8 @@ def _about_run(run: RunResult) -> str:
     return ", ".join([*filter(None, parts), f"seed {settings.seed}"])
 
 
-def _steps(folder: Path) -> list[View]:
+def steps_in(folder: Path) -> list[View]:
+    """The steps whose rollouts a folder has, in their order."""
     return [View(str(_number(file)), file, True) for file in sorted(folder.glob("step-*.jsonl.gz"))]
 
 
@@ -177,7 +178,7 @@ def sources_in(folders: Sequence[Path]) -> list[Source]:
 def _unfinished(folder: Path) -> list[Source]:
     """A run by hand that isn't finished yet, whose rollouts are beside its checkpoints."""
     states = sorted(folder.glob(f"{WORK}/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
-    return [Source(folder.resolve().name, "a run in progress", views=_steps(states[-1]))] if states else []
+    return [Source(folder.resolve().name, "a run in progress", views=steps_in(states[-1]))] if states else []
 
 
 def _check_names(*files: list[Path]) -> None:

@@ -20,6 +20,8 @@ TABLES = ("accuracy", "quantization", "memory_speed", "throughput")
 FIGURES = ("accuracy", "reward", "entropy")
 DATA = ("arithmetic", "numbers", "definitions")
 FAILED = "main-nvfp4-lora-seed1"
+#: The run that has stored rollouts.
+ROLLED_OUT = "main-bf16-lora-seed2"
 WEIGHTS = ("bf16", "nf4", "mxfp4", "nvfp4")
 
 
@@ -47,6 +49,10 @@ def write_results(root: Path) -> list[Path]:
 def report(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("results") / "mini"
     paths = write_results(root)
+    for step in (1, 7, 12):
+        rollout = root / f"train/{ROLLED_OUT}/rollouts/step-{step:06d}.jsonl.gz"
+        rollout.parent.mkdir(exist_ok=True)
+        rollout.write_bytes(b"")
     (root / "results.txt").write_text("".join(f"{path}\n" for path in paths))
     for name in TABLES:
         job.make_table(name, paths, root / "tables")
@@ -92,8 +98,12 @@ def test_every_link_to_samples_names_a_run_or_an_evaluation_with_its_data_set(re
     }
     places = [unquote(place).split("/") for place in re.findall(rf'href="{SAMPLES_PAGE}#([^"]*)"', report.read_text())]
     assert {place[0] for place in places} == set(evaluations)
-    assert all(place[1] in evaluations[place[0]]["tasks"] for place in places if len(place) > 1)
-    assert {place[0] for place in places if len(place) == 1} == {path.name for path in report.parent.glob("train/*")}
+    steps = {place[0]: place[1] for place in places if place[-1].isdigit()}
+    assert steps == {ROLLED_OUT: "12"}
+    others = [place for place in places if len(place) == 2 and place[0] not in steps]
+    assert all(place[1] in evaluations[place[0]]["tasks"] for place in others)
+    runs = {path.name for path in report.parent.glob("train/*")}
+    assert {place[0] for place in places if len(place) == 1} == runs - {ROLLED_OUT}
 
 
 def test_it_tells_what_failed_or_was_left_out(report):
