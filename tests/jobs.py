@@ -45,7 +45,7 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
         "base": None,
         "followed": None,
     }
-    paths = {"checkpoint": checkpoint, "data": data, "work": work, "out": out}
+    paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
     return TrainJob(settings=settings, **{**values, **paths, **changes})
 
 

@@ -20,7 +20,7 @@ from qerl.checkpoints.folder import (
 from qerl.data.by_hand import parse_run
 from qerl.data.given import GIVEN, Given, given
 from qerl.host.gpu_lease import alone
-from qerl.host.imports import check_engine, check_installed
+from qerl.host.imports import check_engine, check_installed, check_trackers
 from qerl.host.plugins import check as check_function
 from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
@@ -28,7 +28,7 @@ from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text
 from qerl.results.files import read_rows
-from qerl.results.paths import METRICS, POLICY, REPORT, RUN, WORK
+from qerl.results.paths import METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
 from qerl.settings.data import FunctionData
@@ -129,6 +129,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)
     check_engine(settings.rollout, "rollout.engine")
+    check_trackers(settings.track, "track")
     source = base_folder(settings.model, settings.weights)
     if weights_format_of(source) != settings.weights:
         check_installed("train")
@@ -216,6 +217,7 @@ def _train(run: Run) -> None:
         checkpoint=run.checkpoint,
         data=run.data,
         work=run.folder / WORK,
+        tracked=run.folder / TRACKED,
         followed=run.settings.thermostat.metrics if run.settings.thermostat else None,
         out=run.folder,
     )

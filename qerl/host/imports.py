@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
@@ -52,6 +52,16 @@ def check_engine(settings: EngineSettings, key: str) -> None:
         raise ConfigError(
             f"{key}=vllm needs vLLM, which isn't installed here; install it (README, One GPU), or use {key}=native"
         )
+
+
+def check_trackers(names: Iterable[str], key: str) -> None:
+    """Raise `ConfigError` if the library of a tracker under `key` isn't installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"{key}: {name} isn't installed; install it with the extra `{name}`, as in "
+                f"pip install '{DISTRIBUTION}[{name}]', or leave it out"
+            )
 
 
 def _is_there(requirement: Requirement) -> bool:

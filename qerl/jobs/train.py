@@ -38,6 +38,8 @@ class TrainJob(Job):
     checkpoint: Path
     data: Path
     work: Path
+    tracked: Path
+    """The folder in which trackers keep their records."""
     followed: Path | None
     """The metrics.jsonl of the run whose entropy the temperature follows."""
 
@@ -56,5 +58,5 @@ class TrainJob(Job):
     @property
     def undeciding(self) -> Any:
         """Settings that decide no result. A time limit decides one only if exceeding it is a result."""
-        fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True}
+        fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True, "tracked": True}
         return fields if self.on_failure == "row" else fields | {"time_limit": True}

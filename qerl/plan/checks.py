@@ -9,7 +9,7 @@ from qerl.checkpoints.context import check_room, usable_length
 from qerl.checkpoints.folder import check_base, read_config
 from qerl.data.hub import check_folder
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.host.imports import check_engine
+from qerl.host.imports import check_engine, check_trackers
 from qerl.host.plugins import check
 from qerl.plan.experiments import written_as
 from qerl.plan.sheets import Plan, PlannedRun
@@ -142,8 +142,11 @@ def _check_test_splits(plan_: Plan) -> None:
 
 
 def check_engines(plan_: Plan) -> None:
-    """Check that the engines of runs, evaluations and benches are installed, before jobs start on this machine."""
+    """Check that engines and trackers of runs, evaluations and benches are installed, before jobs start on this
+    machine.
+    """
     for run in plan_.runs.values():
+        check_trackers(run.settings.track, f"experiment {run.experiment}, arm {run.arm}: track")
         check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
     if plan_.evaluations:
         check_engine(plan_.config.evaluation, "evaluation.engine")

@@ -32,10 +32,10 @@ def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     return tree
 
 
-def expand(name: str, experiment: Experiment) -> Iterator[PlannedRun]:
-    """One run for each arm and point of the grid."""
+def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> Iterator[PlannedRun]:
+    """One run for each arm and point of the grid. `defaults` are keys of the runs that the experiment may override."""
     labels = _short(list(experiment.grid))
-    base = nested(experiment.base)
+    base = merged(defaults, nested(experiment.base))
     for arm, changes in experiment.arms.items():
         of_arm = merged(base, nested(changes))
         written = functools.partial(written_as, name, experiment, arm)

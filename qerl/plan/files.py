@@ -39,6 +39,7 @@ from qerl.results.paths import (
     STUDY_PAGE,
     STUDY_PARTS,
     TABLES,
+    TRACKED,
     TRAIN,
     VERDICT_TABLE,
 )
@@ -221,6 +222,11 @@ class Files:
     def figures(self) -> Path:
         """The folder of figures."""
         return self.results / FIGURES
+
+    @property
+    def tracked(self) -> Path:
+        """The folder of the trackers' records of all runs."""
+        return self.results / TRACKED
 
     @property
     def points(self) -> Path:

@@ -122,6 +122,7 @@ class Jobs:
             checkpoint=self.files.checkpoint(run.checkpoint),
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
+            tracked=self.files.tracked,
             followed=self.files.followed(id),
             out=self.files.run(id),
         )

@@ -27,7 +27,7 @@ def plan(config: Config) -> Plan:
     config = shortened(config) if config.model or config.problems else config
     runs: dict[str, PlannedRun] = {}
     for name, experiment in config.experiments.items():
-        for run in expand(name, experiment):
+        for run in expand(name, experiment, {"track": config.track}):
             if run.id in runs:
                 raise ConfigError(
                     f"two runs are named {run.id}; rename an arm or a grid key, or make arms of grid values that "

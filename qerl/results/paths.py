@@ -38,6 +38,8 @@ NARROW = ".narrow.svg"
 #: The page that shows all results of a configuration.
 REPORT_PAGE = "report.html"
 GATES = "gates"
+#: The records of trackers, in their own formats, for all runs.
+TRACKED = "tracked"
 #: Evaluations of committed policies, within the folder of the gates.
 STORED = "stored"
 #: Folder of the token ids of logged completions.

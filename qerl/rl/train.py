@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import statistics
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from qerl.provenance.code_version import code_version
 from qerl.provenance.files import flush, write_text
 from qerl.results.files import write
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
-from qerl.results.schema.stored import Provenance, Quartiles
+from qerl.results.schema.stored import Provenance, Quartiles, whole
 from qerl.results.schema.training import RunResult, RunSummary
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.data_parallel import Processes, run_in_processes
@@ -36,6 +37,8 @@ from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
 from qerl.settings.run import UNDECIDING, RunSettings
+from qerl.trackers.record import Record, record_id
+from qerl.trackers.trackers import Trackers
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
@@ -135,7 +138,8 @@ def _train(job: TrainJob, state: Path) -> None:
     """Train in one process of a run; the first process writes the results."""
     with noted(state.parent, job.time_limit), seconds() as elapsed:
         trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
-        rows = trainer.run(job.time_limit)
+        with _trackers(job, state, trainer.processes) as trainer.trackers:
+            rows = trainer.run(job.time_limit)
     peak = trainer.processes.max(peak_memory_bytes())
     if not trainer.processes.writes:
         return
@@ -155,6 +159,14 @@ def _train(job: TrainJob, state: Path) -> None:
     stamped = Provenance.of_now(job.settings.seed)
     write(job.out / RUN, RunResult(**_named(job), summary=summary, provenance=stamped))
     report(rows, job.settings)
+
+
+def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractContextManager[Trackers | None]:
+    """The trackers of a run, in the project of its experiment; none in processes that write no files."""
+    if not job.settings.track or not processes.writes:
+        return nullcontext()
+    record = Record(job.experiment, job.id, record_id(state), job.tracked, whole(job.settings))
+    return Trackers(job.settings.track, record)
 
 
 def _save(trainer: Trainer, out: Path, base: Base | None) -> None:

@@ -24,6 +24,7 @@ from qerl.rl.stored_rollouts import RolloutStore
 from qerl.rl.thermostat import Thermostat
 from qerl.rl.update import Look, Updater
 from qerl.settings.run import RunSettings
+from qerl.trackers.trackers import Trackers
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
 
@@ -49,6 +50,8 @@ class Trainer:
         self.watch: Watch | None = None
         #: Stores rollouts of a run; None in benches.
         self.store: RolloutStore | None = None
+        #: Get the metrics of each step, in the process that writes.
+        self.trackers: Trackers | None = None
 
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
         """Train to the last step, and return the metrics of all steps.
@@ -59,6 +62,7 @@ class Trainer:
         steps = range(len(rows) + 1, self.settings.steps + 1)
         self.watch = Watch(self.settings, self.collector.task)
         self.store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
+        self._tell(rows)
         for step in track(steps, self.settings.steps, "steps", start=len(rows)):
             if time_limit is not None:
                 self._keep_to(time_limit, rows)
@@ -67,6 +71,7 @@ class Trainer:
             rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
             if self.processes.writes:
                 self._write(rows)
+                self._tell(rows)
                 if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
                     self.checkpoints.save(step, self._state(rows))
         return rows
@@ -152,3 +157,7 @@ class Trainer:
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         write_rows(self.metrics, map(StepMetrics.model_validate, rows))
+
+    def _tell(self, rows: list[dict[str, float]]) -> None:
+        if self.trackers:
+            self.trackers.log(rows)

@@ -22,6 +22,7 @@ from qerl.settings.errors import nearest
 from qerl.settings.evaluation import EvaluationSettings, check_scored
 from qerl.settings.models import ModelSettings, PretrainSettings
 from qerl.settings.study import StudySettings
+from qerl.settings.run import TrackerName
 
 
 class Experiment(Settings):
@@ -101,6 +102,8 @@ class Config(Settings):
     then need at least 20 steps."""
     study: StudySettings | None = None
     """The comparison of paired arms, with a page of its own."""
+    track: list[TrackerName] = []
+    """Trackers of all runs whose experiment doesn't name its own."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
     by whether there is a GPU. They replace the defaults below (`qerl/plan/own_model.py`)."""

@@ -216,15 +216,15 @@ def _rule(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
-    """A hint for an unknown key: a similar key beside it, or a key of that name elsewhere."""
+    """A hint for an unknown key: a key of that name elsewhere, or a similar key beside it."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
         return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-    if similar := difflib.get_close_matches(name, known, 1):
-        return f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?"
     if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:
         return f"; did you mean {_or([f'`{written(key)}`' for key in elsewhere])}?"
+    if similar := difflib.get_close_matches(name, known, 1):
+        return f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?"
     return f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
 
 

@@ -24,12 +24,16 @@ UNDECIDING_OF_STEPS: Any = {
     "on_no_signal": True,
     "checkpoint_every": True,
     "stored_rollouts": True,
+    "track": True,
 }
 
 
 #: Keys of `RunSettings` that don't decide the result of a run. If they change, a finished run stays and a killed run
 #: continues.
 UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class StoredRollouts(Settings):
@@ -84,6 +88,9 @@ class RunSettings(Settings):
     the run.
     """
     stored_rollouts: StoredRollouts = StoredRollouts()
+    track: list[TrackerName] = []
+    """Trackers that get each step's metrics, besides metrics.jsonl. Each needs its library, the extra of its name. All
+    work offline if not told otherwise (docs/tracking.md). A tracker that fails is dropped with a warning."""
     processes: PositiveInt = 1
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
     process up to the order in which gradients are added."""

@@ -413,3 +413,14 @@ def test_settings_of_the_papers_table_4():
             "checkpoint_every": 50,
         }
     )
+
+
+def test_trackers_of_a_configuration_are_those_of_every_run_that_names_none():
+    arms = {"all": {}, "own": {"track": ["mlflow"]}, "none": {"track": []}}
+    made = planned({**with_experiment(arms=arms, grid={"seed": [0]}), "track": ["tensorboard", "wandb"]})
+    assert {run.arm: run.settings.track for run in made.runs.values()} == {
+        "all": ["tensorboard", "wandb"],
+        "own": ["mlflow"],
+        "none": [],
+    }
+    assert Jobs(made).train("e-all-seed0").tracked == Path("results/mini/tracked")

@@ -1,0 +1,70 @@
+"""A run with trackers: the same policy and metrics as without, and one record through kills."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qerl.provenance.code_version import decides
+from qerl.rl import trainer
+from qerl.rl.train import train_run
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from tests.jobs import SETTINGS, train_job, write_inputs
+
+TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def job(inputs, folder, name, **changes):
+    settings = parse(RunSettings, {**SETTINGS, "checkpoint_every": 2, **changes}, "test")
+    return train_job(settings, inputs / "base", inputs / "data", folder / "work" / name, folder / name)
+
+
+def untimed(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
+
+
+def scalars(tracked):
+    (folder,) = (tracked / "tensorboard").iterdir()  # one record, however often the run was started
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monkeypatch):
+    """The tracked run is killed in step 4, after the checkpoint of step 2."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    plain, tracked = job(inputs, tmp_path, "plain"), job(inputs, tmp_path, "tracked", track=["tensorboard"])
+    train_run(plain)
+    with monkeypatch.context() as patch:
+        step = trainer.Trainer.step
+        killed = lambda self, n, place: step(self, n, place) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+        patch.setattr(trainer.Trainer, "step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(tracked)
+    assert [step for step, _ in scalars(tracked.tracked)["train/reward"]] == [1, 2, 3]
+    train_run(tracked)
+    assert untimed(tracked.out) == untimed(plain.out)
+    policies = [load_file(one.out / "policy/adapter_model.safetensors") for one in (plain, tracked)]
+    assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
+    logged = scalars(tracked.tracked)
+    rows = untimed(tracked.out)
+    for name, key in {"train/completions/mean_length": "completion_length", "train/loss": "loss"}.items():
+        assert logged[name] == [(row["step"], pytest.approx(row[key])) for row in rows]
+
+
+def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
+    """Neither for a finished run, nor for the code that a rule runs."""
+    plain = job(inputs, tmp_path, "run")
+    tracked = job(inputs, tmp_path, "run", track=["wandb", "mlflow"])
+    moved = tracked.model_copy(update={"tracked": tmp_path / "elsewhere"})
+    assert plain.deciding == tracked.deciding == moved.deciding
+    assert decides("qerl.rl.trainer")
+    assert not decides("qerl.trackers.wandb")

@@ -1,0 +1,193 @@
+"""Trackers' records, read by each library's own reader, or by its file format where it has none."""
+
+import json
+import logging
+import re
+import sqlite3
+import struct
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import wandb
+
+from qerl.host.imports import check_trackers
+from qerl.results.schema.training import StepMetrics
+from qerl.settings.base import ConfigError
+from qerl.trackers import trackers as trackers_module
+from qerl.trackers.names import NAMES, TRL, tracked
+from qerl.trackers.record import Record, record_id
+from qerl.trackers.trackers import Trackers
+
+ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
+#: A metric of which each tracker has a name of TRL's, and one in another unit.
+REWARD, MEMORY = "train/reward", "train/perf/max_memory_allocated_gb"
+
+
+def row(step: int) -> dict[str, float]:
+    return {**dict.fromkeys(NAMES, 0.25), "step": step, "reward": step / 8, "memory_bytes": step * 2.0**30}
+
+
+def rows(last: int) -> list[dict[str, float]]:
+    return [row(step) for step in range(1, last + 1)]
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A record in a folder of its own; trackio reads the place of its database when it is imported."""
+    for variable in ("WANDB_MODE", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in ("trackio.sqlite_storage", "trackio.utils"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    return Record(
+        "sums", "sums-run-seed0", record_id(tmp_path / "state"), tmp_path / "tracked", {"seed": 0, "a": {"b": 1}}
+    )
+
+
+# --- readers: the values of a metric, as (step, value)
+
+
+def tensorboard_values(record: Record, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = record.folder / "tensorboard" / record.name
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(name)
+    return [(event.step, event.value) for event in events]
+
+
+def wandb_records(file: Path):
+    """The records of a file of W&B: a header, then LevelDB's log of protobuf messages in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record as Message
+
+    data, place, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Message.FromString(whole)
+            whole = b""
+
+
+def wandb_values(record: Record, name: str) -> list[tuple[int, float]]:
+    wandb.teardown()  # ends its service, which may still be writing a finished run
+    parts = sorted((record.folder / "wandb").glob(f"offline-run-*-{record.id}*/run-{record.id}.wandb"))
+    values = []
+    for message in (message for part in parts for message in wandb_records(part)):
+        logged = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in message.history.item}
+        values += [(logged["_step"], logged[name])] if name in logged else []
+    return values
+
+
+def trackio_values(record: Record, name: str) -> list[tuple[int, float]]:
+    (database,) = record.folder.parent.glob("trackio/*.db")
+    with sqlite3.connect(database) as connection:
+        stored = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", [record.name])
+        return [(step, json.loads(metrics)[name]) for step, metrics in stored]
+
+
+def mlflow_values(record: Record, name: str) -> list[tuple[int, float]]:
+    with sqlite3.connect(record.folder / "mlflow.db") as connection:
+        stored = connection.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step, timestamp", [name])
+        return stored.fetchall()
+
+
+READERS = dict(zip(ALL, (tensorboard_values, wandb_values, trackio_values, mlflow_values), strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_killed_run_goes_on_in_its_record_with_each_step_once(record, name):
+    """Killed after steps 3 and 5, it continues from checkpoints of steps 4 and 3.
+
+    The first record lacks step 4, which the tracker's thread hadn't written; steps 4 and 5 are done a second time.
+    """
+    for steps in (range(4), range(4, 6), range(3, 8)):
+        with Trackers([name], record) as opened:
+            for last in steps:
+                opened.log(rows(last))
+    assert READERS[name](record, REWARD) == [(step, step / 8) for step in range(1, 8)]
+    assert READERS[name](record, MEMORY) == [(step, float(step)) for step in range(1, 8)]
+
+
+def test_a_run_has_one_record_and_a_new_run_another(tmp_path):
+    first = record_id(tmp_path / "state")
+    assert record_id(tmp_path / "state") == first
+    assert record_id(tmp_path / "other") != first
+
+
+class _Failing:
+    def __init__(self, record, at):
+        self.at = at
+        self.steps = []
+        self._fail("open")
+
+    def _fail(self, method):
+        if self.at == method:
+            raise sqlite3.OperationalError("disk full")
+
+    def last(self):
+        self._fail("last")
+        return 0
+
+    def log(self, step, metrics):
+        self._fail("log")
+
+    def close(self, failed):
+        self._fail("close")
+
+
+@pytest.mark.parametrize("at", ["open", "last", "log", "close"])
+def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(record, monkeypatch, caplog, at):
+    failing = partial(_Failing, at=at)
+    monkeypatch.setattr(trackers_module, "_TRACKERS", {**trackers_module._TRACKERS, "wandb": failing})
+    with caplog.at_level(logging.WARNING), Trackers(["wandb", "tensorboard"], record) as both:
+        both.log(rows(1))
+        both.log(rows(2))
+    warnings = [entry.message for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert warnings == [
+        "the tracker wandb failed and gets no more steps of this run, which goes on without it "
+        "(OperationalError: disk full)"
+    ]
+    assert tensorboard_values(record, REWARD) == [(1, 1 / 8), (2, 2 / 8)]
+
+
+def test_an_interruption_passes(record, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trackers_module, "_TRACKERS", {"wandb": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        Trackers(["wandb"], record)
+
+
+def test_every_metric_has_one_name_in_trackers():
+    columns = {field.alias or name for name, field in StepMetrics.model_fields.items()}
+    assert set(NAMES) == columns - {"step"}
+    assert len(set(NAMES.values())) == len(NAMES)
+
+
+def test_names_of_trl_are_those_that_its_trainer_logs():
+    (package,) = find_spec("trl").submodule_search_locations  # whose import takes seconds
+    source = Path(package, "trainer/grpo_trainer.py").read_text()
+    logged = set(re.findall(r'_metrics\[(?:mode|"train")\]\["([^"]+)"\]', source))
+    of_trainer = {"loss", "grad_norm", "learning_rate"}  # which transformers' Trainer logs
+    of_rewards = {name for name in TRL.values() if name.startswith("rewards/")}  # rewards/NAME_OF_FUNCTION/mean
+    assert set(TRL.values()) - of_trainer - of_rewards <= logged
+
+
+def test_a_step_is_not_a_metric_and_memory_is_in_gigabytes():
+    assert tracked({"step": 3, "memory_bytes": 3 * 2**30, "reward": 1.0}) == {MEMORY: 3.0, REWARD: 1.0}
+    with pytest.raises(KeyError):
+        tracked({"step": 3, "memory_bytes": 0, "unknown": 1.0})
+
+
+def test_a_missing_library_is_named_before_the_run():
+    check_trackers(ALL, "track")
+    with pytest.raises(ConfigError, match=r"track: comet_ml isn't installed; .* pip install 'qerl\[comet_ml\]'"):
+        check_trackers(["comet_ml"], "track")
