@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +17,7 @@ from qerl.checkpoints.folder import (
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check_installed
 from qerl.host.progress import log
+from qerl.host.screen import console
 from qerl.prepare.run_parts import whole
 from qerl.provenance.files import check_writable
 from qerl.results.paths import REPORT
@@ -71,7 +73,8 @@ def model_folder(model: str) -> Path:
         )
     from qerl.prepare.base_checkpoint import fetch_model
 
-    fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH)
+    with redirect_stderr(console().file):  # the bars of a download belong on the screen
+        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH)
     log.info("%s of the hub is commit %s", named["repo"], fetched.name)
     return fetched
 

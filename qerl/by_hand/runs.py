@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +25,12 @@ from qerl.host.imports import check_engine, check_installed, check_trackers
 from qerl.host.plugins import check as check_function
 from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
+from qerl.host.screen import quiet
 from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text
 from qerl.results.files import read_rows
-from qerl.results.paths import METRICS, POLICY, REPORT, RUN, TRACKED, WORK
+from qerl.results.paths import LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
 from qerl.settings.data import FunctionData
@@ -44,7 +46,7 @@ from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_fo
 
 @dataclass(frozen=True)
 class Run:
-    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json."""
+    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json, log."""
 
     folder: Path
 
@@ -99,7 +101,9 @@ class Run:
         return load(self.folder)
 
 
-def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None) -> Run:
+def train(
+    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None, *, log_to_file: bool = False
+) -> Run:
     """Prepare the problems, fetch and quantize the model, and train it. `out` overrides the `out` of `run`.
 
     `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
@@ -107,6 +111,9 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
     too, and `reward.function` may be a function of a module. Finished parts are kept: a killed run continues where it
     stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
+
+    With `log_to_file`, all that the process and its libraries print goes to log.txt in the run's folder. The screen
+    shows progress and the project's own lines.
     """
     values, records = _without_objects(run, out)
     settings = _read_run(values, out)
@@ -118,7 +125,29 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         log.info("%s is finished: nothing to do", made.folder)
         return made
     check_writable(made.folder)
+    with quiet(made.folder / LOG) if log_to_file else nullcontext():
+        _make(made, settings, records)
+    return made
+
+
+def _make(run: Run, settings: RunFile, records: Given) -> None:
     from qerl.prepare.preflight import check_runs
+
+    source = _checked_source(settings)
+    with alone(run.folder / WORK):
+        records.write()
+        _write_run_file(settings)
+        if not run.checkpoint.exists():  # settings may have been corrected
+            shutil.rmtree(run.data, ignore_errors=True)
+        make_data(settings)
+        check_runs(source, [(run.data, settings.rollout)])
+        make_base(settings, source)
+        tell_reward(settings)
+        _train(run)
+
+
+def _checked_source(settings: RunFile) -> Path:
+    """The folder of the model, after all checks that need no work; a model of the hub is downloaded last."""
     from qerl.rl.data_parallel import check_processes
 
     check_processes(settings.processes)
@@ -135,17 +164,7 @@ def train(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = No
         check_installed("train")
     elif settings.recipe == "awq":
         raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
-    with alone(made.folder / WORK):
-        records.write()
-        _write_run_file(settings)
-        if not made.checkpoint.exists():  # settings may have been corrected
-            shutil.rmtree(made.data, ignore_errors=True)
-        make_data(settings)
-        check_runs(source, [(made.data, settings.rollout)])
-        make_base(settings, source)
-        tell_reward(settings)
-        _train(made)
-    return made
+    return source
 
 
 def _without_objects(
@@ -177,7 +196,7 @@ def _check_same(folder: Path, settings: RunFile) -> None:
     """Refuse a folder that belongs to another run."""
     if not (folder / RUN_FILE).is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
-        begun = {WORK, GIVEN, f"{RUN_FILE}.partial"}
+        begun = {WORK, GIVEN, LOG, f"{RUN_FILE}.partial"}
         if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return

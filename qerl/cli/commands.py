@@ -18,6 +18,7 @@ from qerl.cli import rules, sharing, workflow
 from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
+from qerl.host.screen import quiet
 from qerl.results.files import read
 from qerl.results.paths import METRICS, REPORT, SAMPLES_PAGE
 from qerl.results.schema.preparation import QuantizationReport
@@ -73,7 +74,9 @@ def quantize(
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
-    report = read(QuantizationReport, api.quantize(model, out, weights) / REPORT)
+    with quiet():
+        made = api.quantize(model, out, weights)
+    report = read(QuantizationReport, made / REPORT)
     content = report.content()
     sizes = {key: content[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}
     print_table(str(out), [sizes])
@@ -89,7 +92,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run. After a kill, the same command continues it."""
-    made = api.train(run, out)
+    made = api.train(run, out, log_to_file=True)
     for what, path in {
         "settings": made.folder / RUN_FILE,
         "checkpoint": made.checkpoint,
@@ -145,7 +148,8 @@ def sample(
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
     added = _asked(model).get("instruction", "") if instruction is None else instruction
-    drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
+    with quiet():
+        drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
     for text, completions in zip(asked, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
@@ -185,8 +189,9 @@ def evaluate(
     asks = _asked(model) if stock is None else {}
     asks |= {} if instruction is None else {"instruction": instruction}
     api.check_evaluation(asked, out, stock)
-    policy = api.load(model, dtype)
-    outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, task=stock, **{**asks, **sampling})
+    with quiet():
+        policy = api.load(model, dtype)
+        outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, task=stock, **{**asks, **sampling})
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from qerl import api
 from qerl.cli.console import console, print_table
+from qerl.host.screen import quiet
 
 if TYPE_CHECKING:
     from qerl.publishing.upload import Published
@@ -34,7 +35,8 @@ def export(
     if merged:
         _export_merged(run, out, merged, problems, split)
         return
-    made = api.export(run, out)
+    with quiet():
+        made = api.export(run, out)
     from qerl.policy.export import lora_room
 
     rank = str(lora_room(api.Run(run).settings.adapter.rank))
@@ -62,7 +64,8 @@ def publish(
 
 
 def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
-    made = api.export_merged(run, out, merged, problems=problems, split=split)
+    with quiet():
+        made = api.export_merged(run, out, merged, problems=problems, split=split)
     loss = made.loss
     measures: dict[str, Interval] = {
         "KL, nats per token": loss.kl,

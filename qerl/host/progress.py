@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from qerl.host.screen import console, join_screen
 
 T = TypeVar("T")
 log = logging.getLogger("qerl")
@@ -21,29 +24,51 @@ def configure_logging() -> None:
     """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     log.setLevel(logging.INFO)
-    # It warns about a missing optional package for a function that isn't used here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    join_screen()
 
 
-def track(items: Iterable[T], total: int, what: str, start: int = 0) -> Iterator[T]:
-    """Yield `items` and show how many of `total` are done, of which `start` were done before."""
-    console = Console(stderr=True)
-    return _bar(items, total, what, start, console) if console.is_terminal else _lines(items, total, what, start)
+class Advance(Protocol):
+    """Counts one more item as done, and shows what is to be said of it."""
+
+    def __call__(self, about: str = "") -> None: ...  # noqa: D102
 
 
-def _bar(items: Iterable[T], total: int, what: str, start: int, console: Console) -> Iterator[T]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=total, completed=start)
+def showing(total: int, what: str, start: int = 0) -> AbstractContextManager[Advance]:
+    """A context that shows how many of `total` are done, of which `start` were done before, and the time left."""
+    screen = console()
+    return _bar(total, what, start, screen) if screen.is_terminal else _lines(total, what, start)
+
+
+def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Yield `items` and show how many of `total` are done."""
+    with showing(total, what) as advance:
         for item in items:
             yield item
-            progress.advance(task)
+            advance()
 
 
-def _lines(items: Iterable[T], total: int, what: str, start: int) -> Iterator[T]:
-    last = time.monotonic()
-    for done, item in enumerate(items, start + 1):
-        yield item
-        if time.monotonic() - last > LOG_EVERY or done == total:
-            last = time.monotonic()
-            log.info("%s: %d of %d", what, done, total)
+@contextmanager
+def _bar(total: int, what: str, start: int, screen: Console) -> Iterator[Advance]:
+    about_last = TextColumn("{task.fields[about]}")
+    columns = (TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), about_last, TimeRemainingColumn())
+    alone = screen.stderr  # else what libraries print belongs in the log
+    with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
+        task = progress.add_task(what, total=total, completed=start, about="")
+        yield lambda about="": progress.update(task, advance=1, about=about)
+
+
+@contextmanager
+def _lines(total: int, what: str, start: int) -> Iterator[Advance]:
+    done, begun = start, time.monotonic()
+    last = begun
+
+    def advance(about: str = "") -> None:
+        nonlocal done, last
+        done, now = done + 1, time.monotonic()
+        if now - last > LOG_EVERY or done == total:
+            last = now
+            left = (now - begun) / (done - start) * (total - done)
+            parts = [f"{what}: {done} of {total}", about, f"{left:.0f} s left" if done < total else ""]
+            log.info(", ".join(filter(None, parts)))
+
+    yield advance

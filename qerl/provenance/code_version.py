@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 #: Modules that decide no result, because they only report progress and origin.
-TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.provenance", "qerl.trackers")
+TELLING = ("qerl.data.inputs", "qerl.host.progress", "qerl.host.screen", "qerl.provenance", "qerl.trackers")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 #: An import path in a string, by which a module is loaded at run time.

@@ -5,6 +5,8 @@ from __future__ import annotations
 DATASET = "dataset.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
+#: What libraries print in a run by hand.
+LOG = "log.txt"
 #: The folder of a run's stored rollouts, with a file for each stored step.
 ROLLOUTS = "rollouts"
 #: The folder, within that of a run by hand, of the state of an unfinished run.

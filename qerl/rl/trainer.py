@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qerl.host.profiling import peak_memory_bytes, seconds
-from qerl.host.progress import log, track
+from qerl.host.progress import Advance, log, showing
 from qerl.policy.policy import Policy
 from qerl.results.files import write_rows
 from qerl.results.paths import ROLLOUTS
@@ -27,6 +29,13 @@ from qerl.settings.run import RunSettings
 from qerl.trackers.trackers import Trackers
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
+
+
+def headline(row: Mapping[str, float]) -> str:
+    """What is shown of a step: reward, mean length, KL to the base or else of sampler and trainer, tokens a second."""
+    kl = f"KL {row['reference/kl']:.2g}" if row["reference/kl"] else f"sampler KL {row['mismatch/kl']:.2g}"
+    rate = row["completion_tokens"] / row["seconds/step"]
+    return f"reward {row['reward']:.3f}, length {row['completion_length']:.0f}, {kl}, {rate:,.0f} tokens/s"
 
 
 class Trainer:
@@ -63,18 +72,26 @@ class Trainer:
         self.watch = Watch(self.settings, self.collector.task)
         self.store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
         self._tell(rows)
-        for step in track(steps, self.settings.steps, "steps", start=len(rows)):
-            if time_limit is not None:
-                self._keep_to(time_limit, rows)
-            if self.thermostat:
-                self.temperature = self.thermostat.temperature(rows)
-            rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
-            if self.processes.writes:
-                self._write(rows)
-                self._tell(rows)
-                if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
-                    self.checkpoints.save(step, self._state(rows))
+        with self._showing(len(rows)) as advance:
+            for step in steps:
+                if time_limit is not None:
+                    self._keep_to(time_limit, rows)
+                if self.thermostat:
+                    self.temperature = self.thermostat.temperature(rows)
+                rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
+                if self.processes.writes:
+                    self._write(rows)
+                    self._tell(rows)
+                    if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
+                        self.checkpoints.save(step, self._state(rows))
+                advance(headline(rows[-1]))
         return rows
+
+    def _showing(self, done: int) -> AbstractContextManager[Advance]:
+        """Progress over the steps, in the process that writes."""
+        if self.processes.writes:
+            return showing(self.settings.steps, "steps", done)
+        return nullcontext(lambda about="": None)
 
     def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
         # All processes must decide alike, so the longest time counts.

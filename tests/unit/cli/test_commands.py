@@ -1,7 +1,6 @@
 """The command line: commands for people call the library, rules have a separate command, a mistake is one sentence."""
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -13,12 +12,14 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import enable_progress_bar
 from typer.testing import CliRunner
 
 import qerl
 from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.host.progress import configure_logging
+from tests.forks import call as call_in_fork
 from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
@@ -287,6 +288,21 @@ def test_the_installed_command_begins_where_interruptions_are_caught():
     assert scripts == {"qerl": f"{__main__.__name__}:{__main__.main.__name__}"}
 
 
-def test_bitsandbytes_does_not_warn_of_a_package_that_is_not_used():
-    configure_logging()
-    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(folder, tmp_path):
+    values = {**json.loads((folder / "run.yaml").read_text()), "method": "full"}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+
+    def train():
+        configure_logging()
+        enable_progress_bar()  # which a harness may have disabled in this process
+        sys.argv = ["qerl", "train", "run.yaml", "--out", "run"]
+        cli.main()
+
+    done = call_in_fork(train, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["settings", "checkpoint", "trained", "metrics"]
+    unreadable, steps, flat = done.stderr.splitlines()
+    assert unreadable.startswith("warning: step 1: no completion states an answer that the grader reads.")
+    assert re.fullmatch(r"steps: 1 of 1, reward 0\.000, length \d, sampler KL \S+, [\d,]+ tokens/s", steps)
+    assert flat.startswith("warning: reward 0.000 -> 0.000 in 1 steps")
+    assert "Writing model shards" in (tmp_path / "run/log.txt").read_text()

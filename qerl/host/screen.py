@@ -1,0 +1,117 @@
+"""The user's screen: what the project says appears there, and what libraries print goes to a log."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+#: The variable with a path that opens the screen, for processes that a command starts. Their standard error is the log.
+SCREEN = "QERL_SCREEN"
+_log = logging.getLogger("qerl")
+#: The console on the screen while standard error is a log.
+_console: Console | None = None
+
+
+def console() -> Console:
+    """The console for progress: the screen, or else standard error."""
+    return _console or Console(stderr=True)
+
+
+class ScreenHandler(logging.Handler):
+    """Shows the lines of a log on a console, above a progress bar if there is one."""
+
+    def __init__(self, shown: Console) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message; a warning or an error says so."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        self._shown.print(Text(level + record.getMessage()), soft_wrap=True)
+
+
+@contextmanager
+def quiet(log_file: Path | None = None) -> Iterator[None]:
+    """Send what is printed to `log_file`, by libraries in any language and in any process that the block starts.
+
+    Progress and the lines of the project's log stay on the screen; the lines are in the file too. Without a file, what
+    was printed is shown only if the block fails by an error that isn't the user's.
+    """
+    if log_file:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") if log_file else TemporaryFile() as file:
+        try:
+            with _redirected(file) as number, _shown_on(number):
+                yield
+        except (ValueError, OSError):  # of which the command line says one sentence
+            raise
+        except Exception:
+            file.seek(0)
+            sys.stderr.write(f"qerl: the log is {log_file}\n" if log_file else file.read().decode(errors="replace"))
+            raise
+
+
+@contextmanager
+def _redirected(file: IO[bytes]) -> Iterator[int]:
+    """Point standard output and error to a file, and yield a descriptor of what standard error was."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    _point({number: file.fileno() for number in before})
+    try:
+        yield before[2]
+    finally:
+        _point(before)
+        for number in before.values():
+            os.close(number)
+
+
+def _point(descriptors: dict[int, int]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, target in descriptors.items():
+        os.dup2(target, number)
+
+
+@contextmanager
+def _shown_on(number: int) -> Iterator[None]:
+    """Show progress and the project's log on the screen behind a descriptor, here and in processes that start now."""
+    # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
+    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
+    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
+    with os.fdopen(os.dup(number), "w", buffering=1) as stream:
+        handler = _show(stream)
+        try:
+            yield
+        finally:
+            _hide(handler)
+            del os.environ[SCREEN]
+
+
+def _show(stream: TextIO) -> ScreenHandler:
+    global _console
+    _console = Console(file=stream)
+    handler = ScreenHandler(_console)
+    _log.addHandler(handler)
+    return handler
+
+
+def _hide(handler: ScreenHandler) -> None:
+    global _console
+    _console = None
+    _log.removeHandler(handler)
+
+
+def join_screen() -> None:
+    """Use the screen of the command that started this process, if it has one that can be opened (no socket can)."""
+    if path := os.environ.get(SCREEN):
+        with suppress(OSError):
+            _show(Path(path).open("a", buffering=1))  # noqa: SIM115

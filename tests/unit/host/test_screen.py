@@ -1,0 +1,126 @@
+"""The screen has the project's lines and progress; what libraries print is in the log."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NOISE = """
+import os, subprocess, sys, warnings
+from pathlib import Path
+from qerl.host.progress import configure_logging, log, showing
+from qerl.host.screen import quiet
+configure_logging()
+def noise():
+    print("of Python")
+    warnings.warn("of a library")
+    os.write(2, b"of C\\n")
+    subprocess.run([sys.executable, "-c", "print('of a process')"])
+"""
+NOISES = ("of Python", "of a library", "of C", "of a process")
+#: A process of a run: its standard error is the log, but the project's lines are on the screen too.
+CHILD = """
+import subprocess
+from qerl.host.progress import configure_logging, log
+configure_logging()
+log.warning("from a process of the run")
+print("noise of it")
+"""
+
+
+def run(program: str, folder: Path, **streams) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, check=False, **streams)
+
+
+def test_noise_of_every_origin_goes_to_the_log(tmp_path):
+    body = (
+        "with quiet(Path('run/log.txt')):\n    noise()\n    log.info('begun')\n    log.warning('odd')\nprint('made')\n"
+    )
+    seen = run(NOISE + body, tmp_path, capture_output=True)
+    assert (seen.returncode, seen.stdout, seen.stderr) == (0, "made\n", "begun\nwarning: odd\n")
+    stored = (tmp_path / "run/log.txt").read_text()
+    assert all(noise in stored for noise in NOISES)
+    assert "INFO qerl: begun\n" in stored
+    assert "WARNING qerl: odd\n" in stored
+
+
+def test_without_a_file_noise_is_shown_only_where_it_may_explain_an_error(tmp_path):
+    body = "with quiet():\n    noise()\n    log.info('begun')\n    {}\n"
+    assert run(NOISE + body.format("pass"), tmp_path, capture_output=True).stderr == "begun\n"
+    mistake = run(NOISE + body.format("raise ValueError('no such model')"), tmp_path, capture_output=True)
+    assert not any(noise in mistake.stderr.partition("Traceback")[0] for noise in NOISES)
+    failed = run(NOISE + body.format("raise RuntimeError('kernel')"), tmp_path, capture_output=True)
+    assert all(noise in failed.stderr for noise in NOISES)
+    assert "RuntimeError: kernel" in failed.stderr
+
+
+def test_processes_of_a_run_share_the_screen_even_if_it_is_a_file(tmp_path):
+    body = f"with quiet(Path('log.txt')):\n    log.info('one')\n    subprocess.run([sys.executable, '-c', {CHILD!r}])\n"
+    with (tmp_path / "screen").open("w") as screen:
+        assert (
+            run(
+                NOISE + body + "    log.info('two')\nprint('three')\n", tmp_path, stdout=screen, stderr=screen
+            ).returncode
+            == 0
+        )
+    assert (tmp_path / "screen").read_text() == "one\nwarning: from a process of the run\ntwo\nthree\n"
+    assert "noise of it" in (tmp_path / "log.txt").read_text()
+
+
+def on_terminal(program: str, folder: Path) -> str:
+    """What a terminal of 100 columns shows of a program."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, env=environment, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 65536):
+            shown += part
+    except OSError:  # which the end of a terminal is
+        pass
+    os.close(leader)
+    assert process.wait() == 0, shown
+    return shown.decode()
+
+
+STEPS = """
+with quiet(Path("log.txt")), showing(3, "steps", start=1) as advance:
+    for reward in (0.25, 0.5):
+        noise()
+        advance(f"reward {reward}")
+"""
+
+
+def test_a_terminal_has_one_live_line(tmp_path):
+    shown = on_terminal(NOISE + STEPS, tmp_path)
+    assert "reward 0.5" in shown.rpartition("3/3")[2]
+    assert shown.count("\n") == 1  # the line is drawn over itself, and ends once
+    assert not any(noise in shown for noise in NOISES)
+    assert all(noise in (tmp_path / "log.txt").read_text() for noise in NOISES)
+
+
+@pytest.mark.parametrize("every", ["-1", "1000"])
+def test_without_a_terminal_steps_are_plain_lines(tmp_path, every):
+    setting = f"import qerl.host.progress as p\np.LOG_EVERY = {every}\n"
+    lines = run(NOISE + setting + STEPS, tmp_path, capture_output=True).stderr.splitlines()
+    if every == "-1":
+        assert lines[0].startswith("steps: 2 of 3, reward 0.25, ")
+        assert lines[0].endswith(" s left")
+    assert lines[-1] == "steps: 3 of 3, reward 0.5"
+    assert len(lines) == (2 if every == "-1" else 1)
+
+
+def test_every_rule_prints_to_its_log():
+    """Jobs side by side would mix their lines on a terminal."""
+    for file in (ROOT / "workflow/rules").glob("*.smk"):
+        commands = [line for line in file.read_text().splitlines() if "python -m qerl rule" in line]
+        assert all("> {log:q} 2>&1" in line for line in commands), file
