@@ -42,24 +42,14 @@ VERL = {
     "seconds/sync": "timing_s/update_weights",
     "memory_bytes": "perf/max_memory_allocated_gb",
 }
-#: Quantities that neither logs, under their names in metrics.jsonl.
-OWN = (
-    "problems",
-    "completion_tokens",
-    "entropy/sampler",
-    "temperature",
-    "ess/tokens",
-    "ess/sequences",
-    "noise/sigma",
-    "noise/norm",
-    "tokens_per_second/rollout",
-    "tokens_per_second/update",
-)
-NAMES = {**TRL, **VERL, **dict(zip(OWN, OWN, strict=True))}
+NAMES = {**TRL, **VERL}
 
 
 def tracked(row: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step, a row of metrics.jsonl, under their names in trackers; memory is in GiB."""
-    named = {PREFIX + NAMES[key]: value for key, value in row.items() if key != "step"}
+    """The metrics of a step, a row of metrics.jsonl, under their names in trackers; memory is in GiB.
+
+    A quantity that neither TRL nor verl logs keeps its name in metrics.jsonl.
+    """
+    named = {PREFIX + NAMES.get(key, key): value for key, value in row.items() if key != "step"}
     memory = PREFIX + NAMES["memory_bytes"]
     return {**named, memory: named[memory] / _GIGABYTE}

@@ -166,10 +166,10 @@ def test_an_interruption_passes(record, monkeypatch):
         Trackers(["wandb"], record)
 
 
-def test_every_metric_has_one_name_in_trackers():
-    columns = {field.alias or name for name, field in StepMetrics.model_fields.items()}
-    assert set(NAMES) == columns - {"step"}
-    assert len(set(NAMES.values())) == len(NAMES)
+def test_every_metric_has_a_name_of_its_own():
+    metrics = {field.alias or name for name, field in StepMetrics.model_fields.items()}
+    assert set(NAMES) <= metrics
+    assert len(tracked(dict.fromkeys(metrics, 0.0))) == len(metrics - {"step"})
 
 
 def test_names_of_trl_are_those_that_its_trainer_logs():
@@ -183,8 +183,6 @@ def test_names_of_trl_are_those_that_its_trainer_logs():
 
 def test_a_step_is_not_a_metric_and_memory_is_in_gigabytes():
     assert tracked({"step": 3, "memory_bytes": 3 * 2**30, "reward": 1.0}) == {MEMORY: 3.0, REWARD: 1.0}
-    with pytest.raises(KeyError):
-        tracked({"step": 3, "memory_bytes": 0, "unknown": 1.0})
 
 
 def test_a_missing_library_is_named_before_the_run():
