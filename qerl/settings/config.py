@@ -21,8 +21,8 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.errors import nearest
 from qerl.settings.evaluation import EvaluationSettings, check_scored
 from qerl.settings.models import ModelSettings, PretrainSettings
-from qerl.settings.study import StudySettings
 from qerl.settings.run import TrackerName
+from qerl.settings.study import StudySettings
 
 
 class Experiment(Settings):
