@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.browser import browser, needs_browser
+from tests.pages import parts_of
+
 from .conftest import Tree, copy_tree
 
 CONFIG = ("--configfile", "dag.yaml")
@@ -68,6 +71,32 @@ def finished(tmp_path_factory):
     (tree.folder / "dag.yaml").write_text(yaml.safe_dump(configuration(tree)))
     tree.snakemake(*CONFIG)
     return tree
+
+
+def test_every_number_of_the_report_leads_to_samples_of_its_page(finished):
+    page, report = (finished.folder / RESULTS / name for name in ("samples.html", "report.html"))
+    sources = {source["id"]: source for source in parts_of(page)["index"]["sources"]}
+    assert [view["step"] for view in sources[MAIN]["views"] if view["trained"]] == ["1", "2"]
+    views = {f"{id}/{view['step']}" for id, source in sources.items() for view in source["views"]}
+    addresses = set(re.findall(r'href="samples\.html#([^"]+)"', report.read_text()))
+    assert addresses
+    assert addresses <= views | sources.keys()
+    assert page.stat().st_size < 5e6
+
+
+@needs_browser
+def test_three_clicks_lead_from_the_report_to_a_completion_of_a_step(finished):
+    with browser() as tab:
+        tab.open(finished.folder / RESULTS / "report.html")
+        tab.click(f'a[href^="samples.html#{MAIN}"]')
+        tab.wait_for("document.body?.dataset.ready")
+        tab.choose("#step", "2")
+        tab.wait_for("document.body.dataset.ready === location.hash")
+        tab.click("#problems a:nth-of-type(2)")
+        tab.wait_for("document.body.dataset.ready === location.hash")
+        assert "step 2 of training" in tab.text("#problem")
+        assert re.search(r"reward\s+\S+ \(correct [01], format [01], overlong", tab.text("#problem"))
+        assert (tab.errors, tab.requests) == ([], [])
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """The page of samples: what it is made of, and what people do with it in a real browser."""
 
-import base64
 import json
 import random
 import re
 import shutil
-import zlib
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +15,7 @@ from qerl.results.files import ResultError, write_rows
 from qerl.results.schema.evaluation import SampleRow
 from qerl.results.schema.training import RolloutRow
 from tests.browser import browser, needs_browser
+from tests.pages import parts_of
 from tests.synthetic_results import answers, write_evaluation, write_run
 
 RUN, BASE = "main-nvfp4-lora-seed0", "base-nvfp4"
@@ -103,12 +102,6 @@ def results(tmp_path):
 def made(results, **options):
     make_page("a <b>name</b>", sources_in([results]), results / "samples.html", **options)
     return results / "samples.html"
-
-
-def parts_of(page) -> dict[str, object]:
-    """The data of a page as its script reads it."""
-    found = re.findall(r'<script type="text/plain" id="([\w-]+)">([A-Za-z0-9+/=]*)</script>', page.read_text())
-    return {name: json.loads(zlib.decompress(base64.b64decode(text))) for name, text in found}
 
 
 # --- what the page is made of
