@@ -234,7 +234,7 @@ function showProblem() {
     const to = now.listed[place + step];
     return element("button", { type: "button", title: `${name} problem`, "aria-label": `${name} problem`, disabled: !to || place < 0, onclick: () => go({ problem: to.id }) }, sign);
   };
-  const back = element("button", { type: "button", class: "to-list", onclick: () => screen("list") }, "‹ Problems");
+  const back = element("button", { type: "button", class: "to-list", onclick: () => go({ problem: undefined }) }, "‹ Problems");
   const title = element(
     "div",
     { class: "title" },
@@ -298,7 +298,7 @@ function listItem(problem) {
   const told = partner ? [...marks(partner, 4), element("i", { class: "sep" }), ...marks(problem, 4)] : marks(problem, 8);
   return element(
     "a",
-    { href: address({ problem: problem.id }), "aria-current": problem === now.shown.problem && "true", onclick: () => screen("problem") },
+    { href: address({ problem: problem.id }), "aria-current": problem === now.shown.problem && "true" },
     element("span", { class: "number" }, String(problem.place + 1)),
     element("bdi", { class: "question" }, snippet(problem.prompt)),
     element("span", { class: "marks", "aria-hidden": "true" }, ...told),
@@ -313,7 +313,7 @@ function showList() {
   list.replaceChildren(element("p", {}, about), ...now.listed.map(listItem));
   if (now.listed.length < now.problems.length)
     list.append(element("p", {}, `${now.listed.length} of ${now.problems.length} problems pass.`));
-  list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+  if (now.problem !== undefined) list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
 }
 
 // --- the head
@@ -381,8 +381,6 @@ function rangesIn(block) {
 
 // --- events
 
-const screen = (name) => { document.body.dataset.screen = name; };
-
 async function show() {
   const state = read(location.hash);
   now = state;
@@ -402,6 +400,7 @@ async function show() {
   showHead();
   showProblem();
   showList();
+  document.body.dataset.screen = now.problem === undefined ? "list" : "problem"; // on a phone, which has room for one
   document.body.dataset.ready = location.hash || "#";
 }
 
@@ -436,7 +435,7 @@ const KEYS = {
   "[": () => moveView(-1),
   f: () => go({ only: cycle(usefulFilters(), now.only), problem: undefined }),
   s: () => go({ shade: cycle(SHADES, now.shade) }),
-  "/": () => { screen("list"); byId("find").focus(); },
+  "/": () => byId("find").focus(),
   "?": () => byId("help").showModal(),
 };
 
@@ -474,6 +473,5 @@ addEventListener("hashchange", show);
 
 unpack("index").then((made) => {
   index = made;
-  screen(splitPath(location.hash.slice(1).split("?")[0]).length > 2 ? "problem" : "list");
   return show();
 });

@@ -339,11 +339,14 @@ def test_the_page_fits_windows_and_keeps_its_contrast(results, tab, width, dark)
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7  # WCAG's AAA
     if width == 400:  # the list and the problem are two screens
         tab.click(".to-list")
+        ready(tab)
         assert tab.ask("document.getElementById('problem').offsetHeight") == 0
         tab.click("#problems a:nth-of-type(2)")
         ready(tab)
         assert tab.text("h2") == "Problem 2"
         assert tab.ask("document.getElementById('problems').offsetHeight") == 0
+        tab.ask("history.back()")
+        tab.wait_for("document.getElementById('problems').offsetHeight > 0")
 
 
 def luminance(colour: list[int]) -> float:
