@@ -136,8 +136,19 @@ VARIANTS = (
 MOST_ROWS = VARIANTS[-1][0].rows
 
 
+def _variants_for(rows: int) -> tuple[KernelVariant, KernelVariant]:
+    """The variants for `rows` rows of x, for a small and for a large layer."""
+    return next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
+
+
+def padded_rows(rows: int) -> int:
+    """The most rows of x with as many products as `rows`: whole row blocks of the variant."""
+    block = _variants_for(rows)[0].rows
+    return -(-rows // block) * block
+
+
 def variant_for(rows: int, layer_rows: int, columns: int, processors: int) -> tuple[KernelVariant, int]:
     """The variant for `rows` rows of x and a layer [layer_rows, columns], and its number of blocks of W."""
-    small, large = next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
+    small, large = _variants_for(rows)
     blocks = small.blocks(layer_rows, columns)
     return (large if blocks >= _LARGE_LAYER_STAGES * processors else small), blocks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.graphs import captured
+from qerl.kernels.w4a16.variants import padded_rows
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.transfer import upload
 
@@ -18,8 +19,12 @@ _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def bucket_of(rows: int) -> int:
-    """The least batch size of a graph that has room for `rows`; few sizes keep graphs few."""
-    return next((size for size in _SMALL if size >= rows), -(-rows // 128) * 128)
+    """The least batch size of a graph that has room for `rows`; few sizes keep graphs few.
+
+    Beyond `_SMALL`, only sizes at which the decode product needs more row blocks have a graph. Products take most of
+    such a step, and sizes between take as long (docs/lab/rollouts.md).
+    """
+    return next((size for size in _SMALL if size >= rows), padded_rows(rows))
 
 
 class DecodeGraphs:
