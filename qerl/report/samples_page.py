@@ -27,7 +27,7 @@ MEGABYTES = 5.0
 _HALVINGS = 12
 #: More bytes than a source or a view has in the index, with the elements of its parts.
 _ENTRY = 300
-_TEMPLATE, _STYLE, _SCRIPT = "samples.j2", "samples.css", "samples.js"
+_TEMPLATE, _STYLE, _SCRIPTS = "samples.j2", "samples.css", ("samples_data.js", "samples.js")
 _HERE = Path(__file__).parent
 
 
@@ -52,8 +52,8 @@ def make_page(title: str, sources: Sequence[Source], out: Path, megabytes: float
 
 
 def _html(title: str, index: str, parts: Sequence[str]) -> str:
-    own_style, script = ((_HERE / file).read_text() for file in (_STYLE, _SCRIPT))
-    return rendered(_TEMPLATE, title=title, index=index, parts=parts, own_style=own_style, script=script)
+    own_style, *scripts = ((_HERE / file).read_text() for file in (_STYLE, *_SCRIPTS))
+    return rendered(_TEMPLATE, title=title, index=index, parts=parts, own_style=own_style, script="\n".join(scripts))
 
 
 def _pack(value: Any) -> str:

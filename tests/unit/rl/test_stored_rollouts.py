@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.results.catalogue import schema_of
 from qerl.results.files import read_rows
 from qerl.results.schema.training import RolloutRow
 from qerl.rl.checkpoint import Checkpoints
@@ -60,7 +61,9 @@ def trainer(checkpoint, work, **changes) -> Trainer:
 
 
 def stored(work) -> dict[str, list[RolloutRow]]:
-    return {file.name: list(read_rows(RolloutRow, file)) for file in sorted((work / "rollouts").iterdir())}
+    files = sorted((work / "rollouts").iterdir())
+    assert {schema_of(file) for file in files} == {RolloutRow}
+    return {file.name: list(read_rows(RolloutRow, file)) for file in files}
 
 
 def test_log_probabilities_and_entropies_are_those_of_the_whole_softmax(checkpoint, tmp_path):
