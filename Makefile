@@ -16,7 +16,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test paper-small exploration-small gate lint format clean
+.PHONY: reproduce test paper-small exploration-small gate lint format site clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -47,6 +47,11 @@ lint: $(VENV)/installed
 	deptry .
 	snakefmt --check Snakefile workflow
 	snakemake --lint
+	$(MAKE) --no-print-directory site
+
+# The pages as a site in work/site; a link that leads nowhere is an error.
+site: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 format: $(VENV)/installed
 	ruff check --fix .

@@ -2,6 +2,9 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -161,3 +164,32 @@ def test_docstrings_have_a_subject_and_short_sentences():
     found = [(file, text) for file, text in [*texts, *of_tests] if re.match(r"\s*Of\b", text)]
     assert not [f"{file.relative_to(ROOT)}: {text[:80]}" for file, text in found]
     assert not [f"{file.relative_to(ROOT)}: {long}" for file, text in texts for long in long_sentences(text)]
+
+
+# --- site ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_leads_nowhere_ends_the_site(tmp_path):
+    for name in ("mkdocs.yml", "docs/site.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "README.md").write_text("# qerl\n\n[A page](docs/faults.md) and [a file](mkdocs.yml).\n")
+    page = tmp_path / "docs/faults.md"
+    page.write_text("# Faults\n\n[Start](../README.md#qerl)\n")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text()) | {"nav": [{"Start": "README.md"}]}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
+
+    def build() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    built = build()
+    assert built.returncode == 0, built.stderr
+    site = tmp_path / "work/site"
+    assert 'href="docs/faults.html"' in (site / "index.html").read_text()
+    assert (site / "mkdocs.yml").is_file()
+    page.write_text("# Faults\n\n[Start](../REDME.md) and [a part](../README.md#nowhere)\n")
+    broken = build()
+    assert broken.returncode != 0
+    assert "REDME.md" in broken.stderr
+    assert "#nowhere" in broken.stderr
