@@ -19,8 +19,8 @@ from qerl.plan.sheets import Plan
 from qerl.results.paths import METRICS, POLICY, REPORT, RESULT, RUN
 from qerl.settings.models import HubModel, LocalModel
 
-#: A rule and the name of one of its jobs.
-Call = tuple[str, str]
+#: A rule, and the name of one of its jobs if it has several.
+Call = tuple[str, ...]
 
 
 class Origins:
@@ -63,6 +63,9 @@ class Origins:
             single |= {files.run(id) / name: ("train", id) for name in (POLICY, METRICS, RUN)}
         single |= {files.evaluation(id) / RESULT: ("evaluate", id) for id in plan.evaluations}
         single |= {files.bench(bench): ("profile", bench) for bench in plan.config.benches}
+        if plan.config.gates:
+            single |= {files.stored_evaluation(name) / RESULT: ("stored", name) for name in files.stored_policies}
+            single |= {files.numerics: ("numerics",), files.speed: ("speed",)}
         if plan.config.study:
             single |= {files.study_folder(scope): ("gather", scope) for scope in (PLANNED, FINISHED)}
         every = sorted({single[Path(file)] for file in files.stored})

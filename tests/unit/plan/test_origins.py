@@ -16,6 +16,7 @@ CALLS = [
     *(("data", "countdown"), ("data", "comparisons"), ("pretrain", "tiny-0"), ("pretrain", "tiny-1")),
     *(("quantize", "tiny-0-nvfp4"), ("quantize", "tiny-0-bf16"), ("train", RUN), ("train", OTHER), ("train", FOLLOWER)),
     *(("evaluate", RUN), ("evaluate", OTHER), ("evaluate", "base-tiny-0-bf16"), ("table", "accuracy")),
+    *(("gather", "planned"), ("page", "planned")),
 ]
 
 
@@ -52,7 +53,7 @@ def test_a_changed_arm_decides_the_run_that_follows_it():
         ("train", FOLLOWER),
         ("evaluate", RUN),
         ("evaluate", OTHER),
-    } | {("table", "accuracy")}
+    } | {("table", "accuracy"), ("gather", "planned"), ("page", "planned")}
 
 
 def test_what_decides_no_result_changes_nothing():
@@ -70,3 +71,15 @@ def test_the_code_that_made_an_input_decides_too(monkeypatch, module, same):
     monkeypatch.setattr("qerl.plan.jobs.code_version", lambda name: "other" if name == module else name)
     after = deciding()
     assert {call[0] for call in CALLS if after[call] == before[call]} == same
+
+
+@pytest.mark.parametrize("module", ["qerl.gates.numerics", "qerl.evals.job"])
+def test_the_code_of_what_gates_measure_decides_their_verdict(monkeypatch, module):
+    """Gates read results that no table does: those of committed policies, of codecs and of speed."""
+    plan = plan_from(read_yaml(ROOT / "config/ci.yaml"), ROOT / "config/mini.yaml")
+    monkeypatch.chdir(ROOT)
+    found = []
+    for other in ("same", "other"):
+        monkeypatch.setattr("qerl.plan.jobs.code_version", lambda name, v=other: v if name == module else name)
+        found.append(Origins(plan, Jobs(plan)).deciding("verdict"))
+    assert found[0] != found[1]
