@@ -2,13 +2,16 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from qerl.gates.job import read_verdicts, verdict_table
 from qerl.jobs.report import ReportJob
 from qerl.report import grid, job
+from qerl.report.pages import page
 from qerl.report.report_page import write_report
 from qerl.results.paths import SAMPLES_PAGE
 from tests.browser import browser, needs_browser
@@ -131,11 +134,11 @@ def test_it_names_machine_commit_and_the_settings_in_which_arms_differ(report):
     assert ["dataset", "arithmetic"] in rows_of(report, "Settings of all runs; others have their defaults")
 
 
-def write_bare(name: str, shown: list[Path], root: Path) -> None:
-    """A report without evaluations, of folders of tables and figures."""
-    results, out = root / "results.txt", root / "report.html"
+def write_bare(name: str, shown: list[Path], root: Path, tables: Sequence[Path] = ()) -> None:
+    """A report without evaluations, of folders of tables and figures, and of single tables."""
+    results, out, pages = root / "results.txt", root / "report.html", [*shown, *tables]
     write_report(
-        ReportJob(name=name, results=results, main=None, tables=shown, figures=shown, samples="", omitted={}, out=out)
+        ReportJob(name=name, results=results, main=None, tables=pages, figures=shown, samples="", omitted={}, out=out)
     )
 
 
@@ -163,6 +166,20 @@ def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):
     assert text.count("<figure") == len(list((tmp_path / "tables").glob("*.narrow.svg"))) > 0
     assert SAMPLES_PAGE not in text
     assert text.index("<figure") < text.index("Decoded tokens/s of 7B") < text.index('id="machine"')
+
+
+def test_the_gates_have_a_report_of_their_verdict_and_runs(tmp_path):
+    committed = Path(__file__).parents[3] / "results/reference/cpu/gates/none-rerun-01.json"
+    verdicts = read_verdicts(committed)
+    run = write_run(tmp_path, "nvfp4-lora", 0)
+    (tmp_path / "results.txt").write_text(f"{run}\n{committed}\n")
+    table = tmp_path / "verdict.html"
+    table.write_text(page({"": verdict_table(verdicts)}, "Regression gates. How they are checked."))
+    write_bare("ci", [], tmp_path, [table])
+    header, *rows = rows_of(tmp_path / "report.html", "Regression gates")
+    assert header[0] == "gate"
+    assert sorted(row[0] for row in rows) == sorted(verdict.gate for verdict in verdicts)
+    assert len(rows_of(tmp_path / "report.html", "Where and when the results were made")) == 1 + 2
 
 
 def test_it_is_one_file_of_a_few_megabytes(report):
