@@ -20,7 +20,7 @@ from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.host.screen import quiet
 from qerl.results.files import read
-from qerl.results.paths import METRICS, REPORT, SAMPLES_PAGE
+from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema.preparation import QuantizationReport
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
@@ -121,7 +121,8 @@ def view(
 
     sources = sources_in(folders)
     target = out or folders[0] / SAMPLES_PAGE
-    make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES)
+    report = REPORT_PAGE if (target.parent / REPORT_PAGE).is_file() else ""
+    make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES, report=report)
     typer.echo(target)
     if open_it:
         typer.launch(str(target.resolve().as_uri()))

@@ -19,7 +19,7 @@ from qerl.provenance.files import write_text
 from qerl.report.html import rendered
 from qerl.report.samples import Json, Source, View, sources_of
 from qerl.results.files import ResultError
-from qerl.results.paths import RESULT, RUN
+from qerl.results.paths import REPORT_PAGE, RESULT, RUN
 
 #: The largest size of a configuration's page, in 10^6 bytes.
 MEGABYTES = 5.0
@@ -39,21 +39,24 @@ def write_page(job: SamplesJob) -> None:
     """Make the page of a configuration's samples."""
     paths = [Path(line) for line in job.results.read_text().splitlines()]
     sources = sources_of(*([path for path in paths if path.name == name] for name in (RUN, RESULT)))
-    make_page(job.name, sources, job.out)
+    make_page(job.name, sources, job.out, report=REPORT_PAGE)
 
 
-def make_page(title: str, sources: Sequence[Source], out: Path, megabytes: float = MEGABYTES) -> None:
-    """Write the page, with as many problems of each view as fit into `megabytes`."""
-    frame = len(_html(title, "", []))
+def make_page(
+    title: str, sources: Sequence[Source], out: Path, megabytes: float = MEGABYTES, *, report: str = ""
+) -> None:
+    """Write the page, with as many problems of each view as fit into `megabytes`, and a link to the report, if any."""
+    frame = len(_html(title, report, "", []))
     packed = _Packed([_shortened(view) for source in sources for view in source.views])
     halvings = packed.fitting(1e6 * megabytes - frame - _ENTRY * sum(1 + len(source.views) for source in sources))
     index = {"title": title, "sources": packed.index(sources, halvings)}
-    write_text(out, _html(title, _pack(index), packed.parts(halvings)))
+    write_text(out, _html(title, report, _pack(index), packed.parts(halvings)))
 
 
-def _html(title: str, index: str, parts: Sequence[str]) -> str:
+def _html(title: str, report: str, index: str, parts: Sequence[str]) -> str:
     own_style, *scripts = ((_HERE / file).read_text() for file in (_STYLE, *_SCRIPTS))
-    return rendered(_TEMPLATE, title=title, index=index, parts=parts, own_style=own_style, script="\n".join(scripts))
+    files = {"own_style": own_style, "script": "\n".join(scripts)}
+    return rendered(_TEMPLATE, title=title, report=report, index=index, parts=parts, **files)
 
 
 def _pack(value: Any) -> str:

@@ -97,6 +97,8 @@ def test_three_clicks_lead_from_the_report_to_a_completion_of_a_step(finished):
         assert "step 2 of training" in tab.text("#problem")
         assert re.search(r"reward\s+\S+ \(correct [01], format [01], overlong", tab.text("#problem"))
         assert (tab.errors, tab.requests) == ([], [])
+        tab.click("#top a")
+        tab.wait_for("location.pathname.endsWith('report.html')")
 
 
 @pytest.fixture

@@ -184,6 +184,10 @@ def test_view_prints_the_path_of_the_page_and_nothing_else(results, tmp_path):
     folders = [str(results / "train" / RUN), str(results / "evaluate" / RUN), str(results / "evaluate" / BASE)]
     told = CliRunner().invoke(cli.app, ["view", *folders, "--out", str(tmp_path / "page.html")])
     assert told.output == f"{tmp_path / 'page.html'}\n"
+    assert "<a " not in (tmp_path / "page.html").read_text()
+    (tmp_path / "report.html").touch()
+    CliRunner().invoke(cli.app, ["view", *folders, "--out", str(tmp_path / "page.html")])
+    assert '<a href="report.html">Report</a>' in (tmp_path / "page.html").read_text()
     ids = [source["id"] for source in parts_of(tmp_path / "page.html")["index"]["sources"]]
     assert sorted(ids) == [BASE, RUN]
 
