@@ -343,7 +343,11 @@ class Files:
 
 def printed_files(name: str | None = None) -> list[str]:
     """The files of printed numbers; none for a table or figure that isn't compared with the paper."""
-    return sorted(map(str, printed.FOLDER.glob("*.csv"))) if name is None or name in printed.NAMES else []
+    if name is not None and name not in printed.NAMES:
+        return []
+    here = Path.cwd()  # Snakemake compares paths, and those of a clone are the same in any folder
+    folder = printed.FOLDER.relative_to(here) if printed.FOLDER.is_relative_to(here) else printed.FOLDER
+    return sorted(map(str, folder.glob("*.csv")))
 
 
 def table_category(name: str) -> str:

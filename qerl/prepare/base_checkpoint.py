@@ -86,8 +86,13 @@ def make_checkpoint(
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """Make a folder of symbolic links to the source's files, which takes no space for a second copy."""
+    """Make a folder of symbolic links to the source's files, which takes no space for a second copy.
+
+    Links to a relative `source` are relative, so that a copy of the whole tree has its own. Hidden files aren't linked:
+    Snakemake keeps a folder's time in one.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for file in source.resolve().iterdir():
-        if file.is_file() and not (target / file.name).exists():
-            os.symlink(file, target / file.name)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not (target / file.name).exists():
+            to = file.resolve() if source.is_absolute() else os.path.relpath(file, target)
+            os.symlink(to, target / file.name)
