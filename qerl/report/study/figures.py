@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 
-from qerl.report.drawing import COLOURS, HEIGHT, PALETTE, figure_axes
+from qerl.report.drawing import COLOURS, HEIGHT, PALETTE, figure_axes, smoothing_window
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY, SMALLEST_EFFECT
 from qerl.report.figures import label_ends
 from qerl.report.study.comparisons import Outcome, label
@@ -98,6 +98,30 @@ def _entropy_and_reward(axis: Axes, frame: pd.DataFrame) -> None:
         axis.annotate(name, mean, (3, 3), textcoords="offset points", fontsize=7, color=colour)
     axis.set_xlabel("entropy of the sampler (nats/token), mean of steps")
     axis.set_ylabel("reward, mean of steps")
+
+
+def rewards(study: Study, stem: Path) -> None:
+    """Reward by step: the mean over an arm's runs, smoothed as the axis says."""
+    runs = study.runs[study.runs["role"] == MAIN]
+    steps = study.steps.merge(runs[["run", "experiment", "arm"]], on="run")
+    panels = list(steps.groupby("experiment", sort=False))
+    window, arms = smoothing_window(steps), runs["arm"].nunique()
+    with figure_axes(len(panels), stem, height=max(HEIGHT, 0.15 * arms + 0.7)) as axes:
+        for axis, (experiment, frame) in zip(axes, panels, strict=True):
+            _rewards(axis, frame, window)
+            axis.set_ylabel("reward" + (f", mean of {window} steps" if window > 1 else ""))
+            axis.set_title(str(experiment), loc="left")
+
+
+def _rewards(axis: Axes, steps: pd.DataFrame, window: int) -> None:
+    ends = []
+    for arm, rows in steps.groupby("arm", sort=False):
+        colour = ARM_COLOURS.get(str(arm), _OTHER)
+        mean = rows.groupby("step")["reward"].mean().rolling(window, center=True, min_periods=1).mean()
+        axis.plot(mean.index, mean, color=colour, linewidth=0.9)
+        ends.append((float(mean.iloc[-1]), f"{NUMBERS.get(str(arm), '')} {arm}".strip(), colour))
+    axis.set_xlabel("step")
+    label_ends(axis, ends)
 
 
 def pass_curves(curves: pd.DataFrame, stem: Path) -> None:

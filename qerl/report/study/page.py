@@ -14,6 +14,7 @@ from qerl.jobs.study import PageJob
 from qerl.provenance.files import write_text
 from qerl.report.study import figures, text
 from qerl.report.study.arms import arm_table, failed_runs, pass_curves, power_table, rate_table, run_table, used_rates
+from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import claim_table
 from qerl.report.study.comparisons import (
     Outcome,
@@ -43,6 +44,7 @@ class Tables:
     power: pd.DataFrame
     trend: pd.DataFrame
     curves: pd.DataFrame
+    calibration: pd.DataFrame
     failed: pd.DataFrame
     runs: pd.DataFrame
 
@@ -74,6 +76,7 @@ def make_tables(study: Study, primary: Sequence[Outcome]) -> Tables:
         power=power_table(study),
         trend=trend_table(primary),
         curves=pass_curves(study),
+        calibration=calibration_table(study),
         failed=failed_runs(study),
         runs=run_table(study),
     )
@@ -96,6 +99,7 @@ def _draw(study: Study, primary: Sequence[Outcome], tables: Tables, folder: Path
     makers: dict[str, Callable[[Path], None]] = {
         "forest": lambda stem: figures.forest(primary, stem),
         "entropy_reward": lambda stem: figures.entropy_and_reward(study, stem),
+        "reward": lambda stem: figures.rewards(study, stem),
         "pass_at_k": lambda stem: figures.pass_curves(tables.curves, stem),
     }
     if len(tables.rates):
@@ -119,6 +123,7 @@ def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
         text.rates(tables.rates, tables.used_rates),
         text.trend(tables.trend, drawn),
         text.power(tables.power, tables.comparisons),
+        text.calibration(tables.calibration),
         text.failures(tables.failed, tables.comparisons),
         text.real(job, tables.power),
         text.data(study, data),

@@ -13,6 +13,7 @@ from qerl.jobs.study import PageJob
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
 from qerl.report.formatting import cell_text, percent, points, three_digits
 from qerl.report.study.arms import MOST_PAIRS, STEP_MEANS
+from qerl.report.study.calibration import CEILING, LEAST, LEAST_AT_64, MOST
 from qerl.report.study.claims import SCORE
 from qerl.report.study.comparisons import arm_label, label
 from qerl.results.paths import STUDY_PARTS
@@ -187,6 +188,7 @@ def arms(frame: pd.DataFrame, secondary: pd.DataFrame) -> str:
             "entropy_reward",
             "Entropy against reward: a small dot for each run, a large one with its number for each arm",
         ),
+        figure("reward", "Reward by step: the mean over the runs of each arm, smoothed"),
         figure("pass_at_k", "pass@k on test problems by arm; dotted: the untrained bases"),
         _secondary(secondary) if len(secondary) else "",
     )
@@ -269,6 +271,30 @@ def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
         "level of 5 %."
     )
     return _section(title, f"{least} {method}", table(frame, columns))
+
+
+def calibration(frame: pd.DataFrame) -> str:
+    """Whether the conditions of the calibration hold."""
+    if not len(frame):
+        return ""
+    ks = "/".join(map(str, sorted(set(frame["k"]))))
+    columns: Columns = {
+        "size": _text("size"),
+        "task": _text("task"),
+        "base": _text("base"),
+        "pass@1 before (%)": _value("pass@1", percent),
+        f"pass@{ks} before (%)": _value("many", percent),
+        "late rise (points)": _value("rise", points),
+        "best arm, pass@1 (%)": _value("best", percent),
+        "conditions": lambda row: "met" if row["met"] else "not met",
+    }
+    return _section(
+        "## Calibration",
+        f"Before training, pass@1 on validation problems is to be {LEAST:.0%} to {MOST:.0%} and pass@64 at least "
+        f"{LEAST_AT_64:.0%}. The share of right answers of arm 1 is to rise from the third to the last quarter of the "
+        f"steps. No arm is to be above {CEILING:.0%}.",
+        table(frame, columns),
+    )
 
 
 def failures(failed: pd.DataFrame, compared: pd.DataFrame) -> str:

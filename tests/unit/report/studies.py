@@ -63,7 +63,7 @@ def study(
     for size in sizes:
         models = [f"{size}-{n}" for n in range(3)]
         for model in models:
-            add(run_row(f"base-{model}-bf16", "base", "", size, "", model, None, None), -0.2, ["test"])
+            add(run_row(f"base-{model}-bf16", "base", "", size, "", model, None, None), -0.2, ["test", "validation"])
         for arm in arms:
             for model in models:
                 for number in range(seeds):
@@ -74,7 +74,8 @@ def study(
                     level = 0.2 + entropy.get(arm, 0.0) + 0.001 * generator.normal()
                     values = dict.fromkeys(METRICS, 0.0) | {"entropy": level, "entropy/sampler": level}
                     values |= {"reward": 0.5 + effects.get(arm, 0.0), "reward/equal_groups": 0.25}
-                    steps.append(pd.DataFrame({"step": range(1, 6), **values}).assign(run=name))
+                    correct = {"reward/correct": np.linspace(0.3, 0.5, 8)}
+                    steps.append(pd.DataFrame({"step": range(1, 9), **values, **correct}).assign(run=name))
                 for rate, effect in pilot.items():
                     name = f"pilot-{size}-{arm}-{model}-{rate:g}"
                     row = run_row(name, "pilot", f"pilot-{size}", size, arm, model, 100, rate)

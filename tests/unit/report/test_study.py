@@ -10,6 +10,7 @@ from scipy import stats
 
 from qerl.jobs.study import PageJob, RealArm
 from qerl.report.study.arms import arm_table, rate_table, run_table
+from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
 from qerl.report.study.comparisons import all_outcomes, comparison_table, decision_table, is_unstable, pair_table
 from qerl.report.study.page import write_page
@@ -36,7 +37,7 @@ REAL = [
 
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
-    monkeypatch.setattr(paired, "_DRAWS", 800)
+    monkeypatch.setattr(paired, "_DRAWS", 400)
 
 
 def decided(effects, **options) -> dict[tuple[str, str], list[str]]:
@@ -134,6 +135,17 @@ def test_the_tables_have_the_planted_measures():
     np.testing.assert_allclose(runs.loc[expected.index, "countdown/test/pass@1"], expected)
 
 
+def test_the_conditions_of_the_calibration_are_checked():
+    """Bases have a pass@1 of 0.2 and arms of 0.4; steps 7 and 8 of 8 lie two steps of 0.2 / 7 above steps 5 and 6."""
+    frame = calibration_table(small({}))
+    assert frame["base"].tolist() == ["3m-0", "3m-1", "3m-2"]
+    assert frame["pass@1"].to_numpy() == pytest.approx(np.full(3, 0.2), abs=0.02)
+    assert frame["rise"].to_numpy() == pytest.approx(np.full(3, 2 * 0.2 / 7))
+    assert frame["best"].to_numpy() == pytest.approx(np.full(3, 0.4), abs=0.02)
+    assert frame["met"].all()
+    assert not calibration_table(small({"nvfp4": 0.58}))["met"].any()  # above the ceiling of 90 %
+
+
 # --- what can't be compared ------------------------------------------------------------------------------------------
 
 
@@ -184,7 +196,7 @@ def page(folder, made):
 
 def test_the_page_is_made_from_the_files_alone_and_its_links_lead_to_the_runs(tmp_path):
     """A number's row links to its pairs, these name runs, and the table of runs has each with its stamp."""
-    made = study({"nvfp4": 0.05}, pilot={5e-4: -0.1, 1e-3: 0.0}, noise=0.002, problems=30, drawn=16)
+    made = study({"nvfp4": 0.05}, pilot={5e-4: -0.1, 1e-3: 0.0}, noise=0.002, problems=30, drawn=16, seeds=2)
     text = page(tmp_path, made)
     folder = tmp_path / "page"
     links = set(re.findall(r"\]\(([^)]+)\)", text))
@@ -206,7 +218,7 @@ def test_the_page_is_made_from_the_files_alone_and_its_links_lead_to_the_runs(tm
 
 
 def test_a_run_of_the_pipeline_says_so_and_needs_neither_pilot_nor_second_size(tmp_path):
-    text = page(tmp_path, small({}, problems=20, drawn=16, decides=False))
+    text = page(tmp_path, small({}, problems=20, drawn=16, seeds=1, decides=False))
     assert "run of the pipeline, and no result about the question" in text
     assert "There was no pilot." in text
     assert "There is one size, and so no trend." in text
