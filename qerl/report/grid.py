@@ -23,6 +23,7 @@ from qerl.report.grid_tables import (
     ratio_table,
     step_table,
 )
+from qerl.report.lead_figure import speeds, write_lead
 from qerl.report.mixes import write_mixes
 from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
@@ -81,6 +82,10 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     write_goals(points, measured, rollouts, out / "goals")
 
 
+#: Size and rank of the README's figure.
+LEAD = ("7B", 16)
+
+
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     for size, group in points.groupby("size", sort=False):
         _write_size(str(size), group, out, lengths)
@@ -89,6 +94,8 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
     cost = f"Decode speed with an adapter over the speed without one, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(adapters(points), out / f"adapters-{lengths}", cost, points, times)
+    if not speeds(points, *LEAD).empty:
+        write_lead(points, *LEAD, out / f"lead-{lengths}")
     for rank, group in points.groupby("rank"):
         grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:
