@@ -24,7 +24,7 @@ from qerl.plan.sheets import Plan, PlannedEvaluation
 from qerl.plan.study import gather_job, page_job
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
-from qerl.results.paths import SAMPLES_PAGE
+from qerl.results.paths import SAMPLES_PAGE, VERDICT
 from qerl.settings.benches import GateSettings, RolloutBench
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import HubModel, PretrainSettings
@@ -191,7 +191,9 @@ class Jobs:
     @property
     def listed(self) -> list[str]:
         """All results, of which tables, figures and the report are made."""
-        return list(map(str, self.shapes().files)) if self._config.shapes else self.files.stored
+        if self._config.shapes:
+            return list(map(str, self.shapes().files))
+        return [*self.files.stored, *([str(self.files.gates / VERDICT)] if self._config.gates else [])]
 
     def samples(self) -> SamplesJob:
         """Make the page of samples."""

@@ -16,6 +16,7 @@ from qerl.results.catalogue import schema_of
 from qerl.results.files import read
 from qerl.results.names import variant
 from qerl.results.schema.evaluation import EvaluationResult, TaskScore
+from qerl.results.schema.gates import Verdict
 from qerl.results.schema.stored import OK, Provenance
 from qerl.results.schema.training import RunResult
 from qerl.settings.rollout import SamplingSettings
@@ -49,20 +50,23 @@ def _span(times: pd.Series) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def missing(runs: Mapping[str, RunResult], points: pd.DataFrame, omitted: Mapping[str, str]) -> pd.DataFrame:
+def missing(
+    runs: Mapping[str, RunResult], points: pd.DataFrame, gates: Sequence[Verdict], omitted: Mapping[str, str]
+) -> pd.DataFrame:
     """What failed or was left out, with its reason; `points` are those of all benches."""
-    failed = [("run", name, _why(run)) for name, run in runs.items() if run.status != OK]
+    failed = [("run", name, _joined(run.status, run.reason)) for name, run in runs.items() if run.status != OK]
     wrong = points[points["status"] != OK].to_dict("records") if len(points) else []
     named = [
         (f"bench {point['bench']}", f"{point['model']}, {point['weights']}, rank {point['rank']}", point["status"])
         for point in wrong
     ]
-    rows = [*failed, *named, *(("arm", name, reason) for name, reason in omitted.items())]
+    unmet = [("gate", gate.gate, _joined(gate.outcome, gate.detail)) for gate in gates if gate.outcome != "pass"]
+    rows = [*failed, *named, *unmet, *(("arm", name, reason) for name, reason in omitted.items())]
     return pd.DataFrame(rows, columns=["kind", "name", "reason"])
 
 
-def _why(run: RunResult) -> str:
-    return f"{run.status}: {run.reason}" if run.reason else run.status
+def _joined(status: str, reason: str) -> str:
+    return f"{status}: {reason}" if reason else status
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

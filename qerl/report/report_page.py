@@ -18,8 +18,10 @@ from qerl.report.job import StoredResults, listed
 from qerl.report.main_table import Samples, accuracy_ranges, main_table
 from qerl.report.pages import fragment
 from qerl.report.samples import steps_in
+from qerl.results.files import read
 from qerl.results.names import KEY
-from qerl.results.paths import NARROW, RESULT, ROLLOUTS, RUN
+from qerl.results.paths import NARROW, RESULT, ROLLOUTS, RUN, VERDICT
+from qerl.results.schema.gates import VerdictResult
 
 #: Figures beside the main table.
 _FIRST = 2
@@ -44,7 +46,7 @@ def write_report(job: ReportJob) -> None:
     stored = StoredResults(files)
     evaluations = stored.evaluations() if job.main else pd.DataFrame()
     samples = Samples(job.samples, evaluations)
-    failed = _failed(stored, job.omitted)
+    failed = _failed(stored, files, job.omitted)
     values: dict[str, Any] = {
         "name": job.name,
         "title": f"Results of {job.name}",
@@ -72,9 +74,10 @@ def _main(file: Path, evaluations: pd.DataFrame, samples: Samples) -> dict[str, 
     }
 
 
-def _failed(stored: StoredResults, omitted: Mapping[str, str]) -> pd.DataFrame:
+def _failed(stored: StoredResults, files: Sequence[Path], omitted: Mapping[str, str]) -> pd.DataFrame:
     points = pd.concat([stored.points("rollout"), stored.points("step")])
-    return facts.missing(stored.run_results(), points, omitted)
+    gates = [gate for file in files if file.name == VERDICT for gate in read(VerdictResult, file).gates]
+    return facts.missing(stored.run_results(), points, gates, omitted)
 
 
 def _evaluation(stored: StoredResults) -> HtmlTable:
@@ -124,6 +127,8 @@ def _state(stored: StoredResults, files: Sequence[Path], missing: int) -> str:
     runs, evaluations = len(stored.runs()), sum(file.name == RESULT for file in files)
     parts = [_count(runs, "run"), _count(evaluations, "evaluation"), _count(len(files), "result file")]
     done = ", ".join(part for part in parts if part)
+    if not runs:
+        return f"{done}. Tables say why a point has no number."
     return f"{done}. " + (f"{missing} failed or were left out." if missing else "Nothing failed or was left out.")
 
 
@@ -136,14 +141,15 @@ def _parts(values: dict[str, Any]) -> dict[str, str]:
 
     Without a main table the figures and tables are what people look for, and come first.
     """
-    shown = {"figures": "Further figures" if values["main"] else "Figures", "tables": "All tables"}
+    further = values["main"] is not None
+    shown = {"figures": "Further figures" if further else "Figures", "tables": "All tables" if further else "Tables"}
     made = {
         "missing": "What failed or was left out",
         "methods": "Methods",
         "runs": "Runs",
         "machine": "Machines and commits",
     }
-    titles = {**made, **shown} if values["main"] else {**shown, **made}
+    titles = {**made, **shown} if further else {**shown, **made}
     return {id: title for id, title in titles.items() if values[id]}
 
 

@@ -13,9 +13,18 @@ from qerl.jobs.report import ReportJob
 from qerl.report import grid, job
 from qerl.report.pages import page
 from qerl.report.report_page import write_report
-from qerl.results.paths import SAMPLES_PAGE
+from qerl.results.paths import SAMPLES_PAGE, VERDICT
 from tests.browser import browser, needs_browser
-from tests.synthetic_results import ARMS, NO_METRICS, answers, decode_file, write_evaluation, write_run, write_tree
+from tests.synthetic_results import (
+    ARMS,
+    NO_METRICS,
+    answers,
+    decode_file,
+    write_evaluation,
+    write_json,
+    write_run,
+    write_tree,
+)
 
 from .test_pages import Tables
 
@@ -165,6 +174,7 @@ def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):
     assert any(caption.startswith("Decoded tokens/s of 7B") for caption in Tables(text).captions)
     assert text.count("<figure") == len(list((tmp_path / "tables").glob("*.narrow.svg"))) > 0
     assert SAMPLES_PAGE not in text
+    assert "Nothing failed" not in text
     assert text.index("<figure") < text.index("Decoded tokens/s of 7B") < text.index('id="machine"')
 
 
@@ -172,12 +182,18 @@ def test_the_gates_have_a_report_of_their_verdict_and_runs(tmp_path):
     committed = Path(__file__).parents[3] / "results/reference/cpu/gates/none-rerun-01.json"
     verdicts = read_verdicts(committed)
     run = write_run(tmp_path, "nvfp4-lora", 0)
-    (tmp_path / "results.txt").write_text(f"{run}\n{committed}\n")
+    broken = json.loads(committed.read_text())
+    broken["gates"][3] |= {"outcome": "fail", "detail": "off by one"}
+    verdict = write_json(tmp_path / VERDICT, broken)
+    (tmp_path / "results.txt").write_text(f"{run}\n{verdict}\n")
     table = tmp_path / "verdict.html"
     table.write_text(page({"": verdict_table(verdicts)}, "Regression gates. How they are checked."))
     write_bare("ci", [], tmp_path, [table])
     header, *rows = rows_of(tmp_path / "report.html", "Regression gates")
     assert header[0] == "gate"
+    assert rows_of(tmp_path / "report.html", "Each with its reason")[1:] == [
+        ["gate", verdicts[3].gate, "fail: off by one"]
+    ]
     assert sorted(row[0] for row in rows) == sorted(verdict.gate for verdict in verdicts)
     assert len(rows_of(tmp_path / "report.html", "Where and when the results were made")) == 1 + 2
 
