@@ -17,6 +17,8 @@ _FILES = ("table.j2", "tables.j2", "report.j2", "style.css")
 #: A number with an optional sign and unit.
 _NUMBER = re.compile(r"([+−-]?[\d,]+(\.\d+)?(e[+-]?\d+)?( ?(%|×|kB|MB|GB|B))?)")
 _WITH_INTERVAL = re.compile(r"(.+?) (\[.*\])")
+#: The characters beyond which a cell is long.
+_LONG = 30
 #: The least number of rows for which a column of equal cells is shown once.
 _REPEATED = 3
 
@@ -35,6 +37,11 @@ class HtmlCell:
 
     texts: tuple[Link, ...] = ()
     interval: str = ""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a narrow column would make the cell many lines high."""
+        return sum(len(part.text) for part in self.texts) > _LONG
 
 
 @dataclass(frozen=True)
