@@ -31,6 +31,7 @@ from qerl.plan.files import (
 from qerl.plan.jobs import Jobs
 from qerl.plan.origins import Origins
 from qerl.plan.shapes import file_of
+from qerl.plan.stored import store
 from qerl.provenance.files import check_clock
 from qerl.results import paths
 
