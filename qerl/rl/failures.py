@@ -24,7 +24,7 @@ class TimeLimitError(RuntimeError):
 
 
 class DivergedError(ValueError):
-    """A gradient isn't finite. The message is one sentence for the user."""
+    """A gradient or the policy's entropy isn't finite. The message is one sentence for the user."""
 
 
 class FollowedRunError(ValueError):

@@ -95,6 +95,13 @@ class _Anchor:
     importance_NT: torch.Tensor | None
 
 
+def _diverged(what: str, cause: str) -> str:
+    return (
+        f"{what} not finite, because {cause} NaN or infinite; lower optimizer.learning_rate or use dtype=float32 "
+        "(the last checkpoint is kept)"
+    )
+
+
 class Updater:
     """Updates a policy on the completions of a rollout."""
 
@@ -143,6 +150,8 @@ class Updater:
         self.policy.lm.eval()
         stats, of_silent = stats.over(self.processes), of_silent.over(self.processes)
         stats += of_silent.standing_for(silent.tokens, len(silent.index))
+        if not math.isfinite(stats.entropy):  # no gradient tells it where all completions are silent
+            raise DivergedError(_diverged("the policy's probabilities are", "a weight is"))
         return {
             **stats.metrics(),
             **_silent_metrics(silent, of_silent),
@@ -278,10 +287,7 @@ class Updater:
             parameters = [p for name, p in trained if is_value(name) == of_value]
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
         if not all(torch.isfinite(norm) for norm in norms):
-            raise DivergedError(
-                "the gradient is not finite, because the loss or a weight is NaN or infinite; lower "
-                "optimizer.learning_rate or use dtype=float32 (the last checkpoint is kept)"
-            )
+            raise DivergedError(_diverged("the gradient is", "the loss or a weight is"))
         self.optimizer.step()
         return norms[0].item()
 
