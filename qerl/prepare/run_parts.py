@@ -116,7 +116,7 @@ def _base(settings: RunFile, source: Path, target: Path) -> None:
 
     error = settings.settings.perturbed
     if weights_format_of(source) == settings.weights and error is None:
-        link_checkpoint(source, target)
+        link_checkpoint(source.absolute(), target)  # `whole` moves the folder, and with it relative links
         return
     made = settings.settings.calibrated
     texts = Calibration(made, settings.out / DATA) if made else None

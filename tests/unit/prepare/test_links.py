@@ -2,10 +2,13 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qerl.prepare.base_checkpoint import link_checkpoint
+from qerl.prepare.run_parts import _base, whole
+from tests.tiny import tiny_qwen2
 
 
 @pytest.fixture
@@ -31,3 +34,13 @@ def test_links_to_a_folder_of_the_users_stay_where_they_point(source, tmp_path):
     link_checkpoint(source.absolute(), tmp_path / "results/checkpoint")
     shutil.move("results/checkpoint", "elsewhere")
     assert (tmp_path / "elsewhere/model.safetensors").read_text() == "weights"
+
+
+def test_a_run_by_hand_links_to_a_model_that_is_named_by_a_relative_path(tmp_path, monkeypatch):
+    tiny_qwen2(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    settings = SimpleNamespace(settings=SimpleNamespace(perturbed=None, weights="bf16"))
+    whole(Path("out/checkpoint"), lambda target: _base(settings, Path("model"), target))
+    linked = list((tmp_path / "out/checkpoint").iterdir())
+    assert {file.name for file in linked} == {file.name for file in (tmp_path / "model").iterdir()}
+    assert all(file.is_file() for file in linked)
