@@ -9,9 +9,8 @@ BASE = Path(workflow.current_basedir).resolve()
 ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_dir())
 sys.path.insert(0, str(ROOT))
 # Jobs load it too, from whatever directory.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+OTHERS = filter(None, [os.environ.get("PYTHONPATH")])
+os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]))
 
 from snakemake.exceptions import WorkflowError
 
