@@ -39,7 +39,7 @@ def test_links_to_a_folder_of_the_users_stay_where_they_point(source, tmp_path):
 def test_a_run_by_hand_links_to_a_model_that_is_named_by_a_relative_path(tmp_path, monkeypatch):
     tiny_qwen2(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    settings = SimpleNamespace(settings=SimpleNamespace(perturbed=None, weights="bf16"))
+    settings = SimpleNamespace(weights="bf16", settings=SimpleNamespace(perturbed=None))
     whole(Path("out/checkpoint"), lambda target: _base(settings, Path("model"), target))
     linked = list((tmp_path / "out/checkpoint").iterdir())
     assert {file.name for file in linked} == {file.name for file in (tmp_path / "model").iterdir()}
