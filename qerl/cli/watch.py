@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,8 @@ from qerl.cli.console import console
 if TYPE_CHECKING:
     from qerl.plan.watch import State, WatchedJob
 
+#: The longest reason in characters; the whole is in the job's log.
+_LONGEST = 160
 _STATES: tuple[State, ...] = ("done", "running", "failed", "waits")
 
 
@@ -78,7 +81,7 @@ def _details(listed: Sequence[WatchedJob], jobs: Sequence[WatchedJob]) -> Table:
 
     table = _table(("rule", "job", "state", "where or why", "progress", "spent", "left"), 2)
     for job in sorted(listed, key=lambda job: (job.state != "running", job.state != "failed", job.state != "waits")):
-        texts = job.job.rule, job.job.id, job.state, job.where, job.progress
+        texts = job.job.rule, job.job.id, job.state, shorten(job.where, _LONGEST, placeholder=" ..."), job.progress
         table.add_row(*map(Text, texts), _sum([job.spent]), _sum([hours_left(job, jobs)]))
     return table
 

@@ -1,5 +1,6 @@
 """One set of pins for pip, conda and the package."""
 
+import re
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -53,10 +54,10 @@ def test_what_the_workflow_catalog_is_told_is_true():
     usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
     assert usage["software-stack-deployment"] == {"conda": True}
     assert usage["report"] is True
-    rules = "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")).split("\nrule ")[1:]
+    rules = re.split(r"\n *rule ", "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")))[1:]
     jobs = [rule for rule in rules if "python -m qerl rule" in rule]
     assert len(jobs) > 10
-    assert all('conda:\n        "../../environment.yml"' in rule for rule in jobs)
+    assert all(re.search(r'\n +conda:\n +"../../environment.yml"\n', rule) for rule in jobs)
     assert any("report(" in rule for rule in jobs)
     for file in ("workflow/Snakefile", "workflow/schemas/config.schema.yaml", "config/README.md", "environment.yml"):
         assert (ROOT / file).is_file()
