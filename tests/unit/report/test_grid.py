@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl.report import grid, grid_figures, grid_tables
+from qerl.report.lead_figure import THEMES
 from qerl.results import speed_readers
 from qerl.results.files import ResultError
 from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file, write_json
@@ -246,6 +247,7 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
+    wanted |= {f"lead-128x256{end}" for end in THEMES}
     assert {path.name for path in out.iterdir()} == wanted
     text = (out / "decode-7B-128x256.md").read_text()
     assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
