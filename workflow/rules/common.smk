@@ -15,42 +15,23 @@ os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]))
 from snakemake.exceptions import WorkflowError
 
 from qerl.settings.models import HubModel, PretrainSettings
-from qerl.settings.reading import read_yaml
 from qerl.host.gpu_lease import devices
 from qerl.data.hub_lock import check_pinned
-from qerl.plan import check_engines, fitting, plan_from
-from qerl.plan.files import (
-    FINISHED,
-    PLANNED,
-    PUBLISHED,
-    figure_category,
-    printed_files,
-    table_category,
-)
+from qerl.plan import check_engines, fitting
+from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
+from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
 from qerl.plan.origins import Origins
 from qerl.plan.shapes import file_of
 from qerl.plan.stored import store
-from qerl.provenance.files import check_clock
+from qerl.plan.workflow import workflow_plan
 from qerl.results import paths
 
 
 def read_plan(given: dict):
-    """`--configfile` replaces the whole default configuration; `--config` sets single top-level keys.
-
-    The default is config/config.yaml of the working directory, as in .test, if there is one. Else it is the miniature's,
-    and for `--config model=FOLDER` that of real models.
-    """
-    default = Path("config/config.yaml")
-    if not default.is_file():
-        default = ROOT / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
-    files = [Path(file) for file in workflow.configfiles]
+    """The plan, or an error that Snakemake prints as a sentence."""
     try:
-        for file in files:
-            read_yaml(file)  # Snakemake takes the last one of two equal keys
-        plan = plan_from(given, default, files)
-        check_clock([Path(plan.folder)])
-        return plan
+        return workflow_plan(given, [Path(file) for file in workflow.configfiles], ROOT)
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 

@@ -1,0 +1,29 @@
+"""The plan of a call of Snakemake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl.plan.make import plan_from
+from qerl.plan.sheets import Plan
+from qerl.provenance.files import check_clock
+from qerl.settings.reading import read_yaml
+
+
+def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -> Plan:
+    """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
+
+    `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
+    .test, if there is one. Else it is the miniature's, and for `--config model=FOLDER` that of real models. Raises
+    ValueError, which names the key or the file.
+    """
+    default = Path("config/config.yaml")
+    if not default.is_file():
+        default = root / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
+    for file in files:
+        read_yaml(file)  # Snakemake takes the last one of two equal keys
+    plan = plan_from(given, default, files)
+    check_clock([Path(plan.folder)])
+    return plan
