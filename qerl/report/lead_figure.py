@@ -41,21 +41,22 @@ def write_lead(points: pd.DataFrame, size: str, rank: int, stem: Path) -> None:
     """Write stem.png and stem.dark.png, with our lead over vLLM's faster format at each number of sequences."""
     table = speeds(points, size, rank)
     for end, theme in THEMES.items():
-        with mpl.rc_context({"font.size": 8, "text.color": theme.text, "axes.labelcolor": theme.text}):
-            figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+        with mpl.rc_context({"font.size": 7, "text.color": theme.text, "axes.labelcolor": theme.text}):
+            # Small, so that its letters can be read on a phone.
+            figure = Figure(figsize=(4.4, 2.6), layout="constrained")
             FigureCanvasAgg(figure)
             _draw(figure.subplots(), table, theme)
             stem.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(f"{stem}{end}", dpi=220, transparent=True)
+            figure.savefig(f"{stem}{end}", dpi=300, transparent=True)
 
 
 def _draw(axis: Axes, table: pd.DataFrame, theme: Theme) -> None:
     ours = table["native", "nvfp4"]
     peers = table["vllm"]
-    axis.plot(ours.index, ours, color=format_colour("nvfp4"), marker="o", markersize=5, linewidth=2.2)
+    axis.plot(ours.index, ours, color=format_colour("nvfp4"), marker="o", markersize=4, linewidth=1.8)
     _name(axis, ours, "qerl, NVFP4", format_colour("nvfp4"), raised=3)
     for weights, dashes in _PEERS.items():
-        axis.plot(peers.index, peers[weights], dashes, color=theme.peer, marker="s", markersize=3, linewidth=1.3)
+        axis.plot(peers.index, peers[weights], dashes, color=theme.peer, marker="s", markersize=2.5, linewidth=1.0)
         _name(axis, peers[weights], f"vLLM, {weights_label(weights)}", theme.peer)
     for count, speed, lead in zip(ours.index, ours, ours / peers.T.max(), strict=True):
         axis.annotate(f"{lead:.1f}×", (count, speed), (0, 7), textcoords="offset points", ha="center",
