@@ -134,7 +134,8 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
     texts = eval_results(facts.scores)
     if run.settings.method == "full":
         for file in run.adapter.iterdir():
-            os.symlink(file.resolve(), folder / file.name)
+            if file.name not in (CARD, METRICS):  # which are written here, and not through a link
+                os.symlink(file.resolve(), folder / file.name)
         texts[CARD] = full_card(facts, repo)
     else:
         os.symlink((run.adapter / ADAPTER).resolve(), folder / ADAPTER)

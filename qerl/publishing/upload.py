@@ -17,8 +17,8 @@ from qerl.policy.card import CARD
 from qerl.publishing.run_facts import License
 from qerl.settings.base import ConfigError
 
-#: An absolute path of two names or more, that isn't part of an address.
-_PATH = re.compile(r"(?<![\w.:/~<>-])/(?:[\w.@+-]+/)+[\w.@+-]+")
+#: An absolute path of two names or more, that isn't part of an address of the network.
+_PATH = re.compile(r"(?:file://|(?<![\w./~<>-]))/(?:[\w.@+-]+/)+[\w.@+-]+")
 _TEXTS = (".md", ".json", ".jsonl", ".yaml", ".jinja")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 

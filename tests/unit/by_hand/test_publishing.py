@@ -184,11 +184,12 @@ def copy(run, tmp_path):
     return shutil.copytree(run.folder, tmp_path / "run", symlinks=True)
 
 
-def test_a_private_path_in_the_settings_is_refused(copy):
+@pytest.mark.parametrize("before", ["", "file://", "notes:"])
+def test_a_private_path_in_the_settings_is_refused(copy, before):
     file = copy / "data/dataset.json"
-    file.write_text(file.read_text().replace("Let's think", "See /home/someone/notes.txt, then think"))
+    file.write_text(file.read_text().replace("Let's think", f"See {before}/home/someone/notes.txt, then think"))
     hub = Hub()
-    with pytest.raises(ConfigError, match=r"README.md would tell /home/someone/notes.txt, a path of this machine"):
+    with pytest.raises(ConfigError, match=r"README.md would tell (file://)?/home/someone/notes.txt, a path of this"):
         qerl.publish(copy, REPO, hub=hub)
     assert hub.files == {}
 
@@ -228,7 +229,9 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
     base = run.settings.model
     whole = qerl.train({**values, "model": base, "method": "full", "weights": "bf16", "steps": 1}, tmp_path / "whole")
     hub = Hub()
+    (whole.adapter / "README.md").write_text("notes of the author")
     qerl.publish(whole.folder, REPO, hub=hub)
+    assert (whole.adapter / "README.md").read_text() == "notes of the author"
     assert {file.name for file in whole.adapter.iterdir()} | {"README.md", "metrics.jsonl"} == set(hub.files[REPO])
     assert hub.files[REPO]["model.safetensors"] == (whole.adapter / "model.safetensors").read_bytes()
     text = hub.files[REPO]["README.md"].decode()
