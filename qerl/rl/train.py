@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import statistics
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +136,26 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
 
 def _train(job: TrainJob, state: Path) -> None:
     """Train in one process of a run; the first process writes the results."""
-    with noted(state.parent, job.time_limit), seconds() as elapsed:
-        trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
-        with _trackers(job, state, trainer.processes) as trainer.trackers:
+    with ExitStack() as last:
+        with noted(state.parent, job.time_limit), seconds() as elapsed:
+            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
+            # Closed after the results are written: a tracker's library may wait for its server.
+            trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
             rows = trainer.run(job.time_limit)
-    peak = trainer.processes.max(peak_memory_bytes())
-    if not trainer.processes.writes:
-        return
+        peak = trainer.processes.max(peak_memory_bytes())
+        if trainer.processes.writes:
+            _write_result(job, trainer, rows, elapsed.value, peak)
+
+
+def _write_result(job: TrainJob, trainer: Trainer, rows: list[dict[str, float]], taken: float, peak: float) -> None:
+    """Write policy, metrics and run.json; `taken` are seconds, `peak` bytes of memory."""
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
     bytes_of_weights = weight_bytes(trainer.policy)
     _save(trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
-        seconds=elapsed.value,
+        seconds=taken,
         peak_memory_bytes=peak,
         trainable_parameters=trained,
         weight_bytes=bytes_of_weights,

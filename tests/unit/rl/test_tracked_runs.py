@@ -12,6 +12,7 @@ from qerl.rl import trainer
 from qerl.rl.train import train_run
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from qerl.trackers.tensorboard import TensorBoard
 from tests.jobs import SETTINGS, train_job, write_inputs
 
 TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
@@ -58,6 +59,20 @@ def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monk
     rows = untimed(tracked.out)
     for name, key in {"train/completions/mean_length": "completion_length", "train/loss": "loss"}.items():
         assert logged[name] == [(row["step"], pytest.approx(row[key])) for row in rows]
+
+
+def test_a_run_has_its_result_before_trackers_are_closed(inputs, tmp_path, monkeypatch):
+    """A library may wait for its server for hours, within which a cluster may end the job."""
+    tracked, closed = job(inputs, tmp_path, "run", track=["tensorboard"]), []
+    close = TensorBoard.close
+
+    def closing(tracker, failed):
+        closed.append((failed, (tracked.out / "run.json").is_file()))
+        close(tracker, failed)
+
+    monkeypatch.setattr(TensorBoard, "close", closing)
+    train_run(tracked)
+    assert closed == [(False, True)]
 
 
 def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
