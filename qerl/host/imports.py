@@ -57,7 +57,8 @@ def check_engine(settings: EngineSettings, key: str) -> None:
 def check_trackers(names: Iterable[str], key: str) -> None:
     """Raise `ConfigError` if the library of a tracker under `key` isn't installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # None: a folder of that name, such as W&B leaves behind
             raise ConfigError(
                 f"{key}: {name} isn't installed; install it with the extra `{name}`, as in "
                 f"pip install '{DISTRIBUTION}[{name}]', or leave it out"

@@ -185,7 +185,9 @@ def test_a_step_is_not_a_metric_and_memory_is_in_gigabytes():
     assert tracked({"step": 3, "memory_bytes": 3 * 2**30, "reward": 1.0}) == {MEMORY: 3.0, REWARD: 1.0}
 
 
-def test_a_missing_library_is_named_before_the_run():
+def test_a_missing_library_is_named_before_the_run(tmp_path, monkeypatch):
     check_trackers(ALL, "track")
+    (tmp_path / "comet_ml").mkdir()  # records beside the user's files are no library
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"track: comet_ml isn't installed; .* pip install 'qerl\[comet_ml\]'"):
         check_trackers(["comet_ml"], "track")
