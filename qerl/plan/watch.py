@@ -95,7 +95,7 @@ def _running(processes: Path) -> Iterator[tuple[Path, int]]:
             command, folder = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
         except OSError:  # it has ended, or is another user's
             continue
-        if command[1:4] == [b"-m", b"qerl", b"rule"]:
+        if command[1:4] == [b"-m", b"qerl", b"rule"] and command[4].startswith(b"{"):  # else it asks for help
             yield (folder / json.loads(command[4])["out"]).resolve(), int(process.name)
 
 

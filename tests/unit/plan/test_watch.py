@@ -140,10 +140,16 @@ def test_processes_of_rules_are_found_by_their_output(tmp_path):
     (tmp_path / "qerl/__init__.py").touch()
     (tmp_path / "qerl/__main__.py").write_text(SLOW)
     command = [sys.executable, "-m", "qerl", "rule", json.dumps({"kind": "train", "out": "results/x/train/r"})]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    asks = [*command[:4], "--help"]
+    with (
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(asks, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as other,
+    ):
         process.stdout.readline()
+        other.stdout.readline()
         assert running_jobs()[tmp_path / "results/x/train/r"] == process.pid
         process.kill()
+        other.kill()
     assert tmp_path / "results/x/train/r" not in running_jobs()
 
 
