@@ -1,13 +1,14 @@
 """Rollouts that a run stores for people to read: a file for each stored step, with a few problems and completions.
 
 Storing draws no random number and changes no tensor. It reads what the step has computed anyway, and has the update
-read stored completions that are silent. A step that a resumed run
-repeats rewrites its file, so that no step is stored twice.
+read stored completions that are silent. A step that a resumed run repeats rewrites its file, so that no step is stored
+twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -48,12 +49,11 @@ def _chosen(groups: list[Group], settings: StoredRollouts) -> dict[int, int]:
     """The number of completions that are stored of each stored group, by the group's place in the batch."""
     chosen: dict[int, int] = {}
     left = settings.tokens
-    for place, group in enumerate(groups):
-        completions = group.completions[: settings.completions]
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        if len(chosen) < settings.problems and tokens <= left:
-            chosen[place] = len(completions)
-            left -= tokens
+    for place, group in enumerate(groups[: settings.problems]):
+        lengths = [len(completion.token_ids) for completion in group.completions[: settings.completions]]
+        if count := sum(tokens <= left for tokens in accumulate(lengths)):
+            chosen[place] = count
+            left -= sum(lengths[:count])
     return chosen
 
 

@@ -46,8 +46,8 @@ class StoredRollouts(Settings):
     completions: PositiveInt = 8
     """Largest number of completions of each problem."""
     tokens: PositiveInt = 65536
-    """Largest number of completion tokens of a stored step. A token takes about five bytes on disk. Problems that would
-    exceed the number are left out."""
+    """Largest number of completion tokens of a stored step. A token takes about five bytes on disk. Completions of a
+    problem from the first that would exceed the number on are left out."""
 
 
 class RunSettings(Settings):

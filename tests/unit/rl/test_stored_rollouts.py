@@ -190,6 +190,11 @@ def test_a_stored_step_is_bounded_in_problems_completions_and_tokens(checkpoint,
     trainer(checkpoint, tmp_path / "fewer", steps=1, stored_rollouts={**ALL, **bounds, "tokens": tokens[0]}).run()
     [rows] = stored(tmp_path / "fewer").values()
     assert sum(len(completion.tokens) for row in rows for completion in row.completions) == tokens[0]
+    room = tokens[0] - 1  # too little for the first problem as a whole
+    trainer(checkpoint, tmp_path / "part", steps=1, stored_rollouts={**ALL, **bounds, "tokens": room}).run()
+    [rows] = stored(tmp_path / "part").values()
+    assert len(rows[0].completions) == 2
+    assert sum(len(completion.tokens) for row in rows for completion in row.completions) <= room
 
 
 def test_ppo_has_no_advantage_of_a_completion_and_resampled_groups_are_those_trained_on(checkpoint, tmp_path):
