@@ -31,6 +31,7 @@ rule gather_study:
 rule study_page:
     input:
         FILES.study_data("{scope}"),
+        printed=printed_files(),
     output:
         page=FILES.study_page("{scope}"),
         parts=report(
@@ -65,6 +66,7 @@ if FILES.committed_study:
     rule study_published:
         input:
             FILES.committed_study,
+            printed=printed_files(),
         output:
             page=PUBLISHED / paths.STUDY_PAGE,
             parts=directory(PUBLISHED / paths.STUDY_PARTS),
