@@ -137,29 +137,30 @@ class Updater:
         sampled = self._read_only(step, samples, silent.sampled)
         shown = self._read_only(step, samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
         stats = UpdateStats()
-        updates = self.settings.loss.updates_per_rollout
-        ppo = self.settings.loss.name == "ppo"
         self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
             of_silent = self._read(sampled, look)
             self._read(shown, look)
-            parts, estimated = self._estimate_advantages(parts) if ppo else (parts, {})
+            parts, estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else (parts, {})
             anchors, norm = self._first_update(parts, whole, stats, look)
-            for _ in range(updates - 1):
+            for _ in range(self.settings.loss.updates_per_rollout - 1):
                 self._further_update(parts, anchors, whole, stats)
         self.policy.lm.eval()
+        rate = self.settings.optimizer.learning_rate * schedule
+        return {**self._metrics(stats, silent, of_silent), **estimated, "grad_norm": norm, "learning_rate": rate}
+
+    def _metrics(self, stats: UpdateStats, silent: Silent, of_silent: UpdateStats) -> dict[str, float]:
+        """Metrics of all processes, from the statistics of completions with a gradient and of sampled silent ones."""
         stats, of_silent = stats.over(self.processes), of_silent.over(self.processes)
         stats += of_silent.standing_for(silent.tokens, len(silent.index))
         if not math.isfinite(stats.entropy):  # no gradient tells it where all completions are silent
             raise DivergedError(_diverged("the policy's probabilities are", "a weight is"))
+        loss = self.settings.loss
         return {
             **stats.metrics(),
             **_silent_metrics(silent, of_silent),
-            **estimated,
-            **(stats.value_metrics(updates) if ppo else {}),
+            **(stats.value_metrics(loss.updates_per_rollout) if loss.name == "ppo" else {}),
             "mismatch/max_ratio": stats.max_ratio,
-            "grad_norm": norm,
-            "learning_rate": self.settings.optimizer.learning_rate * schedule,
         }
 
     # --- the batch ---
