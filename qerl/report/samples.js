@@ -14,7 +14,7 @@ function element(name, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 const stepName = (view) => (view.trained ? `step ${view.step}` : view.step);
-const percent = (part, whole) => `${Math.round((100 * part) / whole)} %`;
+const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "none");
 const number = (value) => String(Math.round(value * 1000) / 1000).replace("-", "−");
 
 // Characters that are invisible or turn the direction of text around get a label, and act within it only.
