@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
-from qerl.data.inputs import content_of
+from qerl.data.inputs import content_of, hash_of
 from qerl.host.plugins import source_version
 from qerl.jobs.base import Job
 from qerl.jobs.dispatch import function_of
@@ -286,14 +286,18 @@ class Jobs:
         return " ".join([code_version(function_of(job)[0]), *versions])
 
     def content(self, rule: str, *names: str) -> list[str]:
-        """Hashes of the user's files that a job reads, because modification times change with copies."""
+        """Hashes of the user's files that a job reads, because modification times change with copies.
+
+        For the data of finished runs these are their results, which are no input, as they would start runs.
+        """
         job = self.of(rule, *names)
         if isinstance(job, DataJob):
             return [content_of(source)] if (source := job.settings.own_file) else []
         if isinstance(job, ShapesJob):
             return [content_of(file) for file in job.files]
         if isinstance(job, GatherJob):
-            return [file for file in self.files.studied if names[0] == FINISHED and Path(file).is_file()]
+            finished = filter(Path.is_file, map(Path, self.files.studied if names[0] == FINISHED else ()))
+            return [f"{file} {hash_of(file)}" for file in finished]
         if isinstance(job, PointJob):
             return [content_of(job.work.trace)] if isinstance(job, RolloutMixJob) and job.work.trace else []
         model = self.checks[names[0]].model if isinstance(job, CheckJob) else self._plan.checkpoints[names[0]].model

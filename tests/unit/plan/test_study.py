@@ -53,6 +53,19 @@ def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch
     assert len(job.model_dump_json()) < 100_000  # the shell's limit of an argument is 128 KiB
 
 
+def test_data_of_finished_runs_are_stale_when_a_result_comes_or_changes(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs, seen = Jobs(plan), [[]]
+    one, two = map(Path, jobs.files.studied[:2])
+    for file, text in ((one, "failed"), (one, "ok"), (two, "ok")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        seen.append(jobs.content("gather", "finished"))
+    assert [len(content) for content in seen] == [0, 1, 1, 2]
+    assert seen[1] != seen[2]
+    assert jobs.content("gather", "planned") == []
+
+
 def test_real_arms_are_matched_by_what_makes_them_arms(plan):
     real = planned("paper")
     arms = {(arm.experiment, arm.number): arm for arm in real_arms(plan, real)}
