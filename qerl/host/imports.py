@@ -34,16 +34,39 @@ def check_installed(extra: str) -> None:
     If the package itself isn't installed, as in a working tree on PYTHONPATH, its extras are unknown and nothing is
     checked.
     """
-    try:
-        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
-    except metadata.PackageNotFoundError:
-        return
-    for requirement in declared:
-        if requirement.marker and requirement.marker.evaluate({"extra": extra}) and not _is_there(requirement):
+    for requirement in requirements(extra):
+        if installed_version(requirement.name) is None:
             raise ConfigError(
                 f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
                 f"pip install '{DISTRIBUTION}[{extra}]'"
             )
+
+
+def extras() -> list[str]:
+    """The extras of this package; none if the package itself isn't installed."""
+    try:
+        return metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def requirements(extra: str = "") -> list[Requirement]:
+    """What an extra of this package requires, or with none the package itself; none if it isn't installed."""
+    try:
+        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    except metadata.PackageNotFoundError:
+        return []
+    if not extra:
+        return [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
+
+
+def installed_version(library: str) -> str | None:
+    """The installed version of a library, or None."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def check_engine(settings: EngineSettings, key: str) -> None:
@@ -57,20 +80,12 @@ def check_engine(settings: EngineSettings, key: str) -> None:
 def check_trackers(names: Iterable[str], key: str) -> None:
     """Raise `ConfigError` if the library of a tracker under `key` isn't installed."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # None: a folder of that name, such as W&B leaves behind
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # None: a folder of that name, such as W&B leaves behind
             raise ConfigError(
                 f"{key}: {name} isn't installed; install it with the extra `{name}`, as in "
                 f"pip install '{DISTRIBUTION}[{name}]', or leave it out"
             )
-
-
-def _is_there(requirement: Requirement) -> bool:
-    try:
-        metadata.distribution(requirement.name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @contextmanager

@@ -22,13 +22,19 @@ class Operations:
     draw: Callable[..., None]
 
 
+def operations_name(on_gpu: bool) -> str:
+    """What implements the operations on a GPU or on a CPU."""
+    return "Triton" if on_gpu else "PyTorch"
+
+
 def operations(device: torch.device) -> Operations:
     """Triton's operations on a GPU, PyTorch's elsewhere."""
-    if device.type != "cuda":
-        return Operations("PyTorch", reference.rms_norm, reference.attend, reference.attend_prompts, reference.draw)
+    name = operations_name(device.type == "cuda")
+    if name == "PyTorch":
+        return Operations(name, reference.rms_norm, reference.attend, reference.attend_prompts, reference.draw)
     from qerl.kernels.attention import attend
     from qerl.kernels.norm import rms_norm
     from qerl.kernels.prompt_attention import attend_prompts
     from qerl.kernels.sampling import draw
 
-    return Operations("Triton", rms_norm, attend, attend_prompts, draw)
+    return Operations(name, rms_norm, attend, attend_prompts, draw)

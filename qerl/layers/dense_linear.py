@@ -75,12 +75,9 @@ class BitsandbytesLinear(TorchLinear):
     """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
     @staticmethod
-    def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-        """Whether this class supports these layers, with activations of `dtype`."""
-        bases = [unwrap(layer).base for layer in layers]
-        return dtype in nf4.KERNEL_DTYPES and all(
-            isinstance(base, PackedLinear) and base.weights_format == "nf4" and base.qweight.is_cuda for base in bases
-        )
+    def serves(capability: tuple[int, int] | None, weights_format: str, dtype: torch.dtype) -> bool:
+        """Whether this class supports layers in a format on a GPU of this capability, with activations of `dtype`."""
+        return capability is not None and weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES
 
     def _multiply_base(
         self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool

@@ -14,15 +14,15 @@ from qerl.layers.adapters import unwrap
 from qerl.layers.packed_linear import PackedLinear
 
 
-def serves(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-    """Whether `W4Linear` supports these layers: their GPU, weight format, shapes and dtype."""
-    bases = [base for base in (unwrap(layer).base for layer in layers) if isinstance(base, PackedLinear)]
-    if len(bases) < len(layers) or dtype != torch.bfloat16 or len({base.weights_format for base in bases}) > 1:
-        return False
-    device = bases[0].qweight.device
-    shapes = [(base.out_features, base.in_features) for base in bases]
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and layout.fits(bases[0].weights_format, shapes)
+def serves(
+    capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> bool:
+    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`.
+
+    `capability` is the compute capability of their GPU, and None on a CPU.
+    """
+    hopper = capability is not None and capability[0] == 9
+    return hopper and dtype == torch.bfloat16 and layout.fits(weights_format, shapes)
 
 
 class W4Linear:

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, weights_format_of
+from qerl.host.gpus import too_old, unsupported_accelerator
+from qerl.host.progress import log
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
 from qerl.layers.lora import register_lora
@@ -22,6 +24,7 @@ from qerl.layers.noisy_norm import ROLES, make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.policy.card import Base, write_card
 from qerl.policy.loading import load_model, load_tokenizer
+from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,8 +123,21 @@ class Policy:
 
 
 def choose_device() -> torch.device:
-    """This process's GPU, or the CPU without one; with an index, because safetensors reads "cuda" as the first GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """This process's GPU, or the CPU without one; with an index, because safetensors reads "cuda" as the first GPU.
+
+    Raises `ConfigError` for a GPU that isn't supported.
+    """
+    reason = unsupported_accelerator()
+    if not torch.cuda.is_available():
+        if reason:
+            log.warning("%s", reason)
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason is None:
+        reason = too_old(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    if reason:
+        raise ConfigError(reason)
+    return device
 
 
 def use_own_modules(lm: PreTrainedModel) -> None:

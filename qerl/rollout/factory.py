@@ -9,10 +9,15 @@ from qerl.rollout.sampler import Sampler
 from qerl.settings.rollout import EngineSettings
 
 
+def native_class(on_gpu: bool) -> type[EngineSampler] | type[NativeSampler]:
+    """The sampler of `engine: native`: the engine on a GPU, the eager sampler on a CPU."""
+    return EngineSampler if on_gpu else NativeSampler
+
+
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
     """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
-    `engine: native` is the engine on a GPU and the eager sampler on a CPU. `max_sequences` bounds the sequences that
+    `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that
     these decode together; `vllm.max_sequences` does so for vLLM.
     """
     if settings.engine == "vllm":
@@ -23,6 +28,6 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         from qerl.rollout.vllm.server import VllmServerSampler
 
         return VllmServerSampler(policy, settings.vllm)
-    if policy.device.type == "cuda":
-        return EngineSampler(policy, settings.native, max_sequences)
-    return NativeSampler(policy, max_sequences)
+    if issubclass(kind := native_class(policy.device.type == "cuda"), EngineSampler):
+        return kind(policy, settings.native, max_sequences)
+    return kind(policy, max_sequences)

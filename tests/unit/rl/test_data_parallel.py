@@ -156,4 +156,6 @@ def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
     """safetensors takes "cuda" for the first GPU, whichever is current: both processes would share it and hang."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_device() == torch.device("cuda:1")

@@ -1,0 +1,265 @@
+"""What this machine can do: its GPUs, what serves a model on them, memory, libraries and disk space.
+
+The functions that choose at run time answer here too; nothing is loaded or downloaded except a config.json.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from qerl.by_hand.models import HUB_MODEL
+from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.checkpoints.folder import CONFIG, CheckpointError, read_config, weights_format_of
+from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
+from qerl.host.imports import extras, installed_version, requirements
+from qerl.kernels.operations import operations_name
+from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
+from qerl.layers.fused_linear import product_class
+from qerl.layers.w4_linear import W4Linear
+from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
+from qerl.policy.policy import DTYPES
+from qerl.provenance.files import cache_folder
+from qerl.random_models.checkpoint import model_config
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import native_class
+from qerl.settings.run import RunSettings
+
+#: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
+COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
+_SAMPLERS = {EngineSampler: "engine with CUDA graphs", NativeSampler: "eager sampler, for small models"}
+#: The shape that stands for a model if none is named.
+_TYPICAL = "7B"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What serves each part of a run on a GPU, or on the CPU."""
+
+    device: str
+    capability: str
+    memory_gb: float | None
+    free_gb: float | None
+    products: str
+    attention: str
+    sampler: str
+    dtype: str
+    unsupported: str | None
+
+
+@dataclass(frozen=True)
+class Library:
+    """A required library whose installed version is missing or outside of its range."""
+
+    library: str
+    wanted: str
+    installed: str | None
+    extra: str
+    """The extra that requires it; none for the package itself."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that a run fills, with the free bytes of its disk."""
+
+    what: str
+    path: str
+    free_gb: float
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """The model that a user asks about; `repo` is its name on the hub, if it must be downloaded."""
+
+    shape: ModelShape
+    weights: str
+    repo: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that `qerl doctor` prints. With a problem, the machine can't do what is asked."""
+
+    devices: Sequence[Serving]
+    memory: PredictedMemory | None
+    libraries: Sequence[Library]
+    places: Sequence[Place]
+    problems: Sequence[str]
+    notes: Sequence[str]
+
+
+def asked_model(model: str, weights: str | None) -> AskedModel:
+    """The shape and weights of a size such as 7B, of a folder or of a model of the hub.
+
+    `weights` None takes those of a packed checkpoint, otherwise those of a run's default.
+    """
+    default = weights or RunSettings.model_fields["weights"].default
+    if model in ARCHITECTURES:
+        return AskedModel(ModelShape.of(model_config(model, "bf16")), default, None)
+    folder = Path(model) if Path(model).is_dir() else _config_of_hub(model)
+    stored = weights_format_of(folder)
+    shape = ModelShape.of(read_config(folder))
+    return AskedModel(
+        shape, weights or (default if stored == "bf16" else stored), None if Path(model).is_dir() else model
+    )
+
+
+def _config_of_hub(model: str) -> Path:
+    """The folder of the hub's cache with the config.json of org/name or org/name@revision."""
+    sizes = ", ".join(ARCHITECTURES)
+    named = HUB_MODEL.fullmatch(model)
+    if named is None:
+        raise CheckpointError(f"--model {model} is neither a size ({sizes}), nor a folder, nor org/name of the hub")
+    try:
+        return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"])).parent
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = type(error).__name__
+        raise CheckpointError(
+            f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, or log in to the hub"
+        ) from None
+
+
+def serving(gpu: Gpu | None, shape: ModelShape, weights: str) -> Serving:
+    """What serves a model on a GPU, or with None on the CPU."""
+    capability = None if gpu is None else gpu.capability
+    dtype = RunSettings.model_fields["dtype"].default
+    operations = operations_name(gpu is not None)
+    return Serving(
+        device="CPU" if gpu is None else gpu.name,
+        capability="" if capability is None else ".".join(map(str, capability)),
+        memory_gb=None if gpu is None else gpu.total / 1e9,
+        free_gb=None if gpu is None else gpu.free / 1e9,
+        products=_products(capability, shape, weights, DTYPES[dtype]),
+        attention=f"{operations}, in rollouts and updates",
+        sampler=_SAMPLERS[native_class(gpu is not None)],
+        dtype=dtype,
+        unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
+    )
+
+
+def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: str, dtype: torch.dtype) -> str:
+    """The products of a block's fused layers: q, k and v; o; gate and up; down."""
+    linears = shape.linears
+    kinds = {
+        product_class(capability, weights, part, dtype)
+        for part in (linears[:3], linears[3:4], linears[4:6], linears[6:])
+    }
+    plain = "dense" if weights == "bf16" else "weights unpacked in each product"
+    texts = {W4Linear: "packed", BitsandbytesLinear: "bitsandbytes' for few rows", TorchLinear: plain}
+    return f"{weights}: " + " and ".join(
+        f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)
+    )
+
+
+def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
+    """The gigabytes of the smallest common GPU in which a step fits, or None."""
+    fitting = (size for size in COMMON_GB if step_memory(shape, settings, size * 1e9).verdict == "fits")
+    return next(fitting, None)
+
+
+def unfit_libraries(extra: str = "") -> list[Library]:
+    """The libraries that the package or one of its extras requires, if they are missing, too old or too new."""
+    unfit = []
+    for wanted in requirements(extra):
+        version = installed_version(wanted.name)
+        if version is None or not wanted.specifier.contains(version, prereleases=True):
+            unfit.append(Library(wanted.name, str(wanted.specifier), version, extra))
+    return unfit
+
+
+def places() -> list[Place]:
+    """The folders that runs fill: results, the hub's cache, and the caches of kernels."""
+    folders = {
+        "results, runs": Path.cwd(),
+        "hub's cache": Path(constants.HF_HUB_CACHE),
+        "kernels' cache": cache_folder("kernels"),
+    }
+    return [Place(what, str(path), shutil.disk_usage(_existing(path)).free / 1e9) for what, path in folders.items()]
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
+    """The state of this machine, and with a model whether it can train it by `settings`.
+
+    `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
+    """
+    gpus = visible_gpus()
+    shape = model.shape if model else ModelShape.of(model_config(_TYPICAL, "bf16"))
+    weights = model.weights if model else RunSettings.model_fields["weights"].default
+    devices = [serving(gpu, shape, weights) for gpu in gpus] or [serving(None, shape, weights)]
+    needed = ["", *(["gpu"] if gpus else [])]
+    unfit = [library for extra in needed for library in unfit_libraries(extra)]
+    optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
+    problems = [f"{_text(library)}" for library in unfit]
+    notes = [device.unsupported for device in devices if device.unsupported]
+    if gpus and len(notes) == len(devices):
+        problems, notes = [*problems, *notes], []
+    if not gpus and (reason := unsupported_accelerator()):
+        notes.append(reason)
+    if gpus and not torch.cuda.is_available():
+        problems.append(_BLIND.format(version=torch.__version__))
+    if find_spec("vllm") is None:
+        notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
+    memory = None
+    if model and settings:
+        capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
+        memory, sentences = _memory(model, settings, capacity)
+        tight = bool(capacity) and memory is not None and memory.verdict == "tight"
+        (notes if tight else problems).extend(sentences)
+    return Diagnosis(devices, memory, [*unfit, *optional], places(), problems, notes)
+
+
+_BLIND = (
+    "the driver shows a GPU, and PyTorch {version} can't use it; install a CUDA build of PyTorch that fits the driver, "
+    "or a newer driver"
+)
+
+
+def _text(library: Library) -> str:
+    name = "the package" if not library.extra else f"the extra `{library.extra}`"
+    have = "isn't installed" if library.installed is None else f"is {library.installed}"
+    return f"{library.library} {have}, and {name} needs {library.wanted or 'it'}; install qerl{_option(library)} again"
+
+
+def _option(library: Library) -> str:
+    return f"[{library.extra}]" if library.extra else ""
+
+
+def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:
+    """The memory of a step, and sentences on what doesn't fit or is tight."""
+    if not capacity:
+        size = smallest_gpu(model.shape, settings)
+        on = f"a GPU of {size} GB" if size else f"more than the {COMMON_GB[-1]} GB of the largest common GPU"
+        memory = step_memory(model.shape, settings, size * 1e9) if size else None
+        return memory, [f"this machine has no GPU; the step needs {on} (--memory-gb asks about another)"]
+    memory = step_memory(model.shape, settings, capacity)
+    if memory.verdict == "fits":
+        return memory, []
+    needs, has = (memory.least + CONTEXT) / 1e9, capacity / 1e9
+    if memory.verdict == "tight":
+        return memory, [
+            f"tight: the step needs {needs:.1f} of {has:.1f} GB, and fragmentation may take the rest; {_LOWER}"
+        ]
+    return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {_LOWER}"]
+
+
+_LOWER = "lower --prompts, --max-tokens, --micro-batch-tokens or --rank, or take a smaller model"
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The content of `qerl doctor --json`."""
+    memory = diagnosis.memory
+    peaks = {name: getattr(memory, name) for name in ("rollout_peak", "update_peak", "peak", "least", "verdict")}
+    return {**asdict(diagnosis), "memory": {**asdict(memory), **peaks} if memory else None}

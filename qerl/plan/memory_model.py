@@ -1,0 +1,275 @@
+"""The memory model: bytes of a GRPO step on one GPU, by a model's shape, a run's settings and the GPU's memory.
+
+It reads shapes alone and loads no weights. The choices that depend on free memory, the size of the KV cache and the
+recomputed blocks, come from the functions and constants that make them in a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from qerl.formats.codecs import tensor_specs
+from qerl.kernels.geometry import PAGE
+from qerl.layers.linear_logprobs import COLUMNS, ROWS
+from qerl.rl.activation_checkpointing import USABLE, recomputed_blocks
+from qerl.rl.sequence_packing import Sample, row_tokens, split
+from qerl.rollout.engine.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.engine.scheduler import pages_for
+from qerl.rollout.sampler import Completion
+from qerl.settings.run import RunSettings
+from qerl.settings.training import OptimizerSettings
+
+Verdict = Literal["fits", "tight", "doesn't fit"]
+#: Bytes of CUDA's context, which PyTorch's allocator doesn't count.
+CONTEXT = 500_000_000
+#: Bytes of a rollout besides its cache and prefill: workspaces of libraries, CUDA graphs and logits, as on an H200.
+WORKSPACE = 400_000_000
+#: Bytes of an activation, a dense weight or a cached key: bfloat16.
+_HALF = 2
+#: Weights of an 8-bit optimizer's block, which share a float32 scale for each of the two states (bitsandbytes).
+_OPTIMIZER_BLOCK = 256
+#: Bytes of the tables of an 8-bit optimizer's two codes, which each tensor has.
+_OPTIMIZER_TABLES = 2 * 256 * 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths and counts of a model, as its config.json states them."""
+
+    hidden: int
+    layers: int
+    query_width: int
+    """Outputs of the query projection, which are heads times their size."""
+    kv_width: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    biased: bool
+    """Whether q, k and v have biases."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape in the content of a config.json, which `qerl.checkpoints.folder.read_config` has checked."""
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        return cls(
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            query_width=heads * size,
+            kv_width=(config.get("num_key_value_heads") or heads) * size,
+            heads=heads,
+            intermediate=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings")),
+            biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+        )
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a block's seven projections: q, k, v, o, gate, up, down."""
+        hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
+        return (query, hidden), (kv, hidden), (kv, hidden), (hidden, query), *[(wide, hidden)] * 2, (hidden, wide)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all projections in bfloat16."""
+        return _HALF * self.layers * sum(rows * columns for rows, columns in self.linears)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
+
+        These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
+        result and log-sum-exps, gate, up and their product.
+        """
+        tensors = 4 * self.hidden + 2 * self.query_width + 2 * self.kv_width + 3 * self.intermediate
+        return _HALF * tensors + 4 * self.heads + 2 * 4
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of a run that decide its memory; defaults are those of `RunSettings`."""
+
+    weights: str
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    max_tokens: int
+    recompute: bool | Literal["auto"]
+    micro_batch_tokens: int = RunSettings.model_fields["micro_batch_tokens"].default
+    optimizer: str = OptimizerSettings.model_fields["name"].default
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes of a step, of which all but `context` are PyTorch's."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    adapter_copies: int
+    """The sampler's copies of the adapter in bfloat16."""
+    kv_cache: int
+    kv_cache_wanted: int
+    """The KV cache with which no sequence waits."""
+    kv_cache_least: int
+    """The KV cache of one sequence of the greatest length."""
+    prefill: int
+    """The rollout's activations of prompts; a sequence that waited for pages counts as a prompt."""
+    activations: int
+    """The update's activations, logits and unpacked weights at their peak."""
+    activations_least: int
+    """The same, if `auto` recomputed every block."""
+    recomputed: int
+    """Blocks that the update recomputes."""
+    capacity: float
+    context: int = CONTEXT
+
+    @property
+    def resident(self) -> int:
+        """Bytes that exist in every part of a step."""
+        return self.weights + self.adapter + self.gradients + self.optimizer + self.adapter_copies
+
+    @property
+    def rollout_peak(self) -> int:
+        """The peak of a rollout."""
+        return self.resident + self.kv_cache + self.prefill + WORKSPACE
+
+    @property
+    def update_peak(self) -> int:
+        """The peak of an update. A cache that is smaller than wanted is released before it."""
+        return self.resident + self._kept_cache + self.activations
+
+    @property
+    def _kept_cache(self) -> int:
+        return self.kv_cache if self.kv_cache == self.kv_cache_wanted else 0
+
+    @property
+    def peak(self) -> int:
+        """The peak of the step."""
+        return max(self.rollout_peak, self.update_peak)
+
+    @property
+    def least(self) -> int:
+        """The peak of the step, if `auto` recomputed every block."""
+        return max(self.rollout_peak, self.resident + self._kept_cache + self.activations_least)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the step fits, with a cache for at least one sequence.
+
+        It is tight where it needs the share of the memory that `USABLE` leaves to fragmentation.
+        """
+        if self.least > self.capacity - self.context or self.kv_cache < self.kv_cache_least:
+            return "doesn't fit"
+        return "fits" if self.least <= USABLE * (self.capacity - self.context) else "tight"
+
+
+def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> PredictedMemory:
+    """The memory of a step on a GPU that has `capacity` bytes for this process, with its context."""
+    adapter = 4 * _adapter_numbers(shape, settings.rank)
+    parts = {
+        "weights": weight_bytes(shape, settings.weights),
+        "adapter": adapter,
+        "gradients": adapter,
+        "optimizer": _optimizer_bytes(shape, settings),
+        "adapter_copies": _HALF * _adapter_numbers(shape, -(-settings.rank // 16) * 16),
+    }
+    free = capacity - CONTEXT - sum(parts.values())
+    alone, wanted = _cache_bytes(shape, settings)
+    cache = int(min(wanted, max(FREE_SHARE * free, 0)))
+    # An update starts without gradients, and without a cache that had all the memory it may use.
+    usable = USABLE * (free + adapter - (cache if cache == wanted else 0))
+    activations, recomputed = _activations(shape, settings, usable)
+    forced = replace(settings, recompute=True) if settings.recompute == "auto" else settings
+    return PredictedMemory(
+        **parts,
+        kv_cache=cache,
+        kv_cache_wanted=wanted,
+        kv_cache_least=alone,
+        prefill=_prefill_bytes(shape, settings, cache < wanted),
+        activations=activations,
+        activations_least=_activations(shape, forced, usable)[0],
+        recomputed=recomputed,
+        capacity=capacity,
+    )
+
+
+def weight_bytes(shape: ModelShape, weights: str) -> int:
+    """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
+    projections = shape.dense_bytes
+    if weights != "bf16":
+        specs = (spec for linear in shape.linears for spec in tensor_specs(weights, linear).values())
+        projections = shape.layers * sum(math.prod(size) * dtype.itemsize for size, dtype in specs)
+    embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * _HALF
+    biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * _HALF * shape.biased
+    return projections + embeddings + biases + shape.layers * 2 * shape.hidden * 4
+
+
+def _adapter_numbers(shape: ModelShape, rank: int) -> int:
+    return shape.layers * rank * sum(map(sum, shape.linears))
+
+
+def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    numbers = _adapter_numbers(shape, settings.rank)
+    if settings.optimizer == "adamw":
+        return 2 * 4 * numbers
+    tensors = 2 * len(shape.linears) * shape.layers if settings.rank else 0
+    return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
+
+
+def _cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
+    """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits."""
+    page = shape.layers * 2 * shape.kv_width * PAGE * _HALF
+    longest = [[0] * settings.prompt_tokens]
+    alone, wanted = pages_for(longest, settings.max_tokens, settings.prompts * settings.group)
+    return alone * page, wanted * page
+
+
+def _prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
+    """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
+    tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
+    widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
+    return _HALF * tokens * widths
+
+
+def longest_row(settings: StepSettings) -> int:
+    """Tokens of the largest micro-batch, if every completion has the greatest length."""
+    completion = Completion([0] * settings.max_tokens, [], False)
+    groups = ([number] * settings.prompt_tokens for number in range(settings.prompts))
+    samples = [Sample(prompt, completion, 0.0, 0.0) for prompt in groups for _ in range(settings.group)]
+    return max(row_tokens(samples, row) for row in split(samples, settings.micro_batch_tokens))
+
+
+def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:
+    """Bytes of an update's activations at their peak, and the number of blocks that it recomputes.
+
+    `usable` bytes decide both for `auto`, as in `qerl.rl.activation_checkpointing.Recomputation`.
+    """
+    tokens = longest_row(settings)
+    # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
+    kept = tokens * (shape.kept_bytes + _HALF * len(shape.linears) * settings.rank)
+    of_input = tokens * _HALF * shape.hidden
+    logits, tile = tokens * shape.vocabulary * _HALF, ROWS * COLUMNS * _HALF
+
+    def needed(free: float) -> int:
+        return recomputed_blocks(shape.layers, free, kept, of_input)
+
+    unpacked, keeps_logits = 0, False
+    count = shape.layers if settings.recompute is True else 0
+    if settings.recompute == "auto":
+        dense = shape.dense_bytes if settings.weights != "bf16" else 0
+        unpacked = dense if needed(usable - logits - dense) == 0 else 0
+        count = needed(usable - USABLE * unpacked)
+        keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
+    # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
+    # recomputed, one of them has its activations too.
+    running = tokens * _HALF * (2 * shape.intermediate + shape.hidden) + (kept if count == shape.layers else 0)
+    saved = (shape.layers - count) * kept + count * of_input
+    return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count

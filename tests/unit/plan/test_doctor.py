@@ -1,0 +1,157 @@
+"""`qerl doctor` on faked GPUs."""
+
+import json
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import nn
+from typer.testing import CliRunner
+
+from qerl.checkpoints.folder import CheckpointError
+from qerl.cli.commands import app
+from qerl.host import gpus
+from qerl.host.gpus import visible_gpus
+from qerl.layers.dense_linear import TorchLinear
+from qerl.layers.fused_linear import fuse, product_class
+from qerl.plan import doctor
+from qerl.plan.doctor import asked_model, diagnose, serving, unfit_libraries
+from qerl.policy.policy import choose_device
+from qerl.settings.base import ConfigError
+from tests.tiny import tiny_qwen2
+
+#: Which class multiplies packed weights, by compute capability; the packed products are Hopper's (docs/kernels.md).
+NVFP4 = {
+    (8, 0): "TorchLinear",
+    (8, 6): "TorchLinear",
+    (9, 0): "W4Linear",
+    (10, 0): "TorchLinear",
+    (12, 0): "TorchLinear",
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that gives this machine GPUs of some capabilities with 24 GB each, 4 of them in use."""
+
+    def fake(*capabilities):
+        found = {f"GPU-{number}": capability for number, capability in enumerate(capabilities)}
+        monkeypatch.setattr(gpus, "devices", lambda: {str(i): uuid for i, uuid in enumerate(found)})
+        for name in ("nvmlInit", "nvmlShutdown"):
+            monkeypatch.setattr(pynvml, name, lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+        memory = SimpleNamespace(total=24 * 10**9, free=20 * 10**9)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: memory)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: f"NVIDIA {handle}")
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCudaComputeCapability", found.__getitem__)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU-0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[0])
+        # This machine may have no triton.
+        monkeypatch.setattr(doctor, "requirements", lambda extra="": [])
+
+    return fake
+
+
+@pytest.mark.parametrize(("capability", "product"), NVFP4.items())
+def test_what_serves_a_gpu(machine, capability, product):
+    machine(capability)
+    (device,) = diagnose(asked_model("7B", "nvfp4"), None).devices
+    assert product in device.products
+    assert device.unsupported is None
+    assert (device.sampler, device.memory_gb, device.free_gb) == ("engine with CUDA graphs", 24, 20)
+    assert device.attention.startswith("Triton")
+    assert choose_device() == torch.device("cuda:0")
+
+
+def test_turing_is_refused_at_start_and_by_the_doctor_in_the_same_sentence(machine):
+    machine((7, 5))
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5.*need 8\.0.*CUDA_VISIBLE_DEVICES=") as refused:
+        choose_device()
+    assert diagnose(None, None).problems == [str(refused.value)]
+
+
+def test_an_old_gpu_beside_a_supported_one_is_a_note(machine):
+    machine((9, 0), (7, 5))
+    found = diagnose(None, None)
+    assert found.problems == []
+    assert any("7.5" in note for note in found.notes)
+    assert [device.unsupported is None for device in found.devices] == [True, False]
+
+
+def test_amd_is_refused_and_apple_is_told(machine, monkeypatch, caplog):
+    machine((9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="AMD's GPUs aren't supported"):
+        choose_device()
+    monkeypatch.setattr(torch.version, "hip", None)
+    machine()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device() == torch.device("cpu")
+    assert any("Apple's GPU" in note for note in diagnose(None, None).notes)
+
+
+def test_without_a_gpu_the_cpu_serves(machine):
+    machine()
+    (device,) = diagnose(None, None).devices
+    assert (device.device, device.sampler) == ("CPU", "eager sampler, for small models")
+    assert "TorchLinear" in device.products
+    assert "PyTorch" in device.attention
+
+
+def test_the_classes_are_those_that_the_engine_takes():
+    layers = [nn.Linear(64, 32), nn.Linear(64, 32)]
+    made = type(fuse(layers, torch.bfloat16))
+    assert made is product_class(None, "bf16", [(32, 64), (32, 64)], torch.bfloat16) is TorchLinear
+
+
+@pytest.mark.parametrize(("weights", "product"), [("nf4", "BitsandbytesLinear"), ("bf16", "dense (TorchLinear)")])
+def test_other_formats_on_hopper(machine, weights, product):
+    machine((9, 0))
+    assert product in serving(visible_gpus()[0], asked_model("7B", weights).shape, weights).products
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "install a CUDA build of PyTorch" in diagnose(None, None).problems[0]
+
+
+def test_missing_and_old_libraries_are_found(monkeypatch):
+    wanted = [Requirement(text) for text in ("torch>=99", "qerl-has-no-such-library>=1", "numpy")]
+    monkeypatch.setattr(doctor, "requirements", lambda extra="": wanted)
+    old, missing = unfit_libraries()
+    assert (old.library, old.installed, old.wanted) == ("torch", torch.__version__, ">=99")
+    assert (missing.library, missing.installed) == ("qerl-has-no-such-library", None)
+    assert any("torch is" in problem for problem in diagnose(None, None).problems)
+
+
+def test_a_folder_says_its_shape_and_weights(tmp_path):
+    model = asked_model(str(tiny_qwen2(tmp_path / "model")), None)
+    assert (model.weights, model.repo) == ("nvfp4", None)
+    with pytest.raises(CheckpointError, match="--model 8Q is neither a size"):
+        asked_model("8Q", None)
+
+
+@pytest.mark.parametrize(("size", "memory", "code"), [("7B", "80", 0), ("32B", "12", 1), ("7B", None, 1)])
+def test_the_exit_code_says_whether_the_step_fits(machine, size, memory, code):
+    machine()
+    options = ["--rank", "16", "--max-tokens", "1024", "--json", *(["--memory-gb", memory] if memory else [])]
+    result = CliRunner().invoke(app, ["doctor", "--model", size, *options])
+    assert result.exit_code == code, result.output
+    answer = json.loads(result.stdout)
+    assert bool(answer["problems"]) == bool(code)
+    if memory is None:
+        assert "a GPU of" in answer["problems"][0]
+    else:
+        assert answer["memory"]["verdict"] == ("doesn't fit" if code else "fits")
+
+
+def test_people_read_tables(machine):
+    machine((8, 6))
+    result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])
+    for text in ("NVIDIA GPU-0, compute capability 8.6, 20.0 of 24.0 GB free", "peak of the update", "disk space"):
+        assert text in result.stdout

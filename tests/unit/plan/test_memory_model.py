@@ -1,0 +1,95 @@
+"""The memory model against measured peaks of GRPO steps on an H200: 7B, 14B and 32B."""
+
+from pathlib import Path
+
+import pytest
+
+from qerl.plan.memory_model import CONTEXT, ModelShape, StepSettings, longest_row, step_memory, weight_bytes
+from qerl.random_models.checkpoint import model_config
+from qerl.results.files import read
+from qerl.results.schema.speed import GrpoStepResult
+from qerl.results.schema.stored import OK
+
+SHAPES = Path(__file__).parents[3] / "results/reference/h200/shapes"
+RESULTS = {file.stem: read(GrpoStepResult, file) for file in sorted(SHAPES.glob("step-qerl-*.json"))}
+MEASURED = {name: result for name, result in RESULTS.items() if result.status == OK}
+#: Measured before an engine gave back a cache that had all the memory it may use, so its update had the cache too.
+CACHE_KEPT = "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb"
+OUT_OF_MEMORY = "step-qerl-7B-nvfp4-r16-16x8-128x1024-recompute-12gb"
+#: Bytes of an H200 by its driver, of which PyTorch reports 139.8 GiB.
+H200 = 139.8 * 2**30
+
+
+def model_of(result):
+    """The model's answer to what a measurement did; a cap doesn't count CUDA's context."""
+    work, settings = result.work, result.settings
+    asked = StepSettings(
+        weights=work.weights,
+        rank=work.rank,
+        prompts=work.prompts,
+        group=work.group,
+        prompt_tokens=work.prompt_tokens,
+        max_tokens=work.completion_tokens,
+        recompute={"true": True, "false": False}.get(settings.recompute, settings.recompute),
+        micro_batch_tokens=settings.micro_batch_tokens,
+    )
+    capacity = H200 if settings.memory_gb is None else settings.memory_gb * 1e9 + CONTEXT
+    return step_memory(ModelShape.of(model_config(work.size, "bf16")), asked, capacity)
+
+
+def test_the_measurements_are_there():
+    assert {result.work.size for result in MEASURED.values()} == {"7B", "14B", "32B"}
+    assert {str(result.settings.recompute) for result in MEASURED.values()} == {"auto", "true", "false"}
+    assert len(MEASURED) >= 11
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peaks_are_within_ten_percent_of_measured_ones(name):
+    result, memory = MEASURED[name], model_of(MEASURED[name])
+    peaks = [[getattr(step, f"{part}_peak_bytes") for step in result.steps] for part in ("rollout", "update")]
+    assert memory.rollout_peak == pytest.approx(max(peaks[0]), rel=0.1)
+    kept = result.memory.kv_cache_bytes if name == CACHE_KEPT else 0
+    assert memory.update_peak == pytest.approx(max(peaks[1]) - kept, rel=0.1)
+    assert memory.verdict in ("fits", "tight")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_parts_are_the_measured_ones(name):
+    measured, memory = MEASURED[name].memory, model_of(MEASURED[name])
+    assert memory.weights == pytest.approx(measured.parts["weights"], rel=1e-3)
+    for part in ("adapter", "gradients", "optimizer"):
+        assert getattr(memory, part) == measured.parts[part]
+    capped = MEASURED[name].settings.memory_gb is not None
+    assert memory.kv_cache == pytest.approx(measured.kv_cache_bytes, rel=0.02 if capped else 0)
+
+
+def test_a_step_that_ran_out_of_memory_is_tight():
+    assert RESULTS[OUT_OF_MEMORY].status != OK
+    assert model_of(RESULTS[OUT_OF_MEMORY]).verdict == "tight"
+
+
+ASKED = StepSettings("nvfp4", 16, 16, 8, 128, 1024, "auto")
+SEVEN = ModelShape.of(model_config("7B", "bf16"))
+
+
+def test_auto_recomputes_more_blocks_on_smaller_gpus():
+    counts = [step_memory(SEVEN, ASKED, size * 1e9).recomputed for size in (180, 80, 48, 24)]
+    assert counts == sorted(counts)
+    assert counts[0] == 0 < counts[-1] <= SEVEN.layers
+
+
+def test_what_cannot_fit_does_not():
+    assert step_memory(SEVEN, ASKED, 5e9).verdict == "doesn't fit"  # less than the weights
+    assert step_memory(SEVEN, ASKED, 141e9).verdict == "fits"
+
+
+def test_the_longest_row_is_that_of_whole_groups():
+    assert longest_row(ASKED) == 128 + 8 * 1023  # a row lacks the last token of each completion
+
+
+def test_tied_embeddings_exist_once_and_heads_may_be_wider_than_the_model():
+    tied = {**model_config("7B", "bf16"), "tie_word_embeddings": True}
+    assert weight_bytes(SEVEN, "bf16") - weight_bytes(ModelShape.of(tied), "bf16") == 152064 * 3584 * 2
+    wide = ModelShape.of({**model_config("7B", "bf16"), "head_dim": 256, "model_type": "qwen3"})
+    assert wide.linears[:2] == ((28 * 256, 3584), (4 * 256, 3584))
+    assert not wide.biased
