@@ -21,7 +21,6 @@ from qerl.plan.checked import ModelCheck, checks, evaluation_check, run_check
 from qerl.plan.files import FINISHED, PUBLISHED, Files
 from qerl.plan.shapes import measured_files, point_jobs
 from qerl.plan.sheets import Plan, PlannedEvaluation
-from qerl.plan.study import gather_job, page_job
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
@@ -220,14 +219,20 @@ class Jobs:
 
     def gather(self, scope: str) -> GatherJob:
         """Gather the data of a study's runs."""
+        from qerl.plan.study import gather_job  # which imports pandas, for studies alone
+
         return gather_job(self._plan, self.files, scope)
 
     def page(self, scope: str) -> PageJob:
         """Make the page of a study's data."""
+        from qerl.plan.study import page_job
+
         return page_job(self._plan, self.files.study_folder(scope), self.files.study(scope))
 
     def published(self) -> PageJob:
         """Make the page of a study's committed data."""
+        from qerl.plan.study import page_job
+
         return page_job(self._plan, self.files.committed_study[0].parent, PUBLISHED)
 
     # --- gates
