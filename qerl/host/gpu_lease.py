@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pynvml
@@ -81,7 +81,11 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
         ) from None
     with kept:
         file.write_text(f"{os.getpid()} on {socket.gethostname()}")
-        yield
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # a finished run removes its folder
+                os.truncate(file, 0)  # else `qerl watch` on another machine would take the process for running
 
 
 def percent_of_each(count: int, total: int | None) -> int:

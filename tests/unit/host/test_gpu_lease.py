@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -306,3 +309,14 @@ def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
     command[2] = "import cuda\n" + command[2]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert json.loads((tmp_path / "points.json").read_text()) == pytest.approx([120, 0.1])
+
+
+def test_a_lock_names_its_process_only_while_that_has_it(tmp_path):
+    folder = tmp_path / "run"
+    with suppress(KeyboardInterrupt), alone(folder):
+        assert (folder / "lock").read_text() == f"{os.getpid()} on {socket.gethostname()}"
+        raise KeyboardInterrupt
+    assert (folder / "lock").read_text() == ""
+    with alone(folder):
+        shutil.rmtree(folder)  # as a finished run does
+    assert not folder.exists()
