@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)
-        (work / f"failure-{os.getpid()}.json").write_text(json.dumps({"kind": kind, "reason": str(error)}))
+        (work / f"failure-{os.getpid()}.json").write_text(json.dumps(asdict(Failure(kind, str(error)))))
         raise
 
 
