@@ -32,6 +32,8 @@ from qerl.results.files import read
 from qerl.results.schema.speed import Kind
 from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_prompts, load_steps
 
+#: Size and rank of the README's figure.
+LEAD = ("7B", 16)
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
@@ -54,8 +56,9 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
 
     decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
-    decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>, lengths as in 128x256; of prompts of several lengths
-    contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases; prompts-<size>;
+    decode-rank<rank>-<lengths>, crossover-rank<rank>-<lengths> and lead-<lengths>, lengths as in 128x256; of prompts
+    of several lengths contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases;
+    prompts-<size>;
     goals (`qerl.report.goals`). Tables without a row are left out. ResultError without any file. Of points and steps at
     the paper's lengths, its tables too (`qerl.report.grid_paper`).
     """
@@ -80,10 +83,6 @@ def write_all(files: Sequence[Path], out: Path) -> None:
         _write_steps(measured, out)
         write_step_tables(measured, out)
     write_goals(points, measured, rollouts, out / "goals")
-
-
-#: Size and rank of the README's figure.
-LEAD = ("7B", 16)
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:

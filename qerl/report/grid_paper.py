@@ -58,8 +58,8 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: from `speed_readers.load_steps`; steps of other lengths, under a memory cap or
-        with equal rewards are ignored.
+    measured: from `speed_readers.load_steps`; steps of other lengths, under a memory cap or with equal rewards are
+        ignored.
     """
     plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING) & (measured["equal_groups"] == 0)
     at_lengths = _at_the_papers_lengths(measured[plain])
