@@ -55,12 +55,11 @@ def write_shapes(job: ShapesJob) -> None:
 def write_all(files: Sequence[Path], out: Path) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
 
-    decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>, adapters-..., with figures
-    decode-rank<rank>-<lengths>, crossover-rank<rank>-<lengths> and lead-<lengths>, lengths as in 128x256; of prompts
-    of several lengths contexts-<tokens>, with figures contexts-rank<rank>-<tokens>; steps, memory; mixes, mix-phases;
-    prompts-<size>;
-    goals (`qerl.report.goals`). Tables without a row are left out. ResultError without any file. Of points and steps at
-    the paper's lengths, its tables too (`qerl.report.grid_paper`).
+    For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>,
+    adapters-... and lead-<lengths>, with figures decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
+    For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
+    steps, memory, mixes, mix-phases, prompts-<size> and goals (`qerl.report.goals`). Tables without a row are left
+    out. At the paper's lengths its tables are there (`qerl.report.grid_paper`). Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
