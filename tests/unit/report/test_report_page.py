@@ -220,6 +220,9 @@ def test_it_reads_well_in_a_browser(report, tmp_path):
                 colours.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
             top, bottom = tab.ask("(b => [b.top, b.bottom])(document.querySelector('.main').getBoundingClientRect())")
             assert 0 < top < 400
+            heads = "[...document.querySelectorAll('.main thead tr:last-child th')]"
+            widths = tab.ask(f"{heads}.map(e => e.offsetWidth)")
+            assert widths[0] < 200, "only reasons are long: the empty cell above the names takes no room"
             assert bottom < (900 if width > 400 else 1000)
         tops = tab.ask("[...document.querySelectorAll('figure')].slice(0, 2).map(e => e.getBoundingClientRect().top)")
         assert max(tops) < 700
