@@ -104,7 +104,7 @@ def test_a_model_trained_in_full_loads_by_itself(tmp_path):
     assert re.search(r"from_pretrained\('me/mine', dtype=\"auto\"\)", made.text)
 
 
-@pytest.mark.parametrize("text", ["see /home/me/x", "path: /work/a.b/c-d", "token hf_" + "a" * 30, "(/mnt/data/set)"])
+@pytest.mark.parametrize("text", ["see /home/me/x", "path: /srv/a.b/c-d", "token hf_" + "a" * 30, "(/mnt/data/set)"])
 def test_paths_and_tokens_are_found(text):
     with pytest.raises(ConfigError, match=r"README.md would tell (/|a token).*nothing was uploaded"):
         check_private({"README.md": text})
