@@ -124,7 +124,8 @@ def _config_of_hub(model: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         reason = type(error).__name__
         raise CheckpointError(
-            f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, or log in to the hub"
+            f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "
+            "or check the network"
         ) from None
 
 
