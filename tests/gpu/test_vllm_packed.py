@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from qerl.checkpoints.folder import weights_format_of
-from qerl.policy.policy import with_adapter
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.merge import merge
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import VllmSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 
-pytest.importorskip("vllm", reason="vLLM isn't installed")
+vllm = pytest.importorskip("vllm", reason="vLLM isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117))]
@@ -68,3 +69,24 @@ def test_the_engine_follows_the_policy_through_syncs_and_sleep(policy):
     assert sampler.last_sync.checksum == before
     assert kl(policy, sampler.generate(PROMPTS, PARAMS)) < 1e-3
     sampler.close()
+
+
+def test_a_merge_packed_to_nvfp4_loads_in_stock_vllm(policy, tmp_path):
+    """vLLM draws from the merge as this project reads it, which isn't the base any more."""
+    policy.save(tmp_path / "trained")
+    merge(tmp_path / "m", tmp_path / "trained", tmp_path / "merged", "nvfp4")
+    engine = vllm.LLM(
+        model=str(tmp_path / "merged"), dtype="bfloat16", enforce_eager=True, max_model_len=512,
+        kv_cache_memory_bytes=2**28,
+    )  # fmt: skip
+    params = vllm.SamplingParams(max_tokens=24, n=4, seed=4, logprobs=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    groups = [[completion_of(choice) for choice in answer.outputs] for answer in engine.generate(prompts, params)]
+    assert kl(load_policy(tmp_path / "merged", None, "bfloat16"), groups) < 1e-3
+    assert kl(load_policy(tmp_path / "m", None, "bfloat16"), groups) > 1e-2
+    engine.llm_engine.engine_core.shutdown()
+
+
+def completion_of(choice):
+    logprobs = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+    return Completion(list(choice.token_ids), logprobs, finished=False)
