@@ -11,7 +11,7 @@ from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.merge import merge
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.rollout import VllmSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 
