@@ -63,12 +63,26 @@ def memory_share() -> float:
     return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0
 
 
+#: The allocator's pool of everything that isn't captured in a CUDA graph.
+DEFAULT_POOL = (0, 0)
+
+
 def allocatable_bytes() -> int:
-    """Bytes that this process can still allocate on its GPU within its cap: free memory and unused reserved memory."""
+    """Bytes that this process can still allocate on its GPU within its cap: free memory and unused reserved memory.
+
+    Memory that the allocator reserved for CUDA graphs doesn't count: graphs alone can use it.
+    """
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     cap = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return min(free, max(cap - reserved, 0)) + reserved - torch.cuda.memory_allocated()
+    unused = reserved - torch.cuda.memory_allocated() - _unused_bytes_of_graphs()
+    return min(free, max(cap - reserved, 0)) + unused
+
+
+def _unused_bytes_of_graphs() -> int:
+    """Bytes that are reserved in the allocator's private pools, which are those of CUDA graphs, and not allocated."""
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != DEFAULT_POOL]
+    return sum(s["total_size"] - s["allocated_size"] for s in segments)
 
 
 def peak_memory_bytes() -> int:

@@ -157,6 +157,16 @@ def test_log_probabilities_take_the_memory_of_a_tile():
     assert (found[:256].double() - expected).norm() < 0.01 * expected.norm()
 
 
+def test_memory_that_a_graph_reserved_is_not_allocatable():
+    torch.cuda.empty_cache()
+    before, graph = allocatable_bytes(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = torch.zeros(2**30, device=DEVICE, dtype=torch.uint8).sum()
+    assert before - allocatable_bytes() >= 2**30
+    graph.replay()
+    assert result.item() == 0
+
+
 def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
     """On a GPU that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
     write_checkpoint(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)

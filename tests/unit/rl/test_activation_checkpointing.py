@@ -122,6 +122,7 @@ def test_a_cap_bounds_what_can_be_allocated(monkeypatch):
         "memory_reserved": 30,
         "memory_allocated": 20,
         "get_per_process_memory_fraction": 1.0,
+        "memory_snapshot": [],
     }
     for name in gpu:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpu[name])
@@ -130,6 +131,11 @@ def test_a_cap_bounds_what_can_be_allocated(monkeypatch):
     assert allocatable_bytes() == 50 - 20
     gpu["get_per_process_memory_fraction"] = 0.25
     assert allocatable_bytes() == 30 - 20, "what the allocator holds already may be used"
+    gpu["memory_snapshot"] = [
+        {"segment_pool_id": (0, 0), "total_size": 20, "allocated_size": 16},
+        {"segment_pool_id": (0, 1), "total_size": 10, "allocated_size": 4},
+    ]
+    assert allocatable_bytes() == 4, "but not what it holds for CUDA graphs"
 
 
 def test_a_cap_needs_a_gpu_that_has_as_much(monkeypatch):
