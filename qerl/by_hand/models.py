@@ -82,7 +82,13 @@ def model_folder(model: str) -> Path:
 def base_folder(model: str, weights: str | None = None) -> Path:
     """The folder of a base, checked: dense, or in the format `weights` already."""
     folder = model_folder(model)
-    if weights is None or weights_format_of(folder) != weights:
+    stored = weights_format_of(folder)
+    if weights not in (None, stored) and stored != "bf16":
+        raise CheckpointError(
+            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
+            "which uses it as it is, or give the dense checkpoint"
+        )
+    if weights != stored:
         check_base(folder)
     else:
         check_checkpoint(folder)

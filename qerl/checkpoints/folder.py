@@ -6,13 +6,15 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.checkpoints import schemes
+from qerl.checkpoints.layouts import TensorInfo, own_layout, unpacked_layers
+from qerl.formats.errors import FormatError
 from qerl.settings.base import UserError
 
 #: Values of `model_type` in config.json that are supported.
@@ -23,6 +25,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+#: The file in which ModelOpt's older releases state what they have quantized.
+MODELOPT_CONFIG = "hf_quant_config.json"
 #: The name of the settings file in a run's folder.
 RUN_FILE = "run.yaml"
 #: PEFT's names of an adapter's files.
@@ -37,22 +41,9 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 _BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
 _BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 
-_COMPRESSED_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
-_QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
-
 
 class CheckpointError(UserError):
     """A checkpoint that can't be loaded. The message is one sentence for the user."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's file, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes."""
-
-    shard: Path
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -139,18 +130,36 @@ def weights_format_of(folder: Path) -> str:
 
     Raises `CheckpointError` for another architecture or quantization scheme.
     """
-    config = read_config(folder)
-    quantization = config.get("quantization_config")
+    quantization = quantization_of(folder)
     if quantization is None:
         return "bf16"
-    if not isinstance(quantization, dict):
-        raise CheckpointError(f"{folder / CONFIG} has a quantization_config that is no mapping; {_QUANTIZE_AGAIN}")
-    method = quantization.get("quant_method")
-    if method == "compressed-tensors":
-        return _compressed_format(folder, quantization)
-    if method == "bitsandbytes":
-        return _bitsandbytes_format(folder, quantization)
-    raise CheckpointError(f"{folder / CONFIG} has quant_method={method!r}, which isn't supported; {_QUANTIZE_AGAIN}")
+    try:
+        return schemes.weights_format(quantization)
+    except FormatError as error:
+        raise CheckpointError(f"{folder / CONFIG} has {error}") from None
+
+
+def quantization_of(folder: Path) -> Any:
+    """The quantization_config of config.json, or that of ModelOpt's own file; None for a dense checkpoint."""
+    quantization = read_config(folder).get("quantization_config")
+    if quantization is None and (folder / MODELOPT_CONFIG).is_file():
+        return {"quant_method": "modelopt", **_read_json(folder / MODELOPT_CONFIG)}
+    return quantization
+
+
+def left_out(folder: Path) -> list[str]:
+    """The parts of a checkpoint's quantization that this package doesn't apply, in words."""
+    quantization = quantization_of(folder)
+    return schemes.ignored(quantization) if quantization else []
+
+
+def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Sentences on what a published checkpoint states and this package doesn't apply, and on layers that it unpacks."""
+    if ignored := left_out(folder):
+        yield f"{folder}: {' and '.join(ignored)}, which its config.json states, isn't applied"
+    if layers := unpacked_layers(headers):
+        gigabytes = sum(2 * math.prod(headers[f"{layer}.weight"].shape) for layer in layers) / 1e9
+        yield f"{folder}: {len(layers)} layers such as {layers[0]} are unpacked: {gigabytes:.3g} GB as bfloat16"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -218,50 +227,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _compressed_format(folder: Path, quantization: dict[str, Any]) -> str:
-    """The weight format of a compressed-tensors checkpoint: weight-only NVFP4 or MXFP4, the same for all layers."""
-    weights_format = _COMPRESSED_FORMATS.get(str(quantization.get("format")))
-    config_groups = quantization.get("config_groups")
-    groups = list(config_groups.values()) if isinstance(config_groups, dict) else []
-    if weights_format is None or len(groups) != 1 or not isinstance(groups[0], dict):
-        raise CheckpointError(
-            f"{folder / CONFIG} has compressed-tensors format {quantization.get('format')!r} in {len(groups)} groups, "
-            f"only one group of {' or '.join(_COMPRESSED_FORMATS)} is supported; {_QUANTIZE_AGAIN}"
-        )
-    unsupported = {
-        "input_activations": groups[0].get("input_activations"),
-        "output_activations": groups[0].get("output_activations"),
-        "kv_cache_scheme": quantization.get("kv_cache_scheme"),
-        "transform_config": quantization.get("transform_config"),
-        "sparsity_config": quantization.get("sparsity_config"),
-    }
-    for key, value in unsupported.items():
-        if value:
-            raise CheckpointError(f"{folder / CONFIG} has {key}, only weights may be quantized; {_QUANTIZE_AGAIN}")
-    weights = groups[0].get("weights")
-    _require(
-        folder,
-        weights if isinstance(weights, dict) else {},
-        {"num_bits": 4, "type": "float", "group_size": GROUP_SIZE[weights_format]},
-    )
-    return weights_format
-
-
-def _bitsandbytes_format(folder: Path, quantization: dict[str, Any]) -> str:
-    required = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
-    _require(folder, quantization, required)
-    return "nf4"
-
-
-def _require(folder: Path, section: dict[str, Any], required: dict[str, Any]) -> None:
-    for key, value in required.items():
-        if section.get(key) != value:
-            raise CheckpointError(
-                f"{folder / CONFIG} has {key}={section.get(key)!r} in its quantization_config, only {value!r} is "
-                f"supported; {_QUANTIZE_AGAIN}"
-            )
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted; `CheckpointError` if there are none."""
     if (folder / INDEX).exists():
@@ -286,10 +251,19 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by name.
+    """Every tensor of a checkpoint by its name in this package (`qerl.checkpoints.layouts`).
 
-    Raises `CheckpointError` if a file is missing, truncated or broken, or if the index and the files disagree.
+    Raises `CheckpointError` if a file is missing, truncated or broken, if the index and the files disagree, or if no
+    layer can have the tensors.
     """
+    try:
+        return own_layout(_stored(folder))
+    except FormatError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _stored(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint by its name in the files."""
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(folder):
         for name, info in _read_header(path).items():
@@ -327,5 +301,5 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     if dtype not in _BYTES:
-        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {_QUANTIZE_AGAIN}")
-    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape))
+        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {schemes.QUANTIZE_AGAIN}")
+    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape), name)

@@ -8,18 +8,63 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from qerl.checkpoints.folder import CheckpointError, TensorInfo, by_shard
+from qerl.checkpoints.folder import CheckpointError, by_shard
+from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, blocks_of, is_of_rows
+from qerl.formats.codecs import dequantize, from_checkpoint
 
 
 def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint, one shard after the other; NaN and infinity are a `CheckpointError`."""
+    """Yield (name, tensor) of a checkpoint, one shard after the other; NaN and infinity are a `CheckpointError`.
+
+    Weights that the file has in FP8, or packed though no packed layer may be there, are float32.
+    """
     for path, names in by_shard(headers).items():
         with safe_open(path, framework="pt", device=str(device)) as shard:
             for name in names:
-                tensor = shard.get_tensor(name)
-                if not _is_finite(tensor):
-                    raise CheckpointError(f"{path} holds NaN or infinity in {name}; download the checkpoint again")
-                yield name, tensor
+                yield name, _as_read(headers[name], _finite(headers[name], shard.get_tensor(headers[name].stored)))
+
+
+def _as_read(info: TensorInfo, tensor: Tensor) -> Tensor:
+    """The tensor of the file as `info.reading` says."""
+    if info.reading == "reciprocal":
+        return _reciprocal(info, tensor)
+    if info.reading == "bytes":
+        return tensor.view(torch.uint8)
+    if info.reading == "scaled":
+        return tensor.float() * _spread(_part(info.parts[0], tensor.device), tensor.shape)
+    if info.reading == "unpacked":
+        names = ("weight_packed", "weight_scale", "weight_global_scale")
+        parts = dict(zip(names, (_part(part, tensor.device) for part in info.parts), strict=False))
+        return dequantize(from_checkpoint("nvfp4" if len(parts) == len(names) else "mxfp4", parts), torch.float32)
+    return tensor
+
+
+def _reciprocal(info: TensorInfo, tensor: Tensor) -> Tensor:
+    if not tensor.all():
+        raise CheckpointError(
+            f"{info.shard} holds 0 as {info.stored}, by which no weight has a value; download it again"
+        )
+    return tensor.double().reciprocal().float().reshape(info.shape)
+
+
+def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """An FP8 scale of a tensor, of rows or of blocks in a shape that multiplies a weight of `shape`."""
+    if scale.numel() == 1 or is_of_rows(tuple(scale.shape), shape[0]):
+        return scale.float().reshape(-1, 1)
+    blocks = scale.float().reshape(blocks_of(shape))
+    return blocks.repeat_interleave(FP8_BLOCK, 0)[: shape[0]].repeat_interleave(FP8_BLOCK, 1)[:, : shape[1]]
+
+
+def _part(info: TensorInfo, device: torch.device) -> Tensor:
+    with safe_open(info.shard, framework="pt", device=str(device)) as shard:
+        return _as_read(info, _finite(info, shard.get_tensor(info.stored)))
+
+
+def _finite(info: TensorInfo, tensor: Tensor) -> Tensor:
+    """The tensor, which must have neither NaN nor infinity."""
+    if not _is_finite(tensor):
+        raise CheckpointError(f"{info.shard} holds NaN or infinity in {info.stored}; download the checkpoint again")
+    return tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:

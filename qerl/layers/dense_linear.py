@@ -21,7 +21,8 @@ class TorchLinear:
         self._bases = [layer.base for layer in adapted]
         self._dtype = dtype
         self._adapters = StackedAdapters(adapted, dtype)
-        self._weight = stacked([base for base in self._bases if isinstance(base, nn.Linear)])
+        dense = [base for base in self._bases if isinstance(base, nn.Linear)]
+        self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
         self.out_features = sum(base.out_features for base in self._bases)
         biases = [base.bias for base in self._bases]
         self._bias = None

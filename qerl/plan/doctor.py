@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from qerl.by_hand.models import HUB_MODEL
 from qerl.checkpoints.architectures import ARCHITECTURES
-from qerl.checkpoints.folder import CONFIG, CheckpointError, read_config, weights_format_of
+from qerl.checkpoints.folder import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
 from qerl.host.imports import extras, installed_version, requirements
 from qerl.kernels.operations import operations_name
@@ -78,11 +78,15 @@ class Place:
 
 @dataclass(frozen=True)
 class AskedModel:
-    """The model that a user asks about; `repo` is its name on the hub, if it must be downloaded."""
+    """The model that a user asks about; `repo` is its name on the hub, if it must be downloaded.
+
+    `differences` tells how a published checkpoint is used otherwise than it states.
+    """
 
     shape: ModelShape
     weights: str
     repo: str | None
+    differences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ def asked_model(model: str, weights: str | None) -> AskedModel:
     default = weights or RunSettings.model_fields["weights"].default
     if model in ARCHITECTURES:
         return AskedModel(ModelShape.of(model_config(model, "bf16")), default, None)
-    folder = Path(model) if Path(model).is_dir() else _config_of_hub(model)
+    local = Path(model).is_dir()
+    folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
     shape = ModelShape.of(read_config(folder))
+    told = differences(folder, read_headers(folder) if local else {})
     return AskedModel(
-        shape, weights or (default if stored == "bf16" else stored), None if Path(model).is_dir() else model
+        shape, weights or (default if stored == "bf16" else stored), None if local else model, tuple(told)
     )
 
 
@@ -207,6 +213,7 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     notes = [device.unsupported for device in devices if device.unsupported]
     if gpus and len(notes) == len(devices):
         problems, notes = [*problems, *notes], []
+    notes += model.differences if model else ()
     if not gpus and (reason := unsupported_accelerator()):
         notes.append(reason)
     if gpus and not torch.cuda.is_available():

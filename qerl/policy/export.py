@@ -18,6 +18,7 @@ from qerl.checkpoints.folder import (
     ADAPTER_CONFIG,
     CONFIG,
     INDEX,
+    MODELOPT_CONFIG,
     WEIGHTS,
     CheckpointError,
     check_adapter,
@@ -56,7 +57,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)
     config = json.loads((source / CONFIG).read_text())
-    del config["quantization_config"]
+    config.pop("quantization_config", None)
+    (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     (target / CONFIG).write_text(json.dumps(config, indent=1))
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 

@@ -17,10 +17,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qerl.checkpoints.folder import CheckpointError, TensorInfo, check_layers, read_headers, weights_format_of
+from qerl.checkpoints.folder import (
+    CheckpointError,
+    check_layers,
+    differences,
+    read_headers,
+    weights_format_of,
+)
+from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
+from qerl.host.progress import log
 from qerl.layers.packed_linear import PackedLinear
 
 #: By format, the suffix of a tensor that only packed layers have.
@@ -39,7 +47,7 @@ class _Slot:
 def load_model(
     folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 (compressed-tensors) or NF4 (bitsandbytes).
+    """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 or NF4, as published (docs/checkpoints.md).
 
     Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Modules whose names end
     with one of `float32` keep float32 weights; the caller replaces them by modules that compute with such weights.
@@ -50,6 +58,8 @@ def load_model(
     weights_format = weights_format_of(folder)
     headers = read_headers(folder)
     check_layers(folder, headers)
+    for difference in differences(folder, headers):
+        log.info("%s", difference)
     model = _skeleton(folder, dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qerl.checkpoints.folder import CheckpointError, TensorInfo, read_headers, weight_files, weights_format_of
+from qerl.checkpoints.folder import CheckpointError, read_headers, weight_files, weights_format_of
+from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize, tensor_specs
 from qerl.formats.errors import FormatError

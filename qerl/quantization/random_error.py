@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qerl.checkpoints.folder import TensorInfo, read_headers
+from qerl.checkpoints.folder import read_headers
+from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import Packed, dequantize
 from qerl.formats.group_size import GROUP_SIZE

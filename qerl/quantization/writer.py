@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, TensorInfo, by_shard, read_config, read_headers
+from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, by_shard, read_config, read_headers
+from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import check_magnitudes
 from qerl.formats.group_size import GROUP_SIZE

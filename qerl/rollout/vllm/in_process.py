@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qerl.checkpoints.folder import weights_format_of
+from qerl.checkpoints.folder import left_out, weights_format_of
 from qerl.host.profiling import memory_share, seconds
 from qerl.host.progress import log
 from qerl.policy.export import lora_room, write_dense
@@ -233,6 +233,9 @@ def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[t
     """
     if weights == "bf16" or policy.device.type != "cpu":
         _check_served(weights)
+        if ignored := left_out(folder):
+            sentence = "vLLM may apply %s, as %s states, and updates don't; rollout.engine=native doesn't either"
+            log.warning(sentence, " and ".join(ignored), folder)
         yield folder, weights
         return
     dtype = str(policy.lm.dtype).removeprefix("torch.")

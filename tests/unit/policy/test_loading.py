@@ -208,6 +208,7 @@ NVFP4 = {
     "format": "nvfp4-pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
 }
+FP8_GROUP = {"weights": {"num_bits": 8, "type": "float"}}
 NF4 = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -222,11 +223,15 @@ NF4 = {
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         (NVFP4 | {"format": "pack-quantized"}, "pack-quantized"),
         (NVFP4 | {"config_groups": {}}, "0 groups"),
-        (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        (
-            NVFP4 | {"config_groups": {"group_0": {"weights": {}, "input_activations": {"num_bits": 4}}}},
-            "input_activations",
-        ),
+        (NVFP4 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        (NVFP4 | {"config_groups": {"group_0": {"weights": {"group_size": 16}}}}, "num_bits=None"),
+        (NVFP4 | {"config_groups": {"group_0": FP8_GROUP}, "format": "float-quantized"}, "8 bits throughout"),
+        ({"quant_method": "awq", "bits": 4}, "integers of AutoAWQ .*take a published NVFP4 checkpoint, or the dense"),
+        ({"quant_method": "fp8"}, "8 bits throughout"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "8 bits throughout"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "ModelOpt's quant_algo='W4A16_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size=32.*16"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo of no layer"),
         (NVFP4 | {"format": "mxfp4-pack-quantized"}, "group_size=16.*32"),
         (NF4 | {"load_in_4bit": False}, "load_in_4bit"),
         (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4'"),
@@ -238,7 +243,25 @@ def test_unsupported_quantization(folder, scheme, match):
     cheap_error(folder, match)
 
 
-@pytest.mark.parametrize(("scheme", "expected"), [(NVFP4, "nvfp4"), (NF4, "nf4")])
+#: Published schemes: activations, keys and values in fewer bits, and further layers in FP8.
+PUBLISHED = {
+    "W4A4": NVFP4
+    | {"config_groups": {"0": NVFP4["config_groups"]["group_0"] | {"input_activations": {"num_bits": 4}}}},
+    "8-bit cache": NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    "mixed": NVFP4 | {"format": "mixed-precision", "config_groups": {"0": FP8_GROUP, **NVFP4["config_groups"]}},
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0*"]},
+    "ModelOpt, nested": {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
+    "ModelOpt, mixed": {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"), [(NVFP4, "nvfp4"), (NF4, "nf4"), *((scheme, "nvfp4") for scheme in PUBLISHED.values())]
+)
 def test_weights_format_of(folder, scheme, expected):
     edit_config(folder, quantization_config=scheme)
     assert weights_format_of(folder) == expected

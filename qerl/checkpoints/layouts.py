@@ -1,0 +1,129 @@
+"""The tensors of a checkpoint under this package's names, whichever library wrote the files, without torch.
+
+The names are those of compressed-tensors: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
+`weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its last
+is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from qerl.formats.errors import FormatError
+
+#: What a tensor is made of: the file's values, their reciprocals, the bytes of 8-bit exponents, FP8 values times their
+#: scale, or packed codes that are unpacked because no packed layer may be there.
+Reading = Literal["stored", "reciprocal", "bytes", "scaled", "unpacked"]
+
+#: Suffixes of scales by which other engines round activations, keys and values. Nothing here reads them.
+_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale")
+#: ModelOpt's tensors of layers that also scale their input, or add a product of low rank.
+_OTHER_FUNCTIONS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+#: The output head is dense in this package.
+_HEAD = "lm_head"
+#: Rows and columns of a block of FP8 weights that shares a scale.
+FP8_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's file, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes there.
+
+    `stored` is its name in the file. `parts` are the further tensors that its `reading` needs.
+    """
+
+    shard: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    stored: str
+    reading: Reading = "stored"
+    parts: tuple[TensorInfo, ...] = ()
+
+
+def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors by this package's names, in the files' order and without scales of activations.
+
+    FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
+    unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
+    """
+    tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
+    packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
+    return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
+
+
+def unpacked_layers(headers: Mapping[str, TensorInfo]) -> list[str]:
+    """The layers that are stored in FP8 or packed, and are dense in this package."""
+    return [name.removesuffix(".weight") for name, info in headers.items() if info.reading in ("scaled", "unpacked")]
+
+
+def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple[str, TensorInfo] | None:
+    """A tensor's name and reading in this package; None if another tensor includes it or nothing reads it."""
+    layer, _, part = name.rpartition(".")
+    weight = stored.get(f"{layer}.weight")
+    if name.endswith(_OF_ACTIVATIONS):
+        return None
+    if part in _OTHER_FUNCTIONS:
+        raise FormatError(
+            f"{info.shard} holds {name}, with which {layer} computes more than a product with its weight; take a "
+            "checkpoint without, or the dense one"
+        )
+    if weight is not None and weight.dtype == "F8_E4M3":
+        return _own_fp8(layer, part, info, stored)
+    if part == "weight" and info.dtype == "U8" and f"{layer}.weight_scale_2" in stored:
+        return f"{layer}.weight_packed", info
+    if part == "weight_scale_2":
+        shape = (1,) if math.prod(info.shape) == 1 else info.shape
+        return f"{layer}.weight_global_scale", replace(info, shape=shape, reading="reciprocal")
+    if part == "weight_scale" and info.dtype == "F8_E8M0":
+        return name, replace(info, dtype="U8", reading="bytes")
+    return name, info
+
+
+def _own_fp8(
+    layer: str, part: str, info: TensorInfo, stored: Mapping[str, TensorInfo]
+) -> tuple[str, TensorInfo] | None:
+    scale = stored.get(f"{layer}.weight_scale") or stored.get(f"{layer}.weight_scale_inv")
+    if part in ("weight_scale", "weight_scale_inv"):
+        return None
+    if part != "weight" or scale is None:
+        return f"{layer}.{part}", info
+    if len(info.shape) != 2 or scale.dtype not in ("F32", "BF16", "F16") or not _scales(scale.shape, info.shape):
+        raise FormatError(
+            f"{info.shard} holds {layer}.weight in FP8 {list(info.shape)} with a scale {scale.dtype} "
+            f"{list(scale.shape)}; only a scale a tensor, a row, or a block of {FP8_BLOCK} x {FP8_BLOCK} is supported"
+        )
+    return f"{layer}.weight", replace(info, reading="scaled", parts=(scale,))
+
+
+def is_of_rows(scale: tuple[int, ...], rows: int) -> bool:
+    """Whether an FP8 scale of this shape has a value for each row of a weight."""
+    return scale in ((rows,), (rows, 1))
+
+
+def blocks_of(weight: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of blocks of an FP8 weight [out, in] whose blocks share a scale."""
+    return -(-weight[0] // FP8_BLOCK), -(-weight[1] // FP8_BLOCK)
+
+
+def _scales(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether a scale of this shape is one of a tensor, of each row, or of each block, whose dimensions may be 1."""
+    narrow, blocks = (tuple(size for size in shape if size != 1) for shape in (scale, blocks_of(weight)))
+    return math.prod(scale) == 1 or is_of_rows(scale, weight[0]) or narrow == blocks
+
+
+def _unpacked(packed: dict[str, TensorInfo]) -> TensorInfo:
+    """The output head as a dense weight, of its packed tensors."""
+    codes, scale, whole = (packed.get(f"{_HEAD}.weight_{part}") for part in ("packed", "scale", "global_scale"))
+    if codes is None or scale is None or len(codes.shape) != 2 or len(packed) != 2 + (whole is not None):
+        raise FormatError(f"the packed {_HEAD} has only {', '.join(packed)}; download the checkpoint again")
+    rows, half = codes.shape
+    parts = (codes, scale) if whole is None else (codes, scale, whole)
+    return TensorInfo(
+        codes.shard, codes.dtype, (rows, 2 * half), sum(part.size_bytes for part in parts), codes.stored,
+        "unpacked", parts,
+    )  # fmt: skip

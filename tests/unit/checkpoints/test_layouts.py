@@ -1,0 +1,255 @@
+"""Checkpoints as ModelOpt publishes them, written here byte by byte, and their weights by formulas in float64."""
+
+import json
+import logging
+from fnmatch import fnmatch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qerl.by_hand.models import base_folder
+from qerl.checkpoints.folder import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.layers.fused_linear import fuse
+from qerl.layers.packed_linear import PackedLinear
+from qerl.plan.doctor import asked_model, diagnose
+from qerl.policy.export import write_dense
+from qerl.policy.loading import load_model
+from qerl.policy.policy import with_adapter
+from qerl.settings.training import AdapterSettings
+from tests.tiny import edit_config, tiny_llama, write_template
+
+TOKENS = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(7))
+RNG = np.random.default_rng
+
+
+def minifloat(codes, exponent_bits, mantissa_bits, bias):
+    """Values of codes with a sign, an exponent and a mantissa, by IEEE 754's definition."""
+    sign = np.where(codes >> (exponent_bits + mantissa_bits) & 1, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits & (1 << exponent_bits) - 1).astype(np.int64)
+    mantissa = (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    normal = (1 + mantissa) * 2.0 ** (exponent - bias)
+    return sign * np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
+
+
+def tensor(array, dtype=None):
+    return torch.from_numpy(array) if dtype is None else torch.from_numpy(array).view(dtype)
+
+
+def as_nvfp4(name, shape, seed):
+    """A layer as ModelOpt stores NVFP4: its tensors, and its weight in float64."""
+    rng, (rows, columns) = RNG(seed), shape
+    codes = rng.integers(0, 16, shape, dtype=np.uint8)
+    scales = rng.integers(1, 0x70, (rows, columns // 16), dtype=np.uint8)
+    second = np.float32(rng.uniform(1e-4, 3e-4))
+    weight = minifloat(codes, 2, 1, 1) * np.repeat(minifloat(scales, 4, 3, 7), 16, axis=1) * np.float64(second)
+    tensors = {
+        f"{name}.weight": tensor(codes[:, ::2] | codes[:, 1::2] << 4),
+        f"{name}.weight_scale": tensor(scales, torch.float8_e4m3fn),
+        f"{name}.weight_scale_2": torch.tensor(second),
+        f"{name}.input_scale": torch.tensor(0.01),
+    }
+    return tensors, weight
+
+
+def as_fp8(name, shape, seed, scaled):
+    """A layer as ModelOpt stores FP8, with a scale a tensor, a row or a block: its tensors, and its weight."""
+    rng, (rows, columns) = RNG(seed), shape
+    codes = rng.integers(0, 0x60, shape, dtype=np.uint8) | rng.integers(0, 2, shape, dtype=np.uint8) << 7
+    blocks = -(-rows // 128), -(-columns // 128)
+    stored = {"tensor": (), "row": (rows, 1), "block": (blocks[0], 1, blocks[1], 1)}[scaled]
+    scale = rng.uniform(0.005, 0.01, stored).astype(np.float32)
+    spread = {"tensor": (1, 1), "row": (rows, 1), "block": blocks}[scaled]
+    each = np.asarray(scale, dtype=np.float64).reshape(spread)
+    if scaled == "block":
+        each = np.repeat(np.repeat(each, 128, axis=0), 128, axis=1)[:rows, :columns]
+    tensors = {
+        f"{name}.weight": tensor(codes, torch.float8_e4m3fn),
+        f"{name}.weight_scale": tensor(np.asarray(scale)),
+        f"{name}.input_scale": torch.tensor(0.01),
+    }
+    return tensors, minifloat(codes, 4, 3, 7) * each
+
+
+#: By layers of the model, what each checkpoint has: the later pattern counts.
+LAYOUTS = {
+    "nvfp4": {"*_proj": "nvfp4", "model.layers.1.self_attn*": "dense"},
+    "mixed": {
+        "*mlp*_proj": "nvfp4",
+        "*q_proj": "tensor",
+        "*k_proj": "row",
+        "*v_proj": "block",
+        "*1*o_proj": "nvfp4",
+        "lm_head": "nvfp4",
+    },
+}
+STATED = {
+    "nvfp4": {
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["lm_head", "model.layers.1.self_attn*"],
+        },
+    },
+    "mixed": {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"x": {"quant_algo": "FP8"}, "y": {"quant_algo": "NVFP4", "group_size": 16}},
+        "ignore": [],
+    },
+}
+
+
+def published(folder, layout):
+    """A Llama as ModelOpt stores it, in the layout. Returns the packed weights in float64, and the others'."""
+    tiny_llama(folder, dtype=torch.float32, hidden_size=256, intermediate_size=160)
+    write_template(folder)
+    path, weights = folder / "model.safetensors", ({}, {})
+    dense = load_file(path)
+    tensors = dict(dense)
+    for seed, name in enumerate(sorted(name for name in dense if name.endswith(".weight") and dense[name].dim() == 2)):
+        layer = name.removesuffix(".weight")
+        kind = next((kind for part, kind in reversed(LAYOUTS[layout].items()) if fnmatch(layer, part)), "dense")
+        if kind == "dense":
+            continue
+        shape = tuple(tensors.pop(name).shape)
+        stored, weight = as_nvfp4(layer, shape, seed) if kind == "nvfp4" else as_fp8(layer, shape, seed, kind)
+        tensors |= stored
+        weights[kind != "nvfp4" or layer == "lm_head"][layer] = weight
+    save_file({**tensors, "model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}, path)
+    if "quantization" in STATED[layout]:
+        (folder / "hf_quant_config.json").write_text(json.dumps(STATED[layout]))
+    else:
+        edit_config(folder, quantization_config=STATED[layout])
+    return weights
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published") / request.param
+    return folder, *published(folder, request.param)
+
+
+def oracle(folder, weights, scratch):
+    """Stock transformers' model with the weights rounded once to float32."""
+    tiny_llama(scratch, dtype=torch.float32, hidden_size=256, intermediate_size=160)
+    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
+    for layer, weight in weights.items():
+        model.get_submodule(layer).weight.data = torch.from_numpy(weight).float()
+    return model
+
+
+def test_weights_are_those_of_the_formula(checkpoint, tmp_path):
+    folder, packed, unpacked = checkpoint
+    check_checkpoint(folder)
+    assert weights_format_of(folder) == "nvfp4"
+    model = load_model(folder, torch.float32)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert layers.keys() == packed.keys()
+    for name, weight in packed.items():
+        np.testing.assert_allclose(layers[name].dense_weight(torch.float32).double().numpy(), weight, rtol=2**-22)
+    for name, weight in unpacked.items():
+        np.testing.assert_allclose(model.get_submodule(name).weight.detach().double().numpy(), weight, rtol=2**-23)
+    expected = oracle(folder, packed | unpacked, tmp_path / "dense")
+    with torch.no_grad():
+        found, wanted = (lm(TOKENS).logits.log_softmax(-1) for lm in (model, expected))
+    assert (found - wanted).abs().max() < 1e-4
+
+
+def test_codes_and_scales_are_the_files(checkpoint):
+    """Nothing is quantized again: bytes of codes and scales are in memory as they are in the file."""
+    folder, packed, _ = checkpoint
+    model, stored = load_model(folder, torch.bfloat16), load_file(folder / "model.safetensors")
+    for name in packed:
+        tensors = model.get_submodule(name).packed.tensors
+        assert torch.equal(tensors["weight_packed"], stored[f"{name}.weight"])
+        assert torch.equal(tensors["weight_scale"].view(torch.uint8), stored[f"{name}.weight_scale"].view(torch.uint8))
+
+
+def test_the_log_says_what_is_not_applied(checkpoint, caplog):
+    folder, _, unpacked = checkpoint
+    with caplog.at_level(logging.INFO, logger="qerl"):
+        load_model(folder, torch.bfloat16)
+    assert "the rounding of activations" in caplog.text
+    assert ("keys and values, which its config.json states, isn't applied" in caplog.text) == (not unpacked)
+    assert (f"{len(unpacked)} layers such as" in caplog.text) == bool(unpacked)
+
+
+def test_unpacked_copy(checkpoint, tmp_path):
+    """Stock transformers loads the copy that vLLM gets on a CPU, with the same logits."""
+    folder = checkpoint[0]
+    write_dense(folder, tmp_path / "dense", torch.float32)
+    model = load_model(folder, torch.float32)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, stock(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_products_of_layers_in_several_formats(tmp_path):
+    """q, k and v by one product, of which k is packed."""
+    LAYOUTS["apart"] = {"*_proj": "nvfp4", "*q_proj": "dense"}
+    STATED["apart"] = STATED["nvfp4"]
+    folder = tmp_path / "apart"
+    published(folder, "apart")
+    policy = with_adapter(folder, AdapterSettings(rank=4), "float32", seed=0)
+    attention = policy.lm.get_submodule("model.layers.0.self_attn")
+    layers = [attention.get_submodule(f"{part}_proj") for part in "qkv"]
+    for parameter in policy.lm.parameters():
+        parameter.data += 0.01 * parameter.requires_grad
+    x = torch.randn(3, 256)
+    out = torch.empty(3, sum(layer.out_features for layer in layers))
+    with torch.no_grad():
+        fuse(layers, torch.float32)(x, out)
+        torch.testing.assert_close(out, torch.cat([layer(x) for layer in layers], dim=1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_takes_it_as_it_is(checkpoint):
+    folder = checkpoint[0]
+    assert base_folder(str(folder), "nvfp4") == folder
+    asked = asked_model(str(folder), None)
+    assert asked.weights == "nvfp4"
+    assert any("rounding of activations" in note for note in diagnose(asked, None).notes)
+    with pytest.raises(CheckpointError, match=r"already \(nvfp4\), .*weights=mxfp4; set weights=nvfp4, which"):
+        base_folder(str(folder), "mxfp4")
+    with pytest.raises(CheckpointError, match=r"is quantized already \(nvfp4\); give the dense checkpoint"):
+        base_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(3), r"q_proj\.weight in FP8 .*F32 \[3\]; only"),
+        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(0.0), r"holds 0 as .*weight_scale_2"),
+        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(np.inf), r"NaN or infinity in .*weight_scale_2"),
+        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.ones(2), r"weight_global_scale as F32 \[2\]"),
+        (
+            "model.layers.0.mlp.up_proj.pre_quant_scale",
+            torch.ones(256),
+            r"holds .*up_proj\.pre_quant_scale, with which",
+        ),
+        ("lm_head.weight_scale", None, "packed lm_head has only"),
+    ],
+)
+def test_damage_is_one_sentence(tmp_path, name, value, match):
+    folder = tmp_path / "damaged"
+    published(folder, "mixed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name, None)
+    save_file({**tensors, **({} if value is None else {name: value})}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=match):
+        load_model(folder, torch.bfloat16)
+
+
+def test_sizes_are_those_of_the_file(checkpoint):
+    """Headers count the bytes that are stored, by names of this package."""
+    folder = checkpoint[0]
+    stored = load_file(folder / "model.safetensors")
+    headers = read_headers(folder)
+    name = "model.layers.0.mlp.up_proj"
+    assert headers[f"{name}.weight_packed"].size_bytes == stored[f"{name}.weight"].nbytes
+    assert headers[f"{name}.weight_scale"].size_bytes == stored[f"{name}.weight_scale"].nbytes
+    assert f"{name}.input_scale" not in headers
