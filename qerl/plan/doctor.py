@@ -113,9 +113,12 @@ def asked_model(model: str, weights: str | None) -> AskedModel:
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
     shape = ModelShape.of(read_config(folder))
-    told = differences(folder, read_headers(folder) if local else {})
+    headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     return AskedModel(
-        shape, weights or (default if stored == "bf16" else stored), None if local else model, tuple(told)
+        shape,
+        weights or (default if stored == "bf16" else stored),
+        None if local else model,
+        tuple(differences(folder, headers)),
     )
 
 
