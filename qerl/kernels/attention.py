@@ -6,7 +6,8 @@ nothing is combined. The program with the new token rotates its key and appends 
 depends on that sequence and on the batch size, not on other sequences.
 
 Only qkv comes from the previous kernel. State, tables and older tokens exist before the step, so a split loads its
-first page while qkv is computed.
+first page while qkv is computed. Rows of one sequence, which verify drafts, attend to each other's tokens: a launch
+before appends all of them, and nothing is loaded before it has ended.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class _Shape:
     splits: int
     stages: int
     normed: bool
+    appends: bool  # each program its own new token, while others attend
+    early: bool  # a split loads its first page while qkv is computed
 
 
 @triton.jit
@@ -140,7 +143,7 @@ def _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale):
 
 
 @triton.jit
-def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr):
+def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr, STORES: tl.constexpr):
     """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D]."""
     half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
     in_half = (half < shape.dim // 2)[None, :]
@@ -148,12 +151,37 @@ def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexp
     dtype: tl.constexpr = cache.dtype.element_ty
     k1, k2 = _rotated(key, in_half, half, c, s, norms.key, norms.eps, shape.dim, shape.normed, dtype)
     value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
-    page = tl.load(pages + position // shape.page).to(tl.int64)
-    place = cache + ((page * 2 * shape.kv + head) * shape.page + position % shape.page) * shape.dim
-    tl.store(place + half[None, :], k1, in_half)
-    tl.store(place + shape.dim // 2 + half[None, :], k2, in_half)
-    tl.store(place + shape.kv * shape.page * shape.dim + whole, value, whole < shape.dim)
+    if STORES:
+        page = tl.load(pages + position // shape.page).to(tl.int64)
+        place = cache + ((page * 2 * shape.kv + head) * shape.page + position % shape.page) * shape.dim
+        tl.store(place + half[None, :], k1, in_half)
+        tl.store(place + shape.dim // 2 + half[None, :], k2, in_half)
+        tl.store(place + shape.kv * shape.page * shape.dim + whole, value, whole < shape.dim)
     return k1, k2, value
+
+
+@triton.jit
+def _angles(rope, position, shape: tl.constexpr):
+    """Cosines and sines of a position [1, D / 2]."""
+    half = tl.arange(0, shape.half_block)
+    in_half = half < shape.dim // 2
+    angle = position * (shape.dim // 2) + half
+    c = tl.load(rope.cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    return c, tl.load(rope.sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl.constexpr):
+    row, head = tl.program_id(0), tl.program_id(1)
+    let_next_start(PDL)
+    slot = tl.load(sequences.rows + row)
+    position = tl.load(sequences.position + slot)
+    wait_for_earlier(PDL)
+    if position >= 0:
+        c, s = _angles(rope, position, shape)
+        token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
+        pages = sequences.pages + slot * sequences.pages_stride
+        _append(token, cache, pages, head, position, c, s, norms, shape, True)
 
 
 @triton.jit
@@ -178,12 +206,10 @@ def _attend(
             tl.store(out + query_head[:, None] * shape.dim + whole[None, :], nothing, in_group)
         return
     pages = sequences.pages + slot * sequences.pages_stride
-    if shape.splits > 1:
+    if shape.early:
         k1, k2, v = _load_page(cache, pages, head, start, end, shape)
     in_half = half < shape.dim // 2
-    angle = position * (shape.dim // 2) + half
-    c = tl.load(rope.cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(rope.sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    c, s = _angles(rope, position, shape)
     wait_for_earlier(PDL)
 
     token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
@@ -195,14 +221,14 @@ def _attend(
     total = tl.full([shape.group_block], 0.0, tl.float32)
     summed = tl.full([shape.group_block, shape.dim_block], 0.0, tl.float32)
     if start + tokens > position:
-        n1, n2, value = _append(token, cache, pages, head, position, c, s, norms, shape)
+        n1, n2, value = _append(token, cache, pages, head, position, c, s, norms, shape, shape.appends)
         products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
         highest = tl.sum(products, axis=1) * scale
         total += 1.0
         summed += value.to(tl.float32)[None, :]
 
     token_in_page = tl.arange(0, shape.page)
-    if shape.splits > 1:
+    if shape.early:
         exists = start + token_in_page < end
         highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
         start += shape.page
@@ -254,7 +280,7 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
     tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
 
 
-def _shape(heads: Heads, cache: Tensor, batch: int, splits: int) -> _Shape:
+def _shape(heads: Heads, cache: Tensor, batch: int, splits: int, drafted: bool) -> _Shape:
     """The kernel's sizes; `splits` becomes 1 if there are enough sequences."""
     page = cache.shape[-2]
     processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
@@ -276,25 +302,35 @@ def _shape(heads: Heads, cache: Tensor, batch: int, splits: int) -> _Shape:
         splits=splits,
         stages=stages,
         normed=heads.q_norm is not None,
+        appends=not drafted,
+        early=splits > 1 and not drafted,
     )
 
 
 def attend(
-    qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+    qkv: Tensor,
+    cache: Tensor,
+    state: DecodeState,
+    rows: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: Heads,
+    splits: int,
+    drafted: bool = False,
 ) -> Tensor:
     """See `reference.attend`; `splits` is `geometry.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
-    shape = _shape(heads, cache, batch, splits)
+    shape = _shape(heads, cache, batch, splits, drafted)
     out = qkv.new_empty(batch, heads.query * heads.dim)
     summed = torch.empty(batch, heads.query, shape.splits, heads.dim, dtype=torch.float32, device=device)
     sums = _SplitSums(summed, *torch.empty(2, batch, heads.query, shape.splits, dtype=torch.float32, device=device))
     sequences = _Sequences(rows, state.position, state.pages, state.pages.stride(0))
     q_norm, k_norm = (qkv if norm is None else norm for norm in (heads.q_norm, heads.k_norm))
     scale = heads.scale * 1.4426950408889634  # scores are in units of log2
-    pdl = dependent(device)
+    tables, norms, pdl = _Rope(*rope), _HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
+    if drafted:
+        _append_all[(batch, heads.kv)](qkv, cache, sequences, tables, norms, shape=shape, num_warps=4, **pdl)
     _attend[(batch, heads.kv, shape.splits)](
-        qkv, cache, out, sequences, _Rope(*rope), _HeadNorms(q_norm, k_norm, heads.eps), sums, scale,
-        shape=shape, num_warps=4, **pdl,
+        qkv, cache, out, sequences, tables, norms, sums, scale, shape=shape, num_warps=4, **pdl,
     )  # fmt: skip
     if shape.splits > 1:
         _combine[(batch, heads.query)](rows, state.position, sums, out, shape=shape, num_warps=1, **pdl)

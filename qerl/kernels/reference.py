@@ -26,15 +26,23 @@ def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Ten
 
 
 def attend(
-    qkv: Tensor, cache: Tensor, state: DecodeState, rows: Tensor, rope: tuple[Tensor, Tensor], heads: Heads, splits: int
+    qkv: Tensor,
+    cache: Tensor,
+    state: DecodeState,
+    rows: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: Heads,
+    splits: int,
+    drafted: bool = False,
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
     Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is
-    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, D / 2]. `splits` bounds the kernel's grid and has
-    no effect here.
+    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, D / 2]. `splits` bounds the kernel's grid, and
+    `drafted` says that slots may share pages that they write to, so that a row attends to tokens of other rows. Both
+    have no effect here, where all tokens are appended first.
     """
-    del splits
+    del splits, drafted
     position = state.position[rows].long()
     live = position != IDLE
     out = qkv.new_zeros(len(rows), heads.query * heads.dim)

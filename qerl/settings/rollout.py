@@ -57,6 +57,10 @@ class NativeSettings(Settings):
     batch_invariant: bool = False
     """Make each completion independent of its batch, to the bit. Prompts are then computed one by one and every step
     has the size of a full batch, which is slower."""
+    drafts: bool = False
+    """Let a step verify several guessed tokens of each sequence where few sequences are left. Guesses come from the
+    prompt, the completion so far, and other completions of the prompt. The tokens are those without guesses, except
+    where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same."""
 
 
 class EngineSettings(Settings):
@@ -103,6 +107,6 @@ class RolloutSettings(EngineSettings):
         return self
 
 
-#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, because they decide which
-#: sequences are decoded together and so how sums are rounded.
+#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, and drafts do, because they
+#: decide which sequences are decoded together and so how sums are rounded.
 UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}

@@ -141,14 +141,18 @@ class Decoder:
         splits: int,
         truncated: bool,
         replayed: bool,
+        drafted: bool = False,
     ) -> None:
-        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change."""
+        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
+
+        `drafted`: slots may share pages that they write to, each at a position of its own.
+        """
         ops = self.operations
         x = self._embedding[state.token[rows]]
         x = self._through_blocks(
             x,
             cache,
-            lambda qkv, cached, heads: ops.attend(qkv, cached, state, rows, self._rope, heads, splits),
+            lambda qkv, cached, heads: ops.attend(qkv, cached, state, rows, self._rope, heads, splits, drafted),
         )
         ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 

@@ -11,12 +11,15 @@ from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
-from qerl.rollout.engine.cuda_graphs import DecodeGraphs
+from qerl.rollout.engine.cuda_graphs import DecodeGraphs, bucket_of
 from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.drafts import EarlierCompletions
 from qerl.rollout.engine.paging import Pages
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
+from qerl.rollout.engine.speculation import MOST_ROWS, DraftCounts, Speculation
+from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
@@ -45,6 +48,10 @@ class EngineSampler:
         self.cache_bytes = 0
         #: Time of the latest rollout by phase.
         self.phases = RolloutPhases()
+        #: Counts of the latest rollout's drafts; None if it has none.
+        self.drafts: DraftCounts | None = None
+        #: Completions of earlier calls, from which drafts come.
+        self.earlier = EarlierCompletions()
 
     @property
     def served(self) -> str:
@@ -106,12 +113,28 @@ class EngineSampler:
             stops=stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        scheduler = Scheduler(pool, prompts, params, prefill_tokens)
+        speculation = self._speculation(prompts, params, stops, pool)
+        scheduler = Scheduler(pool, prompts, params, prefill_tokens, speculation)
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
+        if speculation is not None:
+            self.drafts = speculation.counts
+            for prompt, group in zip(prompts, completions, strict=True):
+                self.earlier.add(prompt, [c.token_ids[:-1] if c.finished else c.token_ids for c in group])
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
+
+    def _speculation(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stops: frozenset[int], pool: Pool
+    ) -> Speculation | None:
+        if not self.settings.drafts:
+            return None
+        return Speculation(prompts, params.count, stops, self.earlier, self._step_rows(pool.state.count))
+
+    def _step_rows(self, sequences: int) -> int | None:
+        """The rows of every step, None if they depend on the sequences."""
+        return bucket_of(sequences) if self.settings.batch_invariant else None
 
     def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
         """The existing pool if it suffices, else a new one."""
@@ -147,8 +170,14 @@ class EngineSampler:
         self.cache_bytes = cache.nbytes
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        steps = DecodeGraphs(decoder, state, cache, sampling, self.settings.batch_invariant, memory)
-        return Pool(decoder, state, cache, Pages(len(cache[0]), PAGE), sampling, steps, Prefill(decoder, cache, memory))
+        whole = self.settings.batch_invariant
+        steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory)
+        verify = None
+        if self.settings.drafts:
+            most = self._step_rows(sequences) or MOST_ROWS
+            verify = VerifyGraphs(decoder, state, cache, sampling, most, whole, memory)
+        pages, prefill = Pages(len(cache[0]), PAGE), Prefill(decoder, cache, memory)
+        return Pool(decoder, state, cache, pages, sampling, steps, prefill, verify)
 
     def _cache_bytes(self) -> int:
         """The largest allowed size of the cache in bytes."""

@@ -27,20 +27,22 @@ class DecodeTime:
 class RolloutPhases:
     """Seconds of a rollout on the device by phase, and seconds that the host waited meanwhile.
 
-    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `between`: the device copies
-    results, or is idle until the host launches more. `host_wait`: the host waits for results.
+    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `verify`: steps that verify
+    drafts, by batch size, with their rows in place of sequences. `between`: the device copies results, or is idle until
+    the host launches more. `host_wait`: the host waits for results.
     """
 
     prefill: float = 0.0
     prefills: int = 0
     decode: dict[int, DecodeTime] = field(default_factory=lambda: defaultdict(DecodeTime))
+    verify: dict[int, DecodeTime] = field(default_factory=lambda: defaultdict(DecodeTime))
     between: float = 0.0
     host_wait: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """The end of a phase. `sequences` and `steps` are set for a decode phase."""
+    """The end of a phase. `sequences` and `steps` are set for steps."""
 
     phase: str
     time: torch.cuda.Event | float
@@ -64,7 +66,7 @@ class PhaseClock:
         return event
 
     def end(self, phase: str, sequences: int = 0, steps: int = 0) -> None:
-        """End a phase: prefill, decode or between."""
+        """End a phase: prefill, decode, verify or between."""
         self._marks.append(_Mark(phase, self._now(), sequences, steps))
 
     @contextmanager
@@ -79,8 +81,9 @@ class PhaseClock:
         phases = RolloutPhases(host_wait=self._waited)
         for before, after in pairwise(self._marks):
             seconds = _seconds(before.time, after.time)
-            if after.phase == "decode":
-                batch = phases.decode[bucket_of(after.sequences)]
+            if after.phase in ("decode", "verify"):
+                batches = phases.decode if after.phase == "decode" else phases.verify
+                batch = batches[bucket_of(after.sequences)]
                 batch.steps += after.steps
                 batch.sequences += after.sequences * after.steps
                 batch.seconds += seconds

@@ -14,10 +14,13 @@ from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE, splits_of
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
+from qerl.rollout.engine.drafts import MOST_DRAFTED
 from qerl.rollout.engine.paging import Pages
 from qerl.rollout.engine.phases import PhaseClock
 from qerl.rollout.engine.prefill import Prefill
+from qerl.rollout.engine.speculation import Speculation
 from qerl.rollout.engine.transfer import Download, upload
+from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams
 
 #: Decode steps between two checks for finished sequences; a check's result arrives while the next steps run.
@@ -26,7 +29,9 @@ CHECK_EVERY = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """A sampler's device memory (cache and slots), the cache's page counts, and the decode and prefill graphs on it."""
+    """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it; `verify` only where
+    drafts are asked for.
+    """
 
     decoder: Decoder
     state: DecodeState
@@ -35,6 +40,7 @@ class Pool:
     sampling: SamplingState
     steps: DecodeGraphs
     prefill: Prefill
+    verify: VerifyGraphs | None
 
 
 @dataclass
@@ -71,12 +77,20 @@ class _Group:
 
 
 class Scheduler:
-    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together. Without `speculation` no
+    drafts are verified.
+    """
 
     def __init__(
-        self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
+        self,
+        pool: Pool,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        prefill_tokens: int,
+        speculation: Speculation | None,
     ) -> None:
         self._prefill_tokens = prefill_tokens
+        self._speculation = speculation
         self.clock = PhaseClock(pool.decoder.device)
         self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
@@ -103,8 +117,9 @@ class Scheduler:
         """Draw all completions; returns them in the order of the prompts."""
         while self._queue or self._active:
             self._admit()
-            self._decode()
-            self._collect()
+            if not self._verify():
+                self._decode()
+                self._collect()
         self._catch_up()
         self.clock.end("between")
         count = self._params.count
@@ -228,6 +243,33 @@ class Scheduler:
             sequence.drawn = min(sequence.drawn + count, most)
         self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
 
+    def _verify(self) -> bool:
+        """Run a step that verifies drafts, and wait for it; False if plain steps are expected to take less time."""
+        speculation, verify = self._speculation, self._pool.verify
+        if speculation is None or verify is None or not speculation.tries(len(self._active)):
+            return False
+        self._catch_up()
+        self._fetch([s for s in self._active.values() if len(s.tokens) < s.drawn])
+        self._catch_up()
+        self._grow(1 + MOST_DRAFTED)
+        sequences, most = list(self._active.values()), self._params.max_tokens
+        feed = speculation.feed([(s.index, s.slot, most - s.drawn) for s in sequences])
+        if feed is None:
+            return False
+        self.clock.end("between")
+        outcome = verify.run(feed.rows, self._splits, self._truncated, self._replayed)
+        self.clock.end("verify", feed.rows.shape[1], 1)
+        with self.clock.waiting():
+            host = outcome.wait()
+        verified = speculation.settle(feed, host.numpy())
+        for sequence, one in zip(sequences, verified, strict=True):
+            sequence.tokens += one.tokens
+            sequence.logprobs += one.logprobs
+            sequence.drawn = len(sequence.tokens)
+            speculation.know(sequence.index, sequence.tokens)
+        self._end([sequence for sequence, one in zip(sequences, verified, strict=True) if one.ended])
+        return True
+
     def _grow(self, steps: int) -> None:
         """Take pages for the tokens of `steps` steps; if too few are free, interrupt the sequences that started
         last.
@@ -307,6 +349,8 @@ class Scheduler:
             known = len(sequence.tokens)
             sequence.tokens += own_tokens[known:count]
             sequence.logprobs += own_logprobs[known:count]
+            if self._speculation is not None:
+                self._speculation.know(sequence.index, sequence.tokens)
 
     def _leave(self, sequence: _Sequence) -> None:
         del self._active[sequence.slot]

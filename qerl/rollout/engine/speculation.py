@@ -1,0 +1,196 @@
+"""Speculation: which drafts a step verifies, by what its rows cost and how often drafts like these were right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qerl.kernels.decode_state import IDLE
+from qerl.kernels.w4a16.variants import padded_rows
+from qerl.rollout.engine.drafts import MOST_DRAFTED, Draft, DraftSource, EarlierCompletions, GroupDrafts
+
+#: The most rows of a step that verifies drafts. Beyond it, operations bound a step, and a row costs its full share.
+MOST_ROWS = 128
+#: Rows with which a step takes twice as long as its weights alone take: 1.8 ms at 1 sequence, 3.4 at 64, 5.3 at 128
+#: (7B in NVFP4 on an H200, docs/kernels.md). Decisions by a clock would make roundings depend on the machine's load.
+_DOUBLING_ROWS = 60
+#: What a verification costs beyond its rows, in the same unit: the host waits, drafts and launches
+#: (docs/lab/rollouts.md).
+_VERIFICATION = 0.15
+#: The first and the longest pause, in rounds of plain steps, after a look at the drafts that found none to pay.
+_PAUSES = (1, 16)
+#: Of so many tested tokens so many are taken to be right before any is tested.
+_PRIOR_RIGHT, _PRIOR_TESTED = 2, 3
+
+
+@dataclass
+class DraftCount:
+    """Tokens that were verified, and those of them that were right."""
+
+    verified: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class DraftCounts:
+    """Verifications of a rollout: `sequences` is the sum of the steps' sequences, `rows` that of their rows without
+    padding, and `tokens` are all tokens that they gave.
+    """
+
+    steps: int = 0
+    sequences: int = 0
+    rows: int = 0
+    tokens: int = 0
+    sources: dict[DraftSource, DraftCount] = field(default_factory=lambda: defaultdict(DraftCount))
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The rows of a step that verifies drafts. Those of a sequence follow each other: its last token, then its draft.
+
+    `rows` [3, n] int64 has for each row its slot, its place among the rows of its sequence, and the drafted token.
+    """
+
+    rows: np.ndarray
+    drafts: list[Draft | None]
+    #: The number of tokens of each draft that the rows have.
+    verified: list[int]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The tokens that a step gave a sequence, and whether they ended it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ended: bool
+
+
+class Speculation:
+    """Drafts of one call of `generate`. Its decisions follow from tokens alone, so that a rollout can be repeated.
+
+    `step_rows`: the number of rows that every step computes anyhow, None if it computes no more than it needs.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        stops: Collection[int],
+        earlier: EarlierCompletions,
+        step_rows: int | None,
+    ) -> None:
+        self._prompts, self._count, self._stops, self._earlier = prompts, count, stops, earlier
+        self._step_rows = step_rows
+        self._groups: dict[int, GroupDrafts] = {}
+        self._right: dict[int, int] = defaultdict(int)
+        self._tested: dict[int, int] = defaultdict(int)
+        self._pause, self._paused = _PAUSES[0], 0
+        self.counts = DraftCounts()
+
+    def know(self, index: int, tokens: Sequence[int]) -> None:
+        """State all tokens so far of the completion with this index."""
+        group, completion = divmod(index, self._count)
+        if group not in self._groups:
+            prompt = self._prompts[group]
+            self._groups[group] = GroupDrafts(prompt, self._earlier.of(prompt))
+        self._groups[group].know(completion, tokens, self._stops)
+
+    def tries(self, sequences: int) -> bool:
+        """Whether drafts for this many sequences are worth a look; without one, a step costs what it would."""
+        if not 0 < sequences < (self._step_rows or MOST_ROWS):
+            return False
+        self._paused -= self._paused > 0
+        return not self._paused
+
+    def feed(self, sequences: Sequence[tuple[int, int, int]]) -> Feed | None:
+        """The rows to verify for sequences given as (index, slot, tokens that may still be drawn); None if no draft is
+        expected to pay. All tokens of the sequences are known.
+        """
+        drafts = [self._draft(index, left) for index, _, left in sequences]
+        taken = self._taken(drafts)
+        if not sum(taken):
+            self._paused, self._pause = self._pause + 1, min(2 * self._pause, _PAUSES[1])
+            return None
+        self._pause = _PAUSES[0]
+        rows = [
+            (slot, ahead, draft.tokens[ahead - 1] if draft and ahead else 0)
+            for (_, slot, _), draft, length in zip(sequences, drafts, taken, strict=True)
+            for ahead in range(1 + length)
+        ]
+        return Feed(np.array(rows, dtype=np.int64).T, drafts, taken)
+
+    def _draft(self, index: int, left: int) -> Draft | None:
+        group, completion = divmod(index, self._count)
+        return self._groups[group].draft(completion, min(MOST_DRAFTED, left - 1))
+
+    def _taken(self, drafts: Sequence[Draft | None]) -> list[int]:
+        """The number of tokens of each draft to verify: those likeliest to be right, as many as give the most tokens
+        in the least time.
+        """
+        chances = sorted(
+            ((-(self._chance(draft.suffix) ** depth), place)
+             for place, draft in enumerate(drafts) if draft
+             for depth in range(1, 1 + len(draft.tokens))),
+        )  # fmt: skip
+        sequences, taken = len(drafts), [0] * len(drafts)
+        best, most = sequences / self._cost(sequences), 0
+        gains = np.cumsum([0.0, *(-chance for chance, _ in chances)])
+        for rows in self._sizes(sequences):
+            extra = min(rows - sequences, len(chances))
+            rate = (sequences + gains[extra]) / (self._cost(sequences + extra) + _VERIFICATION)
+            if rate > best:
+                best, most = rate, extra
+        for _, place in chances[:most]:
+            taken[place] += 1
+        return taken
+
+    def _chance(self, suffix: int) -> float:
+        """How often a drafted token was right where the tokens before it were, by the length of the suffix."""
+        return (self._right[suffix] + _PRIOR_RIGHT) / (self._tested[suffix] + _PRIOR_TESTED)
+
+    def _sizes(self, sequences: int) -> Iterator[int]:
+        """Numbers of rows that a step may have, of those that cost the same the largest."""
+        if self._step_rows:
+            yield self._step_rows
+            return
+        rows = padded_rows(sequences + 1)
+        while rows <= MOST_ROWS:
+            yield rows
+            rows = padded_rows(rows + 1)
+
+    def _cost(self, rows: int) -> float:
+        return 1 + padded_rows(self._step_rows or rows) / _DOUBLING_ROWS
+
+    def settle(self, feed: Feed, outcome: np.ndarray) -> list[Verified]:
+        """What a step gave each sequence. `outcome` [n, 4] int32 has for each row whether its token counts, the token,
+        the bits of its log-probability, and the position after it.
+        """
+        counts, tokens, bits, position = np.ascontiguousarray(outcome.T)
+        token_list, logprobs = tokens.tolist(), bits.view(np.float32).tolist()
+        given, idle = np.append(0, counts.cumsum()).tolist(), (position == IDLE).tolist()
+        settled, start = [], 0
+        for draft, verified in zip(feed.drafts, feed.verified, strict=True):
+            end = start + given[start + 1 + verified] - given[start]
+            settled.append(Verified(token_list[start:end], logprobs[start:end], end == start or idle[end - 1]))
+            self._count_tokens(draft, verified, token_list[start:end])
+            start += 1 + verified
+        self.counts.steps += 1
+        self.counts.sequences += len(settled)
+        self.counts.rows += len(outcome)
+        return settled
+
+    def _count_tokens(self, draft: Draft | None, verified: int, tokens: Sequence[int]) -> None:
+        self.counts.tokens += len(tokens)
+        if draft is None or not verified or not tokens:
+            return
+        right = len(tokens) - 1
+        failed = right < verified and tokens[right] != draft.tokens[right]
+        self._right[draft.suffix] += right
+        self._tested[draft.suffix] += right + failed
+        source = self.counts.sources[draft.source]
+        source.verified += verified
+        source.accepted += right
