@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, weights_format_of
+from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
 from qerl.layers.adapters import POLICY_ADAPTER
@@ -26,6 +27,11 @@ from qerl.policy.card import Base, write_card
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
+
+if TYPE_CHECKING:
+    from qerl.policy.sharded import ShardedRoot
+
+T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,6 +67,8 @@ class Policy:
     peft: PeftModel | None = None
     #: Head of the value function, from hidden states with the adapter "value" (`qerl.rl.value`); only with PPO.
     value_head: nn.Linear | None = None
+    #: Gathers the weights for a computation, if they are sharded over the processes of a run.
+    root: ShardedRoot | None = None
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +87,13 @@ class Policy:
         yield from ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
         if self.value_head is not None:
             yield from self.value_head.named_parameters(VALUE_HEAD)
+
+    def reading(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`, which reads the model; sharded weights are gathered for it and its backward pass.
+
+        All processes of a sharded policy must call this equally often.
+        """
+        return compute() if self.root is None else self.root(compute)
 
     def autocast(self) -> AbstractContextManager:
         """A context with products in the base's 16-bit dtype, while trained tensors stay float32."""
@@ -187,6 +202,19 @@ def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Pol
     """A policy with every weight trainable, in float32."""
     lm, tokenizer = _base(checkpoint, "float32", device)
     return Policy(lm.requires_grad_(True), tokenizer)
+
+
+def trained_in_shards(checkpoint: Path, dtype: str, device: torch.device | None = None) -> Policy:
+    """A policy with every weight trainable, in float32, of which this process keeps a shard (`qerl.policy.sharded`).
+
+    The checkpoint's weights are loaded whole before, in bfloat16 if they are stored so. Passes compute in `dtype`.
+    """
+    from qerl.policy.sharded import shard  # imports FSDP, which takes most of a second
+
+    stored = {info.dtype for info in read_headers(checkpoint).values()}
+    lm, tokenizer = _base(checkpoint, "bfloat16" if stored == {"BF16"} else "float32", device)
+    root = shard(lm.requires_grad_(True), DTYPES[dtype])
+    return Policy(lm, tokenizer, root=root)
 
 
 def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torch.device | None = None) -> Policy:

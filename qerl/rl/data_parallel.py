@@ -65,6 +65,10 @@ class Processes:
         """The largest value of any process."""
         return max(self.gather([value]))
 
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        self._state.wait_for_everyone()
+
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over the processes; a process without one adds zero."""
         for parameter in parameters:

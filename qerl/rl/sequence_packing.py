@@ -70,8 +70,9 @@ class MicroBatch:
 
 
 def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in rows], dtype=torch.float32, device=device)
+    longest = max(map(len, rows), default=0)
+    padded = [[*row, *[0.0] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32, device=device).reshape(len(rows), longest)
 
 
 def _digest(ids: list[int]) -> int:
@@ -117,7 +118,7 @@ def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[in
 def micro_batch(
     samples: Sequence[Sample], index: list[int], device: torch.device, silent: Collection[int] = ()
 ) -> MicroBatch:
-    """Pack the samples `index` of a batch into one row, without those that are `silent`."""
+    """Pack the samples `index` of a batch into one row, without those that are `silent`; none make an empty row."""
     row = _Row()
     read = [i for i in index if i not in silent]
     for group in _groups(samples, read):
@@ -203,6 +204,10 @@ def logprobs_and_entropy(
     Both are [N, T] float32 at the sampling temperature, zero on padding. The entropy, H = -sum pi log pi, has no
     gradient. `keep_logits` is `keep` of `qerl.layers.linear_logprobs`.
     """
-    head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
-    logprobs, entropies = linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
+        return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
+
+    logprobs, entropies = policy.reading(compute)
     return batch.unpacked(logprobs), batch.unpacked(entropies)

@@ -20,7 +20,7 @@ from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log
 from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
-from qerl.policy.policy import Policy, trained_in_full, weight_bytes, with_adapter
+from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import flush, write_text
 from qerl.results.files import write
@@ -44,7 +44,8 @@ from qerl.trackers.trackers import Trackers
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy with which a run starts."""
     if settings.method == "full":
-        policy = trained_in_full(checkpoint)
+        sharded = settings.processes > 1
+        policy = trained_in_shards(checkpoint, settings.dtype) if sharded else trained_in_full(checkpoint)
     else:
         policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
     return prepared(policy, settings)
@@ -107,7 +108,7 @@ def train_run(job: TrainJob) -> None:
     """
     forget(job.work)
     state = _state_folder(job)
-    if not state.exists() and any(job.work.glob("*/step-*.pt")):
+    if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
         run_in_processes(job.settings.processes, _train, job, state)
@@ -143,16 +144,19 @@ def _train(job: TrainJob, state: Path) -> None:
             trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
             rows = trainer.run(job.time_limit)
         peak = trainer.processes.max(peak_memory_bytes())
+        whole = trainer.trained_policy()
         if trainer.processes.writes:
-            _write_result(job, trainer, rows, elapsed.value, peak)
+            _write_result(job, trainer, whole, rows, elapsed.value, peak)
 
 
-def _write_result(job: TrainJob, trainer: Trainer, rows: list[dict[str, float]], taken: float, peak: float) -> None:
+def _write_result(
+    job: TrainJob, trainer: Trainer, whole_policy: Policy, rows: list[dict[str, float]], taken: float, peak: float
+) -> None:
     """Write policy, metrics and run.json; `taken` are seconds, `peak` bytes of memory."""
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
     bytes_of_weights = weight_bytes(trainer.policy)
-    _save(trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
+    _save(whole_policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=taken,
@@ -175,10 +179,10 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
     return Trackers(job.settings.track, record)
 
 
-def _save(trainer: Trainer, out: Path, base: Base | None) -> None:
+def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> None:
     """Write policy and metrics. They must be on disk before run.json, which marks the run as finished."""
     try:
-        trainer.policy.save(out / POLICY, base)
+        policy.save(out / POLICY, base)
     except SafetensorError as error:
         raise ResumeError(
             f"can't write the trained policy to {out} ({error}); make room and start again: the run continues from "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,10 @@ from qerl.rl.thermostat import Thermostat
 from qerl.rl.update import Look, Updater
 from qerl.settings.run import RunSettings
 from qerl.trackers.trackers import Trackers
+
+if TYPE_CHECKING:
+    from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+    from qerl.rollout.sharded import ShardedSampler
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
 
@@ -82,8 +87,8 @@ class Trainer:
                 if self.processes.writes:
                     self._write(rows)
                     self._tell(rows)
-                    if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
-                        self.checkpoints.save(step, self._state(rows))
+                if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
+                    self._save(rows)
                 advance(headline(rows[-1]))
         return rows
 
@@ -97,8 +102,7 @@ class Trainer:
         # All processes must decide alike, so the longest time counts.
         if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
             return
-        if self.processes.writes:
-            self.checkpoints.save(len(rows), self._state(rows))
+        self._save(rows)
         raise TimeLimitError(
             f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; raise "
             "time_limit of its experiment to continue"
@@ -115,6 +119,7 @@ class Trainer:
                 self.watch.look(step, rollout, self.processes.writes)
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
+            self._end_rollout()
             stored = self.store.begin(step, rollout) if self.store else None
             with seconds() as update_time:
                 update = self._update(step, rollout.samples, stored)
@@ -138,6 +143,20 @@ class Trainer:
             "memory_bytes": peak_memory_bytes(),
         }
 
+    def _end_rollout(self) -> None:
+        """Tell a sampler of gathered weights that the update changes them."""
+        if self.policy.root is not None:
+            self._gatherer.end_rollout()
+
+    @property
+    def _gatherer(self) -> ShardedSampler:
+        sampler: Any = self.collector.sampler
+        return sampler
+
+    def trained_policy(self) -> Policy:
+        """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
+        return self.policy if self.policy.root is None else self._gatherer.whole_policy()
+
     def _behaviour(self, step: int) -> Behaviour:
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
@@ -154,21 +173,43 @@ class Trainer:
 
     # --- state ---
 
-    def _state(self, rows: list[dict[str, float]]) -> dict[str, Any]:
-        trained = {name: p.detach() for name, p in self.policy.trainable()}
-        return {"trained": trained, "optimizer": self.updater.optimizer.state_dict(), "rows": rows}
+    @cached_property
+    def _shared(self) -> ShardedCheckpoints | None:
+        """The checkpoints of a policy that is trained in full, which have shards of all processes."""
+        if self.policy.peft is not None:
+            return None
+        from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+
+        return ShardedCheckpoints(self.checkpoints.folder, self.checkpoints.fingerprint, self.processes)
+
+    def _save(self, rows: list[dict[str, float]]) -> None:
+        """Save a checkpoint. Every process calls this, because each may have a part of the state."""
+        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
+        if self._shared:
+            self._shared.save(trained, optimizer, rows)
+        elif self.processes.writes:
+            weights = {name: parameter.detach() for name, parameter in trained.items()}
+            state = {"trained": weights, "optimizer": optimizer.state_dict(), "rows": rows}
+            self.checkpoints.save(len(rows), state)
 
     def _resume(self) -> list[dict[str, float]]:
+        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
+        rows = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        if rows and self.processes.writes:
+            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
+        return rows or []
+
+    def _restore(
+        self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> list[dict[str, float]] | None:
         state = self.checkpoints.load(self.policy.device)
         if state is None:
-            return []
+            return None
         with torch.no_grad():
-            for name, parameter in self.policy.trainable():
+            for name, parameter in trained.items():
                 parameter.copy_(state["trained"][name])
-        self.updater.optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
         rows: list[dict[str, float]] = state["rows"]
-        if self.processes.writes:
-            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
         return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:

@@ -24,6 +24,7 @@ from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, m
 from qerl.rl.silent import Silent, find_silent
 from qerl.rl.update_stats import UpdateStats
 from qerl.rl.value import is_value, value_adapter, values
+from qerl.rollout.sampler import Completion
 from qerl.settings.run import RunSettings
 
 
@@ -174,7 +175,17 @@ class Updater:
         """This process's micro-batches. Rows are sorted by length, so dealing them out in turn balances the work."""
         if silent:
             rows = sorted(rows, key=lambda row: -row_tokens(samples, [i for i in row if i not in silent]))
-        return [self._part(step, samples, row, silent) for row in rows[self.processes.rank :: self.processes.count]]
+        return [self._part(step, samples, row, silent) for row in self._dealt(rows, self.processes.rank)]
+
+    def _dealt(self, rows: list[list[int]], place: int) -> list[list[int]]:
+        """Rows number `place` of each turn of the processes.
+
+        Where the last turn has too few rows, a process with sharded weights gets an empty one: it takes part in every
+        turn, since the others need its shards.
+        """
+        dealt = rows[place :: self.processes.count]
+        turns = math.ceil(len(rows) / self.processes.count)
+        return dealt if self.policy.root is None else dealt + [[]] * (turns - len(dealt))
 
     def _part(self, step: int, samples: list[Sample], row: list[int], silent: Collection[int]) -> _Part:
         batch = micro_batch(samples, row, self.policy.device, silent)
@@ -184,7 +195,7 @@ class Updater:
     def _read_only(self, step: int, samples: list[Sample], index: list[int]) -> list[_Part]:
         """This process's micro-batches of silent completions `index`, of which the last process has the longest."""
         rows = split(samples, self.settings.micro_batch_tokens, self.processes.count, index)
-        mine = rows[self.processes.count - 1 - self.processes.rank :: self.processes.count]
+        mine = self._dealt(rows, self.processes.count - 1 - self.processes.rank)
         return [self._part(step, samples, row, ()) for row in mine]
 
     # --- gradients ---
@@ -192,12 +203,18 @@ class Updater:
     def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         batch = part.batch
         if batch.is_empty:
-            return torch.zeros_like(batch.mask_NT), torch.zeros_like(batch.mask_NT)
+            zeros_NT = torch.zeros_like(batch.mask_NT)
+            return (zeros_NT if self.policy.root is None else zeros_NT + self._zero()), zeros_NT
         keep = self._choose_recomputed(part)
         # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
         set_keys(self.policy.lm, keys, batch.packing.lengths)
         return logprobs_and_entropy(self.policy, batch, self.temperature, keep)
+
+    def _zero(self) -> torch.Tensor:
+        """A zero by a pass of one token, which gathers and reduces shards like any other pass, with zero gradients."""
+        batch = micro_batch([Sample([0], Completion([0], [0.0], False), 0.0, 0.0)], [0], self.policy.device)
+        return 0 * logprobs_and_entropy(self.policy, batch, self.temperature)[0].sum()
 
     def _choose_recomputed(self, part: _Part) -> bool:
         """Choose the blocks that the backward pass recomputes; returns whether the logits are kept."""
@@ -279,14 +296,18 @@ class Updater:
     def _optimize(self) -> float:
         """Sum the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping.
 
+        Gradients of sharded weights are sums already.
+
         The value's gradient is clipped separately, so that a large error of the value doesn't shrink the policy's step.
         """
         trained = list(self.policy.trainable())
-        self.processes.add_gradients(p for _, p in trained)
+        if self.policy.root is None:
+            self.processes.add_gradients(p for _, p in trained)
         norms = []
         for of_value in (False, True):
             parameters = [p for name, p in trained if is_value(name) == of_value]
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
+            norms.append(norm if self.policy.root is None else self.policy.root.whole(norm))
         if not all(torch.isfinite(norm) for norm in norms):
             raise DivergedError(_diverged("the gradient is", "the loss or a weight is"))
         self.optimizer.step()

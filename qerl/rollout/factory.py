@@ -18,7 +18,8 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
     """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that
-    these decode together; `vllm.max_sequences` does so for vLLM.
+    these decode together; `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole
+    ones.
     """
     if settings.engine == "vllm":
         from qerl.rollout.vllm.in_process import VllmSampler
@@ -28,6 +29,11 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         from qerl.rollout.vllm.server import VllmServerSampler
 
         return VllmServerSampler(policy, settings.vllm)
+    if policy.root is not None:
+        from qerl.rollout.sharded import ShardedSampler
+
+        sleep = settings.native.sleep
+        return ShardedSampler(policy, lambda whole: make_sampler(whole, settings, max_sequences), sleep)
     if issubclass(kind := native_class(policy.device.type == "cuda"), EngineSampler):
         return kind(policy, settings.native, max_sequences)
     return kind(policy, max_sequences)

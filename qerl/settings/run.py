@@ -30,7 +30,12 @@ UNDECIDING_OF_STEPS: Any = {
 
 #: Keys of `RunSettings` that don't decide the result of a run. If they change, a finished run stays and a killed run
 #: continues.
-UNDECIDING: Any = {**UNDECIDING_OF_STEPS, "gradient_checkpointing": True, "rollout": UNDECIDING_OF_ENGINE}
+UNDECIDING: Any = {
+    **UNDECIDING_OF_STEPS,
+    "gradient_checkpointing": True,
+    "processes": True,
+    "rollout": UNDECIDING_OF_ENGINE,
+}
 
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -93,7 +98,8 @@ class RunSettings(Settings):
     work offline if not told otherwise (docs/tracking.md). A tracker that fails is dropped with a warning."""
     processes: PositiveInt = 1
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
-    process up to the order in which gradients are added."""
+    process up to the order in which gradients are added. With `method: full` each process has a shard of weights and
+    optimizer, and computes in `dtype`, where one process computes in float32 (docs/scaling.md)."""
     seed: Seed = 0
 
     @property
@@ -125,6 +131,8 @@ class RunSettings(Settings):
             )
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
+        if self.method == "full" and self.processes > 1:
+            self._can_be_sharded()
         if self.loss.name == "ppo" and self.method == "full":
             raise ValueError("loss.name=ppo needs method=lora: policy and value function share a frozen base")
         if self.rollout.group_size == 1 and self.loss.name != "ppo":
@@ -137,6 +145,18 @@ class RunSettings(Settings):
         if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
         return self
+
+    def _can_be_sharded(self) -> None:
+        if self.optimizer.name == "adamw8bit":
+            raise ValueError(
+                "optimizer.name=adamw8bit can't update the shards of method=full with several processes; use "
+                "optimizer.name=adamw"
+            )
+        if self.gradient_checkpointing == "auto":
+            raise ValueError(
+                "gradient_checkpointing=auto can't measure the shards of method=full with several processes; use true "
+                "or false"
+            )
 
     @property
     def calibrated(self) -> CalibrationSettings | None:

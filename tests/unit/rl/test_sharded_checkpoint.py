@@ -1,0 +1,64 @@
+"""Checkpoints of policies that are trained in full, in one process; test_sharded.py has several."""
+
+import pytest
+import torch
+
+from qerl.rl.checkpoint import ResumeError
+from qerl.rl.data_parallel import Processes
+from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+
+
+def trained(value: float):
+    weights = {"w": torch.nn.Parameter(torch.full((5, 3), value)), "b": torch.nn.Parameter(torch.zeros(5))}
+    optimizer = torch.optim.AdamW(weights.values(), lr=0.1)
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, value)
+    optimizer.step()
+    return weights, optimizer
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = ShardedCheckpoints(tmp_path, "fingerprint", Processes())
+    for step in (1, 2, 3):
+        made.save(*trained(float(step)), [{"step": float(n + 1)} for n in range(step)])
+    return made
+
+
+def test_weights_and_optimizer_return_bit_for_bit_and_two_checkpoints_stay(store, tmp_path):
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    wanted, wanted_optimizer = trained(3.0)
+    weights, optimizer = trained(7.0)
+    assert len(store.load(weights, optimizer)) == 3
+    for name, weight in weights.items():
+        assert torch.equal(weight, wanted[name])
+        # The next step is the same only if moments and count are.
+        weight.grad = wanted[name].grad = torch.ones_like(weight)
+    optimizer.step()
+    wanted_optimizer.step()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
+def test_a_damaged_file_is_refused_and_the_checkpoint_before_is_as_good(store, tmp_path, name):
+    newest = tmp_path / "step-000003"
+    (newest / name).write_bytes((newest / name).read_bytes()[:-9])
+    with pytest.raises(ResumeError, match="step-000003 is damaged; delete it to continue from the previous"):
+        store.load(*trained(7.0))
+    newest.rename(tmp_path / "away")
+    assert len(store.load(*trained(7.0))) == 2
+
+
+def test_a_checkpoint_of_other_settings_is_refused(store, tmp_path):
+    with pytest.raises(ResumeError, match="belongs to a run with other settings; delete"):
+        ShardedCheckpoints(tmp_path, "other", Processes()).load(*trained(7.0))
+
+
+def test_a_full_disk_is_one_sentence(store, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.save", full)
+    with pytest.raises(ResumeError, match=r"can't write the checkpoint of step 4 .*No space left on device.*make room"):
+        store.save(*trained(4.0), [{"step": 1.0}] * 4)
+    assert len(store.load(*trained(7.0))) == 3
