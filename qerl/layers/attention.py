@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,6 +30,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D]."""
     if packing is None:
+        if _shares_heads(query, attention_mask, settings):
+            scale = settings.get("scaling")
+            out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
+            return out.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if settings.get("dropout") or settings.get("sliding_window"):
         raise ValueError(
@@ -40,10 +45,26 @@ def attend(
     return attend_packed(query, key, value, packing, settings["scaling"])[None], None
 
 
-def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-    """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
+def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
+    """Whether query heads can read the KV head that they share in place.
+
+    transformers copies keys and values for each query head if there is a mask, which kernels of GPUs need. PyTorch's
+    kernel for CPUs makes the same bits without the copies, which took more time than the attention. With gradients
+    the order of their sums would be another one.
+    """
+    plain = not settings.get("dropout") and settings.get("position_bias") is None
+    return query.device.type == "cpu" and mask is not None and plain and not torch.is_grad_enabled()
+
+
+def use_attend(lm: PreTrainedModel) -> None:
+    """Make the blocks of a model call `attend`."""
     if lm.config._attn_implementation != NAME:
         lm.set_attn_implementation(NAME)
+
+
+def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
+    use_attend(lm)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
     made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
     output = lm.model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)

@@ -16,11 +16,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
 
 from qerl.kernels.packed_sequences import Packing
 from qerl.layers import packed_attention
-from qerl.layers.attention import NAME, packed_hidden
+from qerl.layers.attention import NAME, attend, packed_hidden
 from qerl.layers.packed_attention import PackedAttention, fuse_attentions
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.training import AdapterSettings
@@ -196,3 +198,27 @@ def test_all_keys_are_written_behind_each_other_and_gradients_rounded_once():
     (found,) = torch.autograd.grad(keys, row, grad)
     exact = torch.zeros(9, 2, 4, dtype=torch.float64).index_add_(0, torch.tensor(order), grad.double())
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-22).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("queries", [1, 37])
+def test_heads_that_share_keys_are_not_copied_and_give_the_same_bits(monkeypatch, dtype, queries):
+    copied = []
+    copy_heads = sdpa_attention.repeat_kv
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *args: copied.append(1) or copy_heads(*args))
+    attention = made("qwen2")[1].model.layers[0].self_attn
+    groups, heads, dim = attention.num_key_value_groups, SHAPE["num_attention_heads"], attention.head_dim
+    assert groups > 1
+    torch.manual_seed(0)
+    query = torch.randn(9, queries, heads, dim, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, 9, heads // groups, 37, dim, dtype=dtype)
+    mask = torch.rand(9, 1, queries, 37) < 0.7
+    mask[..., -1] = True
+    given = (attention, query, key, value, mask)
+    with torch.no_grad():
+        made_here = attend(*given, scaling=0.3)[0]
+        assert not copied
+        assert torch.equal(made_here, sdpa_attention_forward(*given, scaling=0.3)[0])
+    assert len(copied) == 2
+    attend(*given, scaling=0.3)  # with gradients, whose sums must keep their order
+    assert len(copied) == 4

@@ -104,6 +104,23 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     torch.testing.assert_close(found, torch.tensor([1 / 9, 5 / 9, 3 / 9, 0, 0]), atol=0.015, rtol=0)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.2, 3.0, 30.0], ids=["all equal", "flat", "peaked", "certain"])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_draws_by_top_p_are_those_of_the_whole_sorted_vocabulary(scale, top_k):
+    torch.manual_seed(0)
+    logits = (torch.randn(64, 300) * scale).round(decimals=1 if scale == 3 else 6)  # with equal values among the first
+    uniform = torch.rand(64, dtype=torch.float64)
+    params = SamplingParams(1, 0.6, 0.95, top_k=top_k)
+    expected = []
+    for row, number in zip(torch.log_softmax(logits / 0.6, -1).double().exp().numpy(), uniform.tolist(), strict=True):
+        order = np.argsort(-row, kind="stable")
+        before = np.cumsum(row[order]) - row[order]
+        chosen = (before < 0.95) & (np.arange(300) < (top_k or 300))
+        mass = np.cumsum(row[order] * chosen)
+        expected.append(order[np.searchsorted(mass, number * mass[-1], side="right")])
+    assert draw(logits, uniform, params)[0].tolist() == expected
+
+
 def test_logprobs_of_truncated_draws_are_those_of_the_whole_distribution():
     logits = torch.log(torch.tensor([[0.6, 0.4]]))
     _, logprob = draw(logits, torch.tensor([0.99], dtype=torch.float64), SamplingParams(1, top_p=0.5))
