@@ -33,10 +33,10 @@ _CODE_BYTES = _TILE_ROWS * BLOCK_COLUMNS // 2
 _SCALE_BYTES = BLOCK_COLUMNS
 BLOCK_BYTES = BLOCK_ROWS // _TILE_ROWS * (_CODE_BYTES + _SCALE_BYTES)
 #: Bits of a bfloat16 scale are byte * multiplier + offset. Scales come out times 2^118, of which a code's place takes
-#: 2^-126 away: products are 2^-8 of the weight's.
+#: 2^-126 away: products are 2^-LEFT of the weight's.
 NVFP4_DECODE = (1 << 4, (236 << 7) * 0x10001)
 MXFP4_DECODE = (1 << 7, 0)
-_LEFT = 8
+LEFT = 8
 _MX_TOP = 245
 #: For four codes of a word, the bit positions of the sign and of the magnitude from high to low; the other four codes'
 #: positions are higher by 16, modulo 32.
@@ -67,7 +67,12 @@ class Tiles:
     @property
     def scale_decode(self) -> tuple[int, int]:
         """Multiplier and offset of scale bytes."""
-        return NVFP4_DECODE if self.weights_format == "nvfp4" else MXFP4_DECODE
+        return scale_decode(self.weights_format)
+
+
+def scale_decode(weights_format: str) -> tuple[int, int]:
+    """Multiplier and offset of scale bytes of NVFP4 or MXFP4."""
+    return NVFP4_DECODE if weights_format == "nvfp4" else MXFP4_DECODE
 
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
@@ -84,7 +89,7 @@ def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
     parts = tuple(layer.shape[0] for layer in layers)
     codes, scales, factors, largest = [], [], [], []
     for layer in layers:
-        code, scale, factor, top = _codes_and_scales(layer)
+        code, scale, factor, top = codes_and_scales(layer)
         codes.append(code)
         scales.append(scale)
         factors.append(factor)
@@ -93,7 +98,7 @@ def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
         codes, scales = [_interleave(codes)], [_interleave(scales)]
     data = _to_blocks(torch.cat(codes), torch.cat(scales))
     globals_ = tuple(layer.tensors.get("weight_global_scale") for layer in layers)
-    divisors = tuple(2.0**_LEFT / factor for factor in factors)
+    divisors = tuple(2.0**LEFT / factor for factor in factors)
     return Tiles(data, weights_format, parts, columns, interleaved, tuple(factors), globals_, tuple(largest), divisors)
 
 
@@ -105,14 +110,17 @@ def unpack(tiles: Tiles, part: int) -> Packed:
     else:
         start = sum(tiles.parts[:part])
         codes, scales = (t[start : start + tiles.parts[part]] for t in (codes, scales))
-    tensors = {"weight_packed": codes.contiguous(), **_stored_scales(tiles, part, scales)}
+    tensors = {
+        "weight_packed": codes.contiguous(),
+        **stored_scales(tiles.weights_format, tiles.global_scales[part], tiles.largest_exponents[part], scales),
+    }
     return Packed(tiles.weights_format, (tiles.parts[part], tiles.columns), tensors)
 
 
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def _codes_and_scales(layer: Packed) -> tuple[Tensor, Tensor, float, int]:
+def codes_and_scales(layer: Packed) -> tuple[Tensor, Tensor, float, int]:
     """Codes [rows, columns / 2], scale bytes [rows, columns / 16], factor and MXFP4's largest exponent."""
     codes, scales = layer.tensors["weight_packed"], layer.tensors["weight_scale"]
     if layer.weights_format == "nvfp4":
@@ -120,11 +128,11 @@ def _codes_and_scales(layer: Packed) -> tuple[Tensor, Tensor, float, int]:
         if bool((stored >= 0x7F).any()):
             raise FormatError("an NVFP4 scale is negative or no number; quantize the checkpoint again")
         empty = stored == 0
-        factor = 2.0**_LEFT / layer.tensors["weight_global_scale"].item()
+        factor = 2.0**LEFT / layer.tensors["weight_global_scale"].item()
         return _without(codes, empty), _e5m3(codes.device)[0][stored.long()], factor, 0
     top = int(scales.max())
     shifted = scales.int() - top + _MX_TOP
-    factor = 2.0 ** (_LEFT + top - 127)
+    factor = 2.0 ** (LEFT + top - 127)
     bytes_ = shifted.clamp(min=0).to(torch.uint8).repeat_interleave(2, dim=1)
     return _without(codes, (shifted < 1).repeat_interleave(2, dim=1)), bytes_, factor, top
 
@@ -136,14 +144,16 @@ def _without(codes: Tensor, empty: Tensor) -> Tensor:
     )
 
 
-def _stored_scales(tiles: Tiles, part: int, scales: Tensor) -> dict[str, Tensor]:
-    if tiles.weights_format == "mxfp4":
-        exponents = scales[:, ::2].int() + tiles.largest_exponents[part] - _MX_TOP
+def stored_scales(
+    weights_format: str, global_scale: Tensor | None, largest_exponent: int, scales: Tensor
+) -> dict[str, Tensor]:
+    """The scales of a `Packed` for bytes [rows, columns / 16], the inverse of `codes_and_scales`."""
+    if weights_format == "mxfp4":
+        exponents = scales[:, ::2].int() + largest_exponent - _MX_TOP
         return {"weight_scale": exponents.clamp(min=0).to(torch.uint8)}
-    scale = tiles.global_scales[part]
-    assert scale is not None
+    assert global_scale is not None
     stored = _e5m3(scales.device)[1][scales.long()].view(torch.float8_e4m3fn)
-    return {"weight_scale": stored, "weight_global_scale": scale}
+    return {"weight_scale": stored, "weight_global_scale": global_scale}
 
 
 @cache
@@ -171,7 +181,7 @@ def _bits(place: int, upper: int) -> list[int]:
 
 
 @cache
-def _placed(device: torch.device) -> Tensor:
+def code_words(device: torch.device) -> Tensor:
     """[2, 4, 16] int32 words that hold one code alone, by upper or lower half and place."""
     words = [
         [
@@ -194,7 +204,7 @@ def _to_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 def _tile_codes(codes: Tensor) -> Tensor:
     # A row of a tile is r + 8 * h; a column of a group is 2 * t + 8 * q + e; a lane is 4 * r + t.
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(-1, 8, 2, 8, codes.shape[1] // 64, 2, 4, 2, 4, 2)
-    placed = _placed(codes.device)
+    placed = code_words(codes.device)
     words = torch.zeros((*nibbles.shape[:2], *nibbles.shape[3:7], 4), dtype=torch.int32, device=codes.device)
     for h, q, e in product(range(2), repeat=3):
         words |= placed[e, h + 2 * q][nibbles[:, :, h, :, :, :, :, q, :, e].int()]  # [blocks, 8, r, blocks, 2, 4, t]
@@ -215,11 +225,12 @@ def _from_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _untile_codes(blocks: Tensor) -> Tensor:
     words = blocks.contiguous().view(torch.int32).view(*blocks.shape[:3], 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 6, 5)
-    nibbles = [[_codes_at(words, h + 2 * q) for q in range(2)] for h in range(2)]  # [blocks, 8, r, blocks, 2, 4, t, e]
+    nibbles = [[codes_at(words, h + 2 * q) for q in range(2)] for h in range(2)]  # [blocks, 8, r, blocks, 2, 4, t, e]
     by_row = torch.stack([torch.stack(two, dim=6) for two in nibbles], dim=2)  # h before r, q before t
     return (by_row[..., 0] | by_row[..., 1] << 4).flatten(0, 3).flatten(1)
 
 
-def _codes_at(words: Tensor, place: int) -> Tensor:
+def codes_at(words: Tensor, place: int) -> Tensor:
+    """The two codes [..., 2] at a place in the lower and upper half of int32 words."""
     both = [sum((words >> bit & 1) << 3 - i for i, bit in enumerate(_bits(place, upper))) for upper in range(2)]
     return torch.stack(both, dim=-1).to(torch.uint8)  # type: ignore[arg-type]

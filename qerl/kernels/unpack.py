@@ -1,4 +1,4 @@
-"""A kernel that unpacks tiles to bfloat16 weights, for cuBLAS products in training."""
+"""Kernels that unpack tiles or words to bfloat16 weights, for cuBLAS products in training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qerl.formats import tiles as layout
 from qerl.formats.tiles import Tiles
+from qerl.formats.words import Words
 from qerl.kernels.jit import address, launch, load, params_struct
 
 _SOURCE = Path(__file__).with_name("unpack.cu")
@@ -31,8 +32,12 @@ _Params = params_struct(
 )
 
 
-def dense(tiles: Tiles, part: int) -> Tensor:
+def dense(tiles: Tiles | Words, part: int) -> Tensor:
     """The weight of a layer, bfloat16 [rows, columns], bit for bit equal to that of `formats.dequantize`."""
+    if isinstance(tiles, Words):
+        from qerl.kernels.portable.decoding import dense as dense_of_words
+
+        return dense_of_words(tiles, part, torch.bfloat16)
     out = tiles.data.new_empty(tiles.parts[part], tiles.columns, dtype=torch.bfloat16)
     multiplier, offset = tiles.scale_decode
     row_tiles = (tiles.rows if tiles.interleaved else tiles.parts[part]) // 16

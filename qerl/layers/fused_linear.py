@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from qerl.layers.adapters import unwrap
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.w4_linear import W4Linear, serves
+from qerl.layers.portable_linear import PortableLinear
+from qerl.layers.w4_linear import W4Linear, is_hopper, serves
+from qerl.settings.rollout import Kernels
 
 
 class FusedLinear(Protocol):
@@ -33,29 +35,38 @@ class FusedLinear(Protocol):
 
 
 def product_class(
-    capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> type[W4Linear] | type[TorchLinear]:
+    capability: tuple[int, int] | None,
+    weights_format: str,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    kernels: Kernels = "auto",
+) -> type[W4Linear] | type[PortableLinear] | type[TorchLinear]:
     """The class of the product of layers of `shapes` [out, in] in a format, with activations of `dtype`.
 
     `capability` is the compute capability of the layers' GPU, and None on a CPU.
     """
-    if serves(capability, weights_format, shapes, dtype):
+    own = kernels == "auto" and is_hopper(capability)
+    if own and serves(weights_format, shapes, dtype):
         return W4Linear
+    if not own and PortableLinear.serves(capability, weights_format, shapes, dtype):
+        return PortableLinear
     if BitsandbytesLinear.serves(capability, weights_format, dtype):
         return BitsandbytesLinear
     return TorchLinear
 
 
-def fuse(layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False) -> FusedLinear:
+def fuse(
+    layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False, kernels: Kernels = "auto"
+) -> FusedLinear:
     """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
-    `dtype` is the activations' dtype. `gated` layers are gate and up, called with `silu`.
+    `dtype` is the activations' dtype. `gated` layers are gate and up, called with `silu`. `kernels` is the setting.
     """
     bases = [unwrap(layer).base for layer in layers]
     formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}
     shapes = [(base.out_features, base.in_features) for base in bases]
     # Layers in several formats have no common product.
-    kind = product_class(_capability(bases[0]), formats.pop() if len(formats) == 1 else "", shapes, dtype)
+    kind = product_class(_capability(bases[0]), formats.pop() if len(formats) == 1 else "", shapes, dtype, kernels)
     return W4Linear(layers, interleaved=gated) if issubclass(kind, W4Linear) else kind(layers, dtype)
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qerl.formats import tiles as layout
+from qerl.formats import tiles as tile_layout
+from qerl.formats import words as word_layout
 from qerl.formats.codecs import Packed, dequantize, tensor_specs
 from qerl.formats.tiles import Tiles
+from qerl.formats.words import Words
 from qerl.kernels.unpack import dense
 
 
@@ -70,7 +72,7 @@ class PackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self._dense: Tensor | None = None
         #: The weights in the layout of the GPU's kernels, after `use_tiles` has replaced the buffers.
-        self.tiles: Tiles | None = None
+        self.tiles: Tiles | Words | None = None
         self._part = 0
 
     @classmethod
@@ -84,7 +86,7 @@ class PackedLinear(nn.Module):
         layer.bias = None if bias is None else nn.Parameter(bias)
         return layer
 
-    def use_tiles(self, tiles: Tiles, part: int) -> None:
+    def use_tiles(self, tiles: Tiles | Words, part: int) -> None:
         """Use part `part` of `tiles`, which other layers may share, and drop the layer's packed tensors."""
         for name in self.packed_names:
             delattr(self, name)
@@ -94,8 +96,10 @@ class PackedLinear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The packed weight, without a copy unless it is in tiles."""
+        if isinstance(self.tiles, Words):
+            return word_layout.unpack(self.tiles, self._part)
         if self.tiles is not None:
-            return layout.unpack(self.tiles, self._part)
+            return tile_layout.unpack(self.tiles, self._part)
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
         return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
 

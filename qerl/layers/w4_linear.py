@@ -14,15 +14,14 @@ from qerl.layers.adapters import unwrap
 from qerl.layers.packed_linear import PackedLinear
 
 
-def serves(
-    capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> bool:
-    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`.
+def is_hopper(capability: tuple[int, int] | None) -> bool:
+    """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
+    return capability is not None and capability[0] == 9
 
-    `capability` is the compute capability of their GPU, and None on a CPU.
-    """
-    hopper = capability is not None and capability[0] == 9
-    return hopper and dtype == torch.bfloat16 and layout.fits(weights_format, shapes)
+
+def serves(weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`."""
+    return dtype == torch.bfloat16 and layout.fits(weights_format, shapes)
 
 
 class W4Linear:
@@ -80,12 +79,12 @@ class W4Linear:
 
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
-    if bases[0].tiles is None:
+    tiles = bases[0].tiles
+    if not isinstance(tiles, Tiles):
         tiles = layout.pack([base.packed for base in bases], interleaved)
         for part, base in enumerate(bases):
             base.use_tiles(tiles, part)
-    assert bases[0].tiles is not None
-    return bases[0].tiles
+    return tiles
 
 
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:

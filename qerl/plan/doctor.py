@@ -24,6 +24,7 @@ from qerl.host.imports import extras, installed_version, requirements
 from qerl.kernels.operations import operations_name
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.fused_linear import product_class
+from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
 from qerl.policy.policy import DTYPES
@@ -164,7 +165,12 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
         for part in (linears[:3], linears[3:4], linears[4:6], linears[6:])
     }
     plain = "dense" if weights == "bf16" else "weights unpacked in each product"
-    texts = {W4Linear: "packed", BitsandbytesLinear: "bitsandbytes' for few rows", TorchLinear: plain}
+    texts = {
+        W4Linear: "packed",
+        PortableLinear: "packed, portable kernels",
+        BitsandbytesLinear: "bitsandbytes' for few rows",
+        TorchLinear: plain,
+    }
     return f"{weights}: " + " and ".join(
         f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)
     )

@@ -46,6 +46,9 @@ class VllmSettings(Settings):
     """Folder for adapters, at the same path on this host and the server's, for `vllm-server`."""
 
 
+Kernels = Literal["auto", "portable"]
+
+
 class NativeSettings(Settings):
     """The native engine, which samples from the trainer's own weights on a GPU."""
 
@@ -61,6 +64,10 @@ class NativeSettings(Settings):
     """Let a step verify several guessed tokens of each sequence where few sequences are left. Guesses come from the
     prompt, the completion so far, and other completions of the prompt. The tokens are those without guesses, except
     where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same."""
+    kernels: Kernels = "auto"
+    """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those that were written for the GPU's
+    generation, which is Hopper alone, and otherwise the portable ones in Triton. `portable` takes the latter
+    everywhere."""
 
 
 class EngineSettings(Settings):

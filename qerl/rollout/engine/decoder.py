@@ -20,6 +20,7 @@ from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
 from qerl.settings.base import ConfigError
+from qerl.settings.rollout import Kernels
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 #: Types of rotary embeddings whose frequencies depend on the length of the text.
@@ -47,7 +48,7 @@ class _Block:
 class Decoder:
     """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
         config = policy.lm.config
         _check(config)
         self.dtype = policy.lm.dtype
@@ -55,7 +56,7 @@ class Decoder:
         self.operations = operations(policy.device)
         self._model: Any = policy.lm.model
         self._embedding: Any = policy.lm.get_input_embeddings().weight
-        self._blocks = [_block(layer, config, self.dtype) for layer in self._model.layers]
+        self._blocks = [_block(layer, config, self.dtype, kernels) for layer in self._model.layers]
         self._norm = _norm(self._model.norm)
         self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
@@ -218,16 +219,16 @@ def _check(config: Any) -> None:
         raise ConfigError("the native engine supports only SiLU as the activation; use engine=vllm")
 
 
-def _block(layer: Any, config: Any, dtype: torch.dtype) -> _Block:
+def _block(layer: Any, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     return _Block(
         heads=_heads(attention, config),
         input_norm=_norm(layer.input_layernorm),
-        qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
-        out=fuse([attention.o_proj], dtype),
+        qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype, kernels=kernels),
+        out=fuse([attention.o_proj], dtype, kernels=kernels),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, gated=True),
-        down=fuse([mlp.down_proj], dtype),
+        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, gated=True, kernels=kernels),
+        down=fuse([mlp.down_proj], dtype, kernels=kernels),
     )
 
 

@@ -41,7 +41,7 @@ class EngineSampler:
         self.policy = policy
         self.settings = settings
         self.max_sequences = max_sequences
-        self._decoder = Decoder(policy)
+        self._decoder = Decoder(policy, settings.kernels)
         self._pool: Pool | None = None
         self._bounded = False
         #: Bytes of the latest KV cache, whether it is released or not.

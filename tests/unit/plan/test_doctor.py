@@ -22,13 +22,14 @@ from qerl.policy.policy import choose_device
 from qerl.settings.base import ConfigError
 from tests.tiny import tiny_qwen2
 
-#: Which class multiplies packed weights, by compute capability; the packed products are Hopper's (docs/kernels.md).
+#: Which class multiplies packed weights, by compute capability (docs/kernels.md).
 NVFP4 = {
-    (8, 0): "TorchLinear",
-    (8, 6): "TorchLinear",
+    (8, 0): "PortableLinear",
+    (8, 6): "PortableLinear",
+    (8, 9): "PortableLinear",
     (9, 0): "W4Linear",
-    (10, 0): "TorchLinear",
-    (12, 0): "TorchLinear",
+    (10, 0): "PortableLinear",
+    (12, 0): "PortableLinear",
 }
 
 

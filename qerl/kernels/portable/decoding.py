@@ -1,0 +1,74 @@
+"""Decoding of `qerl.formats.words` in Triton, and the kernel that unpacks a layer for products by cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.formats.words import BLOCK_COLUMNS, Words
+
+_ROWS = 32
+
+
+@triton.jit
+def _value(bits, dtype: tl.constexpr):
+    """The bfloat16 with the lower 16 bits of words, or the same value as float32."""
+    if dtype == tl.float32:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def code_values(word, dtype: tl.constexpr):
+    """The values of codes times 2^-126, [rows, 8 n] of words uint32 [rows, n], in bfloat16 or float32."""
+    first = word & 0x81C081C0
+    second = ((word >> 6) | (word << 26)) & 0x81C081C0
+    third = ((word << 4) | (word >> 28)) & 0x81C081C0
+    fourth = ((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100)
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.join(_value(pairs, dtype), _value(pairs >> 16, dtype)).reshape(word.shape[0], 8 * word.shape[1])
+
+
+@triton.jit
+def scale_values(byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """The values of scales times 2^118, of bytes, in bfloat16 or float32."""
+    return _value(byte.to(tl.uint32) * MULTIPLIER + OFFSET, dtype)
+
+
+@triton.jit
+def weight_values(word, byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """Code times scale times 2^-8, exact, [rows, 128] of words [rows, 16] and bytes [rows, groups]."""
+    groups: tl.constexpr = byte.shape[1]
+    codes = code_values(word, dtype).reshape(word.shape[0], groups, 128 // groups)
+    return (codes * scale_values(byte, MULTIPLIER, OFFSET, dtype)[:, :, None]).reshape(word.shape[0], 128)
+
+
+@triton.jit
+def _unpack(
+    codes, scales, out, divisor, first, rows, all_rows, columns,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    inside = (row < rows)[:, None]
+    place = (block * all_rows + first + row)[:, None]
+    word = tl.load(codes + place * 16 + tl.arange(0, 16)[None, :], inside, other=0).to(tl.uint32, bitcast=True)
+    byte = tl.load(scales + place * GROUPS + tl.arange(0, GROUPS)[None, :], inside, other=0)
+    code = code_values(word, tl.float32).reshape(ROWS, GROUPS, 128 // GROUPS) * 8.507059173023462e37  # 2^126
+    scale = scale_values(byte, MULTIPLIER, OFFSET, tl.float32) * 3.009265538105056e-36  # 2^-118
+    weight = (code * tl.div_rn(scale, divisor + 0.0 * scale)[:, :, None]).reshape(ROWS, 128)
+    column = block * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * columns + column, weight.to(out.dtype.element_ty), inside)
+
+
+def dense(words: Words, part: int, dtype: torch.dtype) -> Tensor:
+    """The weight of a layer in `dtype`, [rows, columns], bit for bit equal to that of `formats.dequantize`."""
+    rows, blocks = words.parts[part], words.columns // BLOCK_COLUMNS
+    out = torch.empty(rows, words.columns, dtype=dtype, device=words.data.device)
+    multiplier, offset = words.scale_decode
+    _unpack[(triton.cdiv(rows, _ROWS), blocks)](
+        words.codes, words.scales, out, words.divisors[part], sum(words.parts[:part]), rows, words.rows, words.columns,
+        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, ROWS=_ROWS,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,76 @@
+"""Launches of the portable products."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from qerl.formats.words import BLOCK_COLUMNS
+from qerl.kernels.launch import dependent
+from qerl.kernels.portable.products import combine, split_product, whole_product
+from qerl.kernels.portable.variants import Operands, Tile, tile_for
+
+#: The most ranks of an adapter that a program multiplies at a time.
+_MOST_RANKS = 64
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    # The interpreter of Triton runs kernels on the CPU.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def multiply(
+    operands: Operands, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False, tile: Tile | None = None
+) -> None:
+    """Write the product with x [m, columns] to out [m, width], both bfloat16 and contiguous; see `FusedLinear`.
+
+    `tile` replaces that of `tile_for`.
+    """
+    tile = tile or tile_for(len(x))
+    (_multiply_split if tile.programs else _multiply_whole)(operands, x, out, residual, silu, tile)
+
+
+def _multiply_split(operands: Operands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
+    words, rank, rows, width = operands.words, operands.rank, *out.shape
+    multiplier, offset = words.scale_decode
+    blocks, pdl = words.columns // BLOCK_COLUMNS, dependent(x.device)
+    span = -(-blocks // tile.splits(rows, words.rows, blocks, _processors(x.device)))
+    splits, row_blocks, tiles = -(-blocks // span), triton.cdiv(rows, tile.m), triton.cdiv(words.rows, tile.n)
+    sums = torch.empty(splits, rows, words.rows, dtype=torch.float32, device=x.device)
+    shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
+    split_product[(tiles + triton.cdiv(rank, tile.n), row_blocks, splits)](
+        words.codes, words.scales, operands.down, x, sums, shrunk, rows, words.rows, words.columns, blocks, tiles, span,
+        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
+        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **pdl,
+    )  # fmt: skip
+    combine[(triton.cdiv(width, 64), row_blocks)](
+        sums, shrunk, operands.factors, _or(operands.bias, sums), operands.up, out, rows, words.rows, width,
+        RANK=rank, RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
+        N=64, M=tile.m, num_warps=4, **pdl,
+    )  # fmt: skip
+
+
+def _multiply_whole(operands: Operands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
+    words, rank, rows, width = operands.words, operands.rank, *out.shape
+    multiplier, offset = words.scale_decode
+    shrunk = x @ operands.down.T if rank else x
+    whole_product[(triton.cdiv(rows, tile.m), triton.cdiv(width, tile.n))](
+        words.codes, words.scales, x, shrunk, operands.factors, _or(operands.bias, operands.factors), operands.up, out,
+        rows, words.rows, words.columns, words.columns // BLOCK_COLUMNS, width,
+        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
+        RANKS=_ranks(rank), BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
+        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **dependent(x.device),
+    )  # fmt: skip
+
+
+def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
+    """A tensor, or one that isn't read in its place."""
+    return placeholder if tensor is None else tensor
+
+
+def _ranks(rank: int) -> int:
+    return min(max(16, triton.next_power_of_2(rank)), _MOST_RANKS)

@@ -1,0 +1,91 @@
+"""Operands of the portable products, and how these are divided among programs: by rows of x and by layer size.
+
+The choice depends on nothing measured at run time, so that equal inputs give equal bits in every run on a kind of GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qerl.formats.words import Words
+
+#: Shared memory of a thread block in bytes by compute capability (CUDA programming guide, technical specifications).
+SHARED_BYTES: dict[tuple[int, int], int] = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+    (11, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+    (12, 1): 99 * 1024,
+}
+#: The least shared memory, for GPUs that the table lacks.
+_LEAST_SHARED = 99 * 1024
+#: The fewest blocks of columns of a split, and the most splits.
+_LEAST_SPAN, _MOST_SPLITS = 2, 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that one program computes."""
+
+    n: int  # rows of W
+    m: int  # rows of x
+    warps: int
+    stages: int  # of the pipeline
+    #: Programs per multiprocessor up to which W's columns are divided; 0 divides nothing, and one launch is enough.
+    programs: int = 0
+
+    def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
+        """The number of parts of W's columns, of which `blocks` blocks exist."""
+        tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
+        wanted = self.programs * processors // tiles
+        return max(1, min(wanted, blocks // _LEAST_SPAN, _MOST_SPLITS))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Weights of layers with the same input, with their biases and adapters."""
+
+    words: Words
+    factors: Tensor  # [rows] float32, of each row of W
+    bias: Tensor | None  # [rows] float32
+    down: Tensor  # [rank, columns] bfloat16, of all layers
+    up: Tensor  # [rows, rank] bfloat16, block-diagonal, with the adapters' scales
+
+    @property
+    def rank(self) -> int:
+        """The sum of the layers' ranks."""
+        return len(self.down)
+
+
+#: By the most rows of x.
+_TILES = {
+    8: Tile(64, 8, 4, 4, programs=4),
+    16: Tile(64, 16, 4, 4, programs=4),
+    32: Tile(64, 32, 4, 3, programs=4),
+    64: Tile(64, 64, 4, 3, programs=3),
+    128: Tile(64, 128, 4, 2, programs=2),
+}
+#: Beyond the rows of `_TILES`.
+_MANY = Tile(128, 128, 8, 2)
+
+
+def tile_for(rows: int) -> Tile:
+    """The tile of a product with `rows` rows of x."""
+    return next((tile for most, tile in _TILES.items() if rows <= most), _MANY)
+
+
+def tiles() -> list[Tile]:
+    """All tiles that `tile_for` gives."""
+    return [*_TILES.values(), _MANY]
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """The shared memory that a thread block can have."""
+    return SHARED_BYTES.get(capability, _LEAST_SHARED)
