@@ -1,13 +1,19 @@
-"""The decode product and the unpacking kernel against float64, on fresh random inputs and poisoned outputs."""
+"""The packed products and the unpacking kernels against float64, on fresh random inputs and poisoned outputs.
+
+Both classes of products run on Hopper; the portable one alone elsewhere.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from qerl.formats import tiles as layout
+from qerl.formats import tiles as tile_layout
+from qerl.formats import words as word_layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.kernels.unpack import dense
 from qerl.layers.packed_linear import PackedLinear
+from qerl.layers.portable_linear import PortableLinear
+from qerl.layers.w4_linear import W4Linear, is_hopper
 from qerl.settings.training import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -15,11 +21,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda")
 #: Rows of x on both sides of every variant's limit, more than one row block, and more than one launch.
 ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 1100, 9000)
+#: Triton compiles each variant and rank anew, so there are fewer of them.
+PORTABLE_ROWS = (1, 9, 32, 33, 100, 129, 300)
 #: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
 TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
 #: q, k and v have three blocks of rows together, of which a cluster of two has one and a half.
 ODD = (256, 64, 512)
+HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+BACKENDS = [pytest.param(W4Linear, marks=on_hopper, id="hopper"), pytest.param(PortableLinear, id="portable")]
+
+
+def product_of(backend, layers, gated=False):
+    layers = list(layers.children())
+    return W4Linear(layers, interleaved=gated) if backend is W4Linear else PortableLinear(layers, torch.bfloat16)
 
 
 def shapes_of(kind, size):
@@ -81,21 +97,26 @@ def reference(layers, weights, x, kind, before):
     return y if before is None else y + before.double()
 
 
+def rows_of(backend, size):
+    if backend is PortableLinear:
+        return PORTABLE_ROWS
+    return ROWS if size is not LARGE else (1, 5, 16, 32, 64, 128, 256, 384, 512, 700)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
     ("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (ODD, (0, 16)), (LARGE, (0, 16, 64))], ids=["small", "odd", "7b"]
 )
-def test_products_are_those_of_float64(kind, weights_format, size, ranks):
-    from qerl.layers.w4_linear import W4Linear
-
-    for rank in ranks:
+def test_products_are_those_of_float64(kind, weights_format, size, ranks, backend):
+    for rank in ranks if backend is W4Linear else ranks[-1:]:
         layers = layers_of(kind, size, weights_format)
         weights = [dequantize(layer.packed, torch.float32) for layer in layers.children()]
         if rank:
             with_lora(layers, rank)
-        product = W4Linear(list(layers.children()), interleaved=kind == "gate_up")
-        for rows in ROWS if size is not LARGE else (1, 5, 16, 32, 64, 128, 256, 384, 512, 700):
+        product = product_of(backend, layers, kind == "gate_up")
+        for rows in rows_of(backend, size):
             x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
             width = product.out_features // (2 if kind == "gate_up" else 1)
             before = torch.randn(rows, width, device=DEVICE).bfloat16() if kind in ("o", "down") else None
@@ -110,13 +131,14 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks):
             assert torch.equal(*outs), "not deterministic"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20), (384, 300), (512, 390)])
-def test_a_row_does_not_depend_on_the_others(rows):
+def test_a_row_does_not_depend_on_the_others(rows, backend):
     """The engine's buckets need this within one variant of the kernel."""
-    from qerl.layers.w4_linear import W4Linear
-
     many, few = rows
-    product = W4Linear(list(with_lora(layers_of("o", LARGE, "nvfp4"), 16).children()))
+    if backend is PortableLinear and many > 128:
+        pytest.skip("A x is by cuBLAS, which may take another algorithm for another number of rows")
+    product = product_of(backend, with_lora(layers_of("o", LARGE, "nvfp4"), 16))
     x = torch.randn(many, LARGE[0], device=DEVICE).bfloat16()
     outs = [x.new_zeros(len(part), LARGE[0]) for part in (x, x[:few])]
     product(x, outs[0])
@@ -124,20 +146,21 @@ def test_a_row_does_not_depend_on_the_others(rows):
     assert torch.equal(outs[0][:few], outs[1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("kind", ["qkv", "gate_up"])
-def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format):
+def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format, backend):
     layers = list(layers_of(kind, SMALL, weights_format).children())
     expected = [dequantize(layer.packed, torch.bfloat16) for layer in layers]
-    tiles = layout.pack([layer.packed for layer in layers], interleaved=kind == "gate_up")
+    packed = [layer.packed for layer in layers]
+    tiles = word_layout.pack(packed) if backend is PortableLinear else tile_layout.pack(packed, kind == "gate_up")
     for part, weight in enumerate(expected):
         assert torch.equal(dense(tiles, part), weight)
 
 
+@on_hopper
 def test_few_and_many_rows_in_turn_leave_nothing_behind():
     """The launches share memory for sums; one variant's must not reach the next."""
-    from qerl.layers.w4_linear import W4Linear
-
     layers = with_lora(layers_of("qkv", SMALL, "nvfp4"), AdapterSettings().rank)
     weights = [dequantize(layer.base_layer.packed, torch.float32) for layer in layers.children()]
     product = W4Linear(list(layers.children()))

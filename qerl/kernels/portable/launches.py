@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.launch import dependent
-from qerl.kernels.portable.products import combine, split_product, whole_product
+from qerl.kernels.portable.products import SHRINK_ROWS, combine, split_product, whole_product
 from qerl.kernels.portable.variants import Operands, Tile, tile_for
 
 #: The most ranks of an adapter that a program multiplies at a time.
@@ -42,7 +42,7 @@ def _multiply_split(operands: Operands, x: Tensor, out: Tensor, residual: bool, 
     splits, row_blocks, tiles = -(-blocks // span), triton.cdiv(rows, tile.m), triton.cdiv(words.rows, tile.n)
     sums = torch.empty(splits, rows, words.rows, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
-    split_product[(tiles + triton.cdiv(rank, tile.n), row_blocks, splits)](
+    split_product[(tiles + triton.cdiv(rank, SHRINK_ROWS.value), row_blocks, splits)](
         words.codes, words.scales, operands.down, x, sums, shrunk, rows, words.rows, words.columns, blocks, tiles, span,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
         N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **pdl,

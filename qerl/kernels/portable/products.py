@@ -16,6 +16,9 @@ import triton.language as tl
 from qerl.kernels.launch import begin
 from qerl.kernels.portable.decoding import weight_values
 
+#: Rows of A of a program, the fewest that fill an instruction.
+SHRINK_ROWS = tl.constexpr(16)
+
 
 @triton.jit
 def _product(
@@ -23,10 +26,9 @@ def _product(
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """W x^T [N, M], without W's factor, of W's rows n [N] and x's rows m [M] over blocks of columns."""
-    word, group, column = tl.arange(0, 16), tl.arange(0, GROUPS), tl.arange(0, 128)
-    codes += (first * rows_of_w + n)[:, None] * 16 + word[None, :]
-    scales += (first * rows_of_w + n)[:, None] * GROUPS + group[None, :]
-    x += m.to(tl.int64)[None, :] * columns + first * 128 + column[:, None]
+    codes += (first * rows_of_w + n)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scales += (first * rows_of_w + n)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    x += m.to(tl.int64)[None, :] * columns + first * 128 + tl.arange(0, 128)[:, None]
     total = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     for _ in tl.range(first, last, num_stages=STAGES):
         word = tl.load(codes).to(tl.uint32, bitcast=True)
@@ -122,7 +124,8 @@ def split_product(
         inside = (n < rows_of_w)[:, None] & (m < rows)[None, :]
         tl.store(sums + (split * rows + m).to(tl.int64)[None, :] * rows_of_w + n[:, None], total, inside)
     else:
-        r = n - tiles * N
+        # Few rows of A at a time: their tile is in shared memory.
+        r = (tile - tiles) * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
         total = _shrink(down, x, tl.minimum(r, RANK - 1), m_read, columns, first, last, STAGES)
         inside = (r < RANK)[:, None] & (m < rows)[None, :]
         tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + r[:, None], total, inside)
