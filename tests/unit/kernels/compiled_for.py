@@ -1,4 +1,4 @@
-"""Compilation of the kernels' launches for a GPU that isn't here: a driver for Triton that compiles and starts nothing."""
+"""Compilation of launches for a GPU that isn't here: a driver for Triton that compiles and starts nothing."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
