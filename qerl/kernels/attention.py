@@ -13,7 +13,7 @@ before appends all of them, and nothing is loaded before it has ended.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,8 @@ from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 _LEAST_PROGRAMS = 0.5
 #: Bytes of shared memory for pages, and the most pages in it: one being attended to, two being copied.
 _PAGES_BYTES, _MOST_PAGES = 200_000, 3
+#: Bytes of shared memory for all else; GPUs such as the RTX 4090 have 99 KiB in all.
+_OTHER_BYTES = 12 * 1024
 #: A split has one page in shared memory: most splits have one page, and the next product needs the rest of the memory
 #: for the weights that it copies.
 _SPLIT_PAGES = 1
@@ -283,11 +285,12 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
 def _shape(heads: Heads, cache: Tensor, batch: int, splits: int, drafted: bool) -> _Shape:
     """The kernel's sizes; `splits` becomes 1 if there are enough sequences."""
     page = cache.shape[-2]
-    processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
-    if batch * heads.kv >= _LEAST_PROGRAMS * processors:
+    gpu: Any = torch.cuda.get_device_properties(cache.device)
+    if batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count:
         splits = 1
     dim_block, group = triton.next_power_of_2(heads.dim), heads.query // heads.kv
-    fitting = _PAGES_BYTES // (2 * page * dim_block * cache.element_size())
+    room = min(_PAGES_BYTES, gpu.shared_memory_per_block_optin - _OTHER_BYTES)
+    fitting = room // (2 * page * dim_block * cache.element_size())
     # Triton's pipeline has two stages for a page: its number and the page itself.
     stages = 2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1
     return _Shape(

@@ -1,0 +1,84 @@
+"""Every kernel in Triton compiles for every supported generation of GPUs, within its shared memory; none is run."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qerl.formats import words as layout
+from qerl.formats.codecs import quantize
+from qerl.kernels import attention, copies, logits, norm, norm_training, prompt_attention, rope, sampling, swiglu
+from qerl.kernels.decode_state import DecodeState, SamplingState
+from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.portable.decoding import dense
+from qerl.kernels.portable.launches import multiply
+from qerl.kernels.portable.variants import SHARED_BYTES, Operands, tiles
+from qerl.kernels.prompts import PromptRow, pack
+from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
+
+CPU = torch.device("cpu")
+#: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
+HIDDEN, HEADS, VOCABULARY = 3584, Heads(28, 4, 128, 128**-0.5), 152064
+ROPE = torch.zeros(2, 4096, 64).bfloat16().unbind()
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def products():
+    for weights_format in ("nvfp4", "mxfp4"):
+        words = layout.pack([quantize(torch.randn(256, 256), weights_format)])
+        operands = Operands(words, torch.ones(256), torch.ones(256), zeros(16, 256), zeros(256, 16))
+        for tile in tiles():
+            multiply(operands, zeros(tile.m, 256), zeros(tile.m, 128), silu=True, tile=tile)
+        multiply(operands, zeros(8, 256), zeros(8, 256), residual=True)
+        dense(words, 0, torch.bfloat16)
+
+
+def decode_steps():
+    state, cache = DecodeState.empty(64, 8, 8, CPU), zeros(9, 2, HEADS.kv, PAGE, HEADS.dim)
+    normed = Heads(HEADS.query, HEADS.kv, HEADS.dim, HEADS.scale, zeros(128), zeros(128), 1e-6)
+    for count, heads, drafted in ((4, HEADS, False), (64, HEADS, False), (64, normed, False), (4, HEADS, True)):
+        rows = torch.zeros(count, dtype=torch.int32)
+        attention.attend(zeros(count, (HEADS.query + 2 * HEADS.kv) * 128), cache, state, rows, ROPE, heads, 8, drafted)
+    sampling_state = SamplingState.empty(CPU)
+    rows = torch.zeros(2, dtype=torch.int32)
+    for truncated in (False, True):
+        sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated)
+    norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6)
+    copies.Copies([zeros(8)], [torch.zeros(8)])()
+
+
+def prompts():
+    row = PromptRow.of(torch.from_numpy(pack([[1] * 200], [[1, 2, 3, 4]], PAGE, 200)), 200, 1, None)
+    qkv = zeros(200, (HEADS.query + 2 * HEADS.kv) * 128)
+    prompt_attention.attend_prompts(qkv, zeros(9, 2, HEADS.kv, PAGE, 128), row, ROPE, HEADS)
+
+
+def updates():
+    x, weight = zeros(4, HIDDEN), torch.ones(HIDDEN)
+    _, inverses = norm_training.forward(x, weight, 1e-6)
+    norm_training.backward(x, x, weight, inverses, True)
+    swiglu.forward(x, x)
+    swiglu.backward(x, x, x)
+    for back in (False, True):
+        rope.rotate(zeros(4, 28, 128), zeros(4, 4, 128), zeros(4, 128), zeros(4, 128), back=back)
+    targets, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    logits.tile_statistics([(0, zeros(4, 8192))], targets, 1.0)
+    logits.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", PROCESSORS, ids=lambda pair: ".".join(map(str, pair)))
+@pytest.mark.parametrize("part", [products, decode_steps, prompts, updates])
+def test_kernels_compile_and_fit(part, capability, monkeypatch):
+    prompt_attention._reads.cache_clear()
+    limit = SHARED_BYTES[capability]
+    with launches_for(capability, limit, monkeypatch) as compiled:
+        part()
+    prompt_attention._reads.cache_clear()
+    sizes = {kernel.metadata.name: kernel.metadata.shared for kernel in compiled}
+    assert compiled
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+    assert max(sizes.values()) <= limit, sizes
