@@ -14,9 +14,14 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.reading import read_yaml
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
 
+    from qerl.jobs.shapes import PointJob
     from qerl.plan import Plan
+    from qerl.plan.cost_model import Hours
+    from qerl.settings.benches import ShapesSettings
 
 from qerl.cli.console import console, print_table
 
@@ -125,26 +130,41 @@ def grid(
     config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
-    """List the jobs of a configuration's `shapes` with their state."""
-    import pandas as pd
-
-    from qerl.plan.jobs import Jobs
-    from qerl.plan.shapes import MISSING, file_of, state
-    from qerl.report.summary import rich_table
+    """List the jobs of a configuration's `shapes` with their GPU-time and state."""
+    from qerl.plan.files import Files
+    from qerl.plan.shapes import point_jobs, remaining
 
     plan = _plan(config, None)
-    if plan.config.shapes is None:
+    shapes = plan.config.shapes
+    if shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    planned = Jobs(plan)
-    folder, jobs = planned.files.points, planned.points
-    states = {id: state(id, job, plan.config.shapes, folder) for id, job in jobs.items()}
+    jobs = point_jobs(shapes, Files(plan).points)
+    left = {id: job for id, one in jobs.items() if (job := remaining(one, shapes))}
     if missing:
-        left = [jobs[id].model_copy(update={"out": folder / file_of(id)}) for id in jobs if MISSING in states[id]]
-        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left]
+        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
         typer.echo("\n".join(map(shlex.join, commands)))
     else:
-        rows = pd.DataFrame({"job": list(states), "state": list(states.values())})
-        console().print(rich_table(str(config), rows))
+        _print_grid(str(config), shapes, jobs, left)
+
+
+def _minutes(hours: Hours) -> str:
+    return f"{'~' if hours.estimated else ''}{60 * (hours.measured + hours.estimated):.1f}"
+
+
+def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob], left: Mapping[str, PointJob]) -> None:
+    """The table of jobs, and their hours."""
+    import pandas as pd
+
+    from qerl.plan.cost_model import total
+    from qerl.plan.grid_costs import GridCosts
+    from qerl.plan.shapes import state
+    from qerl.report.summary import rich_table
+
+    hours = GridCosts(shapes.samples).hours
+    rows = [{"job": id, "minutes": _minutes(hours(job)), "state": state(job, shapes)} for id, job in jobs.items()]
+    console().print(rich_table(title, pd.DataFrame(rows)))
+    whole, missing = (total(map(hours, some.values())) for some in (jobs, left))
+    console().print(f"{len(jobs)} jobs: {whole} GPU-hours by the committed points, {missing} of them missing")
 
 
 @gate_app.command(name="show")

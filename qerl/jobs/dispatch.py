@@ -92,7 +92,9 @@ def parse_job(text: str) -> AnyJob:
 
 def function_of(job: Job) -> tuple[str, str]:
     """Module and name of a job's function."""
-    if isinstance(job, DecodeJob | RolloutMixJob):
+    if isinstance(job, DecodeJob):
+        path = ENGINE_FUNCTIONS[job.kind, job.engine]
+    elif isinstance(job, RolloutMixJob):
         path = ENGINE_FUNCTIONS[job.kind, job.work.engine]
     else:
         path = FUNCTIONS[type(job)]

@@ -9,9 +9,14 @@ from qerl.jobs.base import Job, Lock, Part
 
 
 class PointJob(Job):
-    """A job with a GPU and its share of the cores to itself; it continues the file of a killed job."""
+    """A job with a GPU and its share of the cores to itself; it continues the files of a killed job."""
 
     own_cores: ClassVar[bool] = True
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the job writes."""
+        return [self.out]
 
     @property
     def gpus(self) -> int:
@@ -35,12 +40,32 @@ class Decoding(Part):
     tokens: int
 
 
-class DecodeJob(PointJob):
-    """Measure an engine's decode speed, with a point for each number of sequences."""
+class DecodePart(Part):
+    """A file of a decode job, with a point for each number of sequences."""
 
-    kind: Literal["decode"] = "decode"
+    file: str
     work: Decoding
     sequences: list[int]
+
+
+class DecodeJob(PointJob):
+    """Measure an engine's decode speed on one size and weight format, whose set-up its parts share.
+
+    `out` is the folder of the parts' files.
+    """
+
+    kind: Literal["decode"] = "decode"
+    parts: list[DecodePart]
+
+    @property
+    def engine(self) -> str:
+        """The engine of all parts."""
+        return self.parts[0].work.engine
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the job writes."""
+        return [self.out / part.file for part in self.parts]
 
 
 class Mix(Part):

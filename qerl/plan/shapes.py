@@ -10,6 +10,7 @@ from typing import Literal
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.jobs.shapes import (
     DecodeJob,
+    DecodePart,
     Decoding,
     GrpoStep,
     GrpoStepJob,
@@ -23,6 +24,7 @@ from qerl.jobs.shapes import (
     Work,
 )
 from qerl.results.files import read
+from qerl.results.names import decode_name, step_name
 from qerl.results.schema.speed import DecodeResult, PromptsResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
@@ -34,71 +36,115 @@ MISSING = "missing"
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
 
 
-def point_jobs(settings: ShapesSettings, work: Path) -> dict[str, PointJob]:
+def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
 
-    Each job writes `work`/ID/points.json, and continues the file of an earlier attempt.
+    A job writes its files to `folder`/ID, and continues those of an earlier attempt. The entries of `decode` that share
+    a set-up are one job, at the place of the first.
     """
     by_id: dict[str, PointJob] = {}
     for id, job in (
-        *(j for grid in settings.mixes for j in _mixes(grid, work)),
-        *(j for grid in settings.decode for j in _decodes(grid, work)),
-        *(j for grid in settings.steps for j in _steps(grid, work)),
-        *(j for grid in settings.prompts for j in _prompts(grid, work)),
+        *(j for grid in settings.mixes for j in _mixes(grid, folder)),
+        *_decodes(settings.decode, folder),
+        *(j for grid in settings.steps for j in _steps(grid, folder)),
+        *(j for grid in settings.prompts for j in _prompts(grid, folder)),
     ):
         if id in by_id:
-            raise ConfigError(f"shapes: {id} occurs twice; merge the two entries and their sequences")
+            raise _twice(id)
         by_id[id] = job
     return by_id
 
 
-def file_of(id: str) -> str:
-    """The name of a job's file among results."""
+def _twice(id: str) -> ConfigError:
+    return ConfigError(f"shapes: {id} occurs twice; merge the two entries and their sequences")
+
+
+def _file_of(id: str) -> str:
     return f"{id}.json"
 
 
 def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
-    """The existing result files of the grid's jobs: this machine's in `points`, or else committed ones."""
-    files = []
-    for id in point_jobs(settings, Path()):
-        here = [folder / file_of(id) for folder in (points, settings.samples) if (folder / file_of(id)).is_file()]
-        files += here[:1]
-    return files
+    """The existing result files: those of the grid's jobs, this machine's in `points` or else committed ones.
+
+    They are followed by other committed files, whose jobs are no longer in the grid.
+    """
+    files = [file for job in point_jobs(settings, points).values() for file in job.files]
+    existing = (_measured(file, settings) for file in files)
+    names = {file.name for file in files}
+    others = sorted(file for file in settings.samples.glob("*.json") if file.name not in names)
+    return [*(file for file in existing if file), *others]
 
 
-def state(id: str, job: PointJob, settings: ShapesSettings, points: Path) -> str:
-    """The state of a job as text, by this machine's or by committed points."""
-    for folder, where in ((points, "measured"), (settings.samples, "committed")):
-        file = folder / file_of(id)
-        if file.is_file():
-            asked, measured = _points(job, file)
-            left = [point for point in asked if point not in measured]
-            return f"{where}, {len(left)} of {len(asked)} points {MISSING}" if left else where
-    return MISSING
+def _measured(file: Path, settings: ShapesSettings) -> Path | None:
+    """A file of a job, if it is measured on this machine, or else the committed one."""
+    return next((one for one in (file, settings.samples / file.name) if one.is_file()), None)
 
 
-def _points(job: PointJob, file: Path) -> tuple[Sequence[object], set[object]]:
-    """The points that a job requests, and those in its file. Steps have none."""
+def state(job: PointJob, settings: ShapesSettings) -> str:
+    """The state of a job as text, by the points of this machine or by committed ones."""
+    missing, asked = len(_missing(job, settings)), len([*_asked(job)])
+    if missing == asked:
+        return MISSING
+    found = [(file, _measured(file, settings)) for file in job.files]
+    where = dict.fromkeys("measured" if file == one else "committed" for file, one in found if one)
+    return " and ".join(where) + (f", {missing} of {asked} points {MISSING}" if missing else "")
+
+
+def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
+    """The job without the files that have all its points, or None if no file is left."""
+    left = {file for file, _ in _missing(job, settings)}
+    if isinstance(job, DecodeJob) and left:
+        return job.model_copy(update={"parts": [part for part in job.parts if job.out / part.file in left]})
+    return job if left else None
+
+
+def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object]]:
+    """The points of a job that no file has, each with its file."""
+    done = {(file, key) for file in job.files if (one := _measured(file, settings)) for key in _keys(job, one)}
+    return [point for point in _asked(job) if point not in done]
+
+
+def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
+    """The points of a job, each with its file and its key in there. Steps and rollouts have one without a key."""
     if isinstance(job, DecodeJob):
-        return job.sequences, {point.sequences for point in read(DecodeResult, file).points}
+        yield from ((job.out / part.file, count) for part in job.parts for count in part.sequences)
+    else:
+        yield from ((job.out, key) for key in (job.points if isinstance(job, PromptsJob) else [None]))
+
+
+def _keys(job: PointJob, file: Path) -> list[object]:
+    """The keys of the points that a job's file has."""
+    if isinstance(job, DecodeJob):
+        return [point.sequences for point in read(DecodeResult, file).points]
     if isinstance(job, PromptsJob):
-        return job.points, {(point.prompts, point.tokens) for point in read(PromptsResult, file).points}
-    return [], set()
+        return [(point.prompts, point.tokens) for point in read(PromptsResult, file).points]
+    return [None]
 
 
-def _out(work: Path, id: str) -> Path:
-    return work / id / "points.json"
+def _out(folder: Path, id: str) -> Path:
+    return folder / id / _file_of(id)
 
 
-def _decodes(grid: DecodeGrid, work: Path) -> Iterator[tuple[str, DecodeJob]]:
-    for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
-        _check(grid.engine, size, weights)
-        id = f"decode-{grid.engine}-{size}-{weights}-r{rank}-{prompt}x{grid.tokens}"
-        asked = Decoding(engine=grid.engine, size=size, weights=weights, rank=rank, prompt=prompt, tokens=grid.tokens)
-        yield id, DecodeJob(work=asked, sequences=grid.sequences, out=_out(work, id))
+def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, DecodeJob]]:
+    """A job for each engine, size and format, and with vLLM for each rank, which it is started for."""
+    parts: dict[str, dict[str, DecodePart]] = {}
+    for grid in grids:
+        for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
+            _check(grid.engine, size, weights)
+            policy = f"decode-{grid.engine}-{size}-{weights}"
+            id = decode_name(grid.engine, size, weights, rank, prompt, grid.tokens)
+            shared = parts.setdefault(f"{policy}-r{rank}" if grid.engine == "vllm" else policy, {})
+            if id in shared:
+                raise _twice(id)
+            work = Decoding(
+                engine=grid.engine, size=size, weights=weights, rank=rank, prompt=prompt, tokens=grid.tokens
+            )
+            shared[id] = DecodePart(file=_file_of(id), work=work, sequences=grid.sequences)
+    for id, shared in parts.items():
+        yield id, DecodeJob(parts=[*shared.values()], out=folder / id)
 
 
-def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
+def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
     if grid.prompt[0] > grid.prompt[1]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
@@ -123,18 +169,18 @@ def _mixes(grid: MixGrid, work: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         )
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
-        yield id, RolloutMixJob(work=asked, out=_out(work, id))
+        yield id, RolloutMixJob(work=asked, out=_out(folder, id))
 
 
-def _prompts(grid: PromptGrid, work: Path) -> Iterator[tuple[str, PromptsJob]]:
+def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]:
     for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
         _check("native", size, weights)
         id = f"prompts-{size}-{weights}-r{rank}"
         asked = Prompting(size=size, weights=weights, rank=rank)
-        yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(work, id))
+        yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
 
 
-def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
+def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
     if grid.memory_gb and grid.system == "trl":
         raise ConfigError("shapes: memory_gb can't cap TRL's memory; remove memory_gb from that entry")
     if "auto" in grid.recompute and grid.system == "trl":
@@ -161,17 +207,17 @@ def _steps(grid: StepGrid, work: Path) -> Iterator[tuple[str, GrpoStepJob | TrlS
         )
         id = _step_id(grid.system, asked, recompute, cap)
         if grid.system == "qerl":
-            yield id, GrpoStepJob(work=asked, settings=_own(grid, recompute, cap), out=_out(work, id))
+            yield id, GrpoStepJob(work=asked, settings=_own(grid, recompute, cap), out=_out(folder, id))
         else:
-            yield id, TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True), out=_out(work, id))
+            yield id, TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True), out=_out(folder, id))
 
 
 def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:
     lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{work.completion_tokens}"
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
-    equal = f"-equal{work.equal_groups:g}" if work.equal_groups else ""
+    equal = f"equal{work.equal_groups:g}-" if work.equal_groups else ""
     limit = f"-{cap:g}gb" if cap else ""
-    return f"step-{system}-{work.size}-{work.weights}-r{work.rank}-{lengths}{equal}-{name}{limit}"
+    return step_name(system, work.size, work.weights, work.rank, lengths, f"{equal}{name}{limit}")
 
 
 def _own(grid: StepGrid, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from peft import get_peft_model
@@ -34,16 +35,36 @@ def random_policy(
     fill_model(lm, device)
     use_own_modules(lm)
     lm.requires_grad_(False)
-    tokenizer = Qwen2Tokenizer()
-    if not rank:
-        return Policy(lm.eval(), tokenizer)
-    peft = get_peft_model(lm, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms)))
+    base = Policy(lm.eval(), Qwen2Tokenizer())
+    return adapted(base, rank, train_norms) if rank else base
+
+
+def adapted(base: Policy, rank: int, train_norms: bool = True) -> Policy:
+    """The base with an adapter of `rank` whose B isn't zero; the base's modules become the policy's."""
+    peft = get_peft_model(base.lm, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms)))
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=1e-3)
-    return Policy(lm.eval(), tokenizer, peft)
+    return Policy(base.lm.eval(), base.tokenizer, peft)
+
+
+@contextmanager
+def with_random_adapter(base: Policy, rank: int) -> Iterator[Policy]:
+    """A context in which the base has an adapter of `rank` (0: none); afterwards it is the base again."""
+    if not rank:
+        yield base
+        return
+    dtypes = {name: parameter.dtype for name, parameter in base.lm.named_parameters()}
+    policy = adapted(base, rank)
+    try:
+        yield policy
+    finally:
+        assert policy.peft is not None
+        policy.peft.unload()
+        for name, parameter in base.lm.named_parameters():  # norms are those of the adapter, trained in float32
+            parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])
 
 
 def empty_model(size: str) -> PreTrainedModel:

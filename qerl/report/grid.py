@@ -25,6 +25,7 @@ from qerl.report.grid_tables import (
 )
 from qerl.report.lead_figure import speeds, write_lead
 from qerl.report.mixes import write_mixes
+from qerl.report.paper_missing import write_missing
 from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
@@ -59,7 +60,8 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     adapters-... and lead-<lengths>, with figures decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
     steps, memory, mixes, mix-phases, prompts-<size> and goals (`qerl.report.goals`). Tables without a row are left
-    out. At the paper's lengths its tables are there (`qerl.report.grid_paper`). Raises ResultError without any file.
+    out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing. Raises ResultError
+    without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
@@ -76,11 +78,12 @@ def write_all(files: Sequence[Path], out: Path) -> None:
             _write_decode(group, out, "{}x{}".format(*lengths))
         for tokens, group in contexts(points).groupby("tokens"):
             _write_contexts(group, out, f"{tokens}")
-        write_rollout_tables(points, out)
     if steps:
         measured = load_steps(steps)
         _write_steps(measured, out)
-        write_step_tables(measured, out)
+    lacking = write_rollout_tables(points, out) if len(points) else []
+    lacking += write_step_tables(measured, out) if len(measured) else []
+    write_missing(lacking, out)
     write_goals(points, measured, rollouts, out / "goals")
 
 

@@ -19,6 +19,7 @@ import pandas as pd
 from qerl.report import layout
 from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_seconds
 from qerl.report.paper_figures import bars_beside
+from qerl.report.paper_missing import missing_rollouts, missing_steps
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
 from qerl.results.schema.stored import OK
@@ -34,51 +35,62 @@ _CHECKPOINTING = {"true": "on", "false": "off"}
 _COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READINGS['prompts']} completions"}
 
 
-def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
+def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]]:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: from `speed_readers.load_points`; points of other lengths are ignored.
+    points: from `speed_readers.load_points`; points of other lengths are ignored. Returns what `write_missing` takes:
+    the measurements that rows lack, of this project's engine and of vLLM.
     """
-    for engine, measured in _at_the_papers_lengths(points).groupby("engine", sort=False):
+    missing = []
+    at_lengths = _at_the_papers_lengths(points)
+    for engine in dict.fromkeys(["native", "vllm", *at_lengths["engine"]]):
         for reading, sequences in READINGS.items():
-            bench = _as_rollouts(measured, sequences)
+            bench = _as_rollouts(at_lengths[at_lengths["engine"] == engine], sequences)
             for name in _ROLLOUT_TABLES:
                 title = f"Rollout throughput beside the paper's {_told(name, str(engine), reading)}"
                 frame = _beside([name], ["rollout"], rollouts(bench))
                 _write(frame, out / f"{name}-{engine}-{reading}", title, bench)
+                missing += missing_rollouts(frame, engine, sequences)
             for name, files in printed.BARS.items():
                 frame = _beside(files, ["rollout"], rollouts(bench))
+                missing += missing_rollouts(frame, engine, sequences)
                 if (frame["status"] == OK).any():
                     bars_beside(frame, out / f"{name}-{engine}-{reading}")
+    return missing
 
 
-def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
+def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]:
     """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off.
 
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
     measured: from `speed_readers.load_steps`; steps of other lengths, under a memory cap or with equal rewards are
-        ignored.
+        ignored. Returns the measurements of this project that rows lack, as `write_rollout_tables` does.
     """
     plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING) & (measured["equal_groups"] == 0)
     at_lengths = _at_the_papers_lengths(measured[plain])
-    for system, of_system in at_lengths.groupby(at_lengths["system"].str.split().str[0], sort=False):
+    named = at_lengths["system"].str.split().str[0]
+    missing = []
+    for system in dict.fromkeys(["qerl", *named]):
         for reading, sequences in READINGS.items():
-            bench, stem = _as_steps(of_system, str(system), sequences), f"{str(system).lower()}-{reading}"
-            if bench.empty:
-                continue
+            bench, stem = _as_steps(at_lengths[named == system], system, sequences), f"{system.lower()}-{reading}"
             for name in _STEP_TABLES:
-                _write_steps(name, bench, out / f"{name}-{stem}", _told(name, str(system), reading))
-            for on, group in bench.groupby("gradient_checkpointing"):
-                title = f"{_told('table3', str(system), reading)}, {'with' if on else 'without'} gradient checkpointing"
-                _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
+                frame = _write_steps(name, bench, out / f"{name}-{stem}", _told(name, system, reading))
+                missing += missing_steps(frame, system, sequences) if system == "qerl" else []
+            for on in (True, False):
+                group = bench[bench["gradient_checkpointing"] == on] if len(bench) else bench
+                title = f"{_told('table3', system, reading)}, {'with' if on else 'without'} gradient checkpointing"
+                frame = _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
+                missing += missing_steps(frame, system, sequences) if system == "qerl" and on else []
+    return missing
 
 
-def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> None:
-    sized = bench.dropna(subset="size_bytes")
+def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> pd.DataFrame:
+    sized = bench.dropna(subset="size_bytes") if len(bench) else bench
     frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(sized, "weights in memory")])
     _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
+    return frame
 
 
 def _told(table: str, system: str, reading: str) -> str:
@@ -88,7 +100,7 @@ def _told(table: str, system: str, reading: str) -> str:
 def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:
     if not any(map(layout.measured, frame.to_dict("records"))):
         return
-    shown, footnotes = layout.paper_shape(frame, only_measured=True)
+    shown, footnotes = layout.paper_shape(frame)
     write_table(frame, stem, caption_text(f"{title}. {SPEED}", bench[["machine", "commit"]]), shown, footnotes)
 
 

@@ -61,18 +61,12 @@ def measured(cell: dict[Any, Any]) -> bool:
     return cell["metric"] != "size" and not cell["status"].startswith(NOT_RUN)
 
 
-def paper_shape(frame: pd.DataFrame, only_measured: bool = False) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of the paper's table, each as up to three lines (paper, ours, difference), and the footnotes.
-
-    `only_measured` leaves out rows without a `measured` cell.
-    """
+def paper_shape(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of the paper's table, each as up to three lines (paper, ours, difference), and the footnotes."""
     cells = _folded(frame.to_dict("records"))
     in_columns = _IN_COLUMNS.get(cells[0]["table"], [])
     keys = {_row_key(cell, in_columns) for cell in cells}
     constant = [name for name in ("model", "LoRA rank", "batch") if len({dict(key)[name] for key in keys} - {""}) < 2]
-    if only_measured:
-        keys = {_row_key(cell, in_columns) for cell in cells if measured(cell)}
-        cells = [cell for cell in cells if _row_key(cell, in_columns) in keys]
     letters = _letters(cells)
     order = sorted(cells, key=lambda cell: list(_METRICS).index(cell["metric"]))
     headings = list(dict.fromkeys(_heading(cell, in_columns) for cell in order))

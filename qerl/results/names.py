@@ -23,3 +23,16 @@ def variant(varied: dict[str, Any]) -> str:
 def training_name(method: str, schedule: str) -> str:
     """The training of a run, named as in the paper's Table 1: full, lora, lora+aqn or full+aqn."""
     return method + ("" if schedule == "off" else "+aqn")
+
+
+def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
+    """The name of a file of decode points; prompt and decoded tokens are per sequence."""
+    return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
+
+
+def step_name(system: str, size: str, weights: str, rank: int, work: str, variant: str) -> str:
+    """The name of a file of GRPO steps.
+
+    work: prompts, completions of each, and their tokens, as in "1x8-256x2048". variant: what is recomputed, and limits.
+    """
+    return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"

@@ -70,7 +70,7 @@ class GateSettings(Settings):
 class DecodeGrid(Settings):
     """Decode speed of an engine on random weights of Qwen2.5's shapes.
 
-    Each size, format, rank and prompt length is a job of its own."""
+    Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
@@ -165,8 +165,8 @@ class PromptGrid(Settings):
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md).
 
-    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures the
-    missing ones."""
+    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
+    and `qerl grid --missing` lists the commands of those with points that no file has."""
 
     samples: Path
     """Folder of the committed points."""

@@ -22,7 +22,6 @@ from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
 from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
 from qerl.plan.origins import Origins
-from qerl.plan.shapes import file_of
 from qerl.plan.stored import store
 from qerl.plan.workflow import workflow_plan
 from qerl.results import paths

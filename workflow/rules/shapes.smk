@@ -1,4 +1,4 @@
-# The speed grid: each job makes one file of points. Tables and figures use the files that exist, measured here or committed,
+# The speed grid: each job makes a folder with files of points. Tables and figures use the files that exist, measured here or committed,
 # so that they can be made without a GPU; the target shapes_measure measures.
 
 
@@ -10,7 +10,7 @@ wildcard_constraints:
 # with the points that a killed one left in work/.
 rule shape_point:
     output:
-        FILES.points / file_of("{point}"),
+        directory(FILES.points / "{point}"),
     log:
         "<logs>/points/{point}.log",
     benchmark:
@@ -20,7 +20,7 @@ rule shape_point:
     threads: max(1, workflow.cores // max(1, len(devices())))
     resources:
         mem_mb=16000,
-        runtime=60,
+        runtime=180,
         gpu=1,
         gpu_percent=100,
     params:
@@ -28,9 +28,9 @@ rule shape_point:
         decides=decides("point"),
         content=content("point"),
         code=code("point"),
-        points=lambda wildcards: str(JOBS.points[wildcards.point].out),
+        points=lambda wildcards: list(map(str, JOBS.points[wildcards.point].files)),
     shell:
-        "(python -m qerl rule {params.job:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
+        "(python -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
 
 
 rule shapes:
@@ -59,5 +59,5 @@ rule shapes:
 
 rule shapes_measure:
     input:
-        [FILES.points / file_of(point) for point in JOBS.points],
+        [FILES.points / point for point in JOBS.points],
     localrule: True

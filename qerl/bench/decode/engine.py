@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache
+
 from qerl.bench.decode.points import DecodePoints, Measure, timed
 from qerl.host.profiling import peak_memory_bytes, seconds
-from qerl.jobs.shapes import DecodeJob
+from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import Policy, choose_device, weight_bytes
-from qerl.random_models.policy import random_policy
+from qerl.random_models.policy import random_policy, with_random_adapter
 from qerl.results.schema.speed import DecodePoint
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
@@ -45,13 +48,16 @@ def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file lacks, and write the file after each."""
-    work = job.work
-    points = DecodePoints(job.out, work)
+    """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
+    first = job.parts[0].work
+    base = cache(lambda: random_policy(first.size, first.weights, 0, choose_device()))
+    for part in job.parts:
+        work, points = part.work, DecodePoints(job.out / part.file, part.work)
+        with ExitStack() as adapted:
 
-    def load() -> Measure:
-        policy = random_policy(work.size, work.weights, work.rank, choose_device())
-        points.note_syncs(sync_seconds(policy) if work.rank else [])
-        return lambda count: measure(policy, count, work.prompt, work.tokens)
+            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Measure:
+                policy = adapted.enter_context(with_random_adapter(base(), work.rank))
+                points.note_syncs(sync_seconds(policy) if work.rank else [])
+                return lambda count: measure(policy, count, work.prompt, work.tokens)
 
-    points.run(job.sequences, load)
+            points.run(part.sequences, load)

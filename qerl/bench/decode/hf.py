@@ -20,7 +20,7 @@ from transformers.quantizers import AutoHfQuantizer
 from qerl.bench.decode.points import DecodePoints, Measure, timed
 from qerl.bench.memory import nbytes
 from qerl.host.profiling import peak_memory_bytes
-from qerl.jobs.shapes import DecodeJob
+from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import choose_device
 from qerl.random_models.policy import empty_model, fill_model, random_weight
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
@@ -106,11 +106,12 @@ def _sampling(count: int) -> GenerationConfig:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file lacks, and write the file after each."""
-    work = job.work
+    """Measure the points that the job's files lack, and write a file after each."""
+    for part in job.parts:
+        work = part.work
 
-    def load() -> Measure:
-        lm = random_model(work.size, work.weights, work.rank, choose_device())
-        return lambda count: measure(lm, work.weights, count, work.prompt, work.tokens)
+        def load(work: Decoding = work) -> Measure:
+            lm = random_model(work.size, work.weights, work.rank, choose_device())
+            return lambda count: measure(lm, work.weights, count, work.prompt, work.tokens)
 
-    DecodePoints(job.out, work).run(job.sequences, load)
+        DecodePoints(job.out / part.file, work).run(part.sequences, load)

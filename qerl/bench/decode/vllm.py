@@ -7,6 +7,8 @@ of sequences.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,33 +18,34 @@ from torch import nn
 from qerl.bench.decode.points import DecodePoints, Measure, check_room, timed
 from qerl.bench.memory import nbytes
 from qerl.bench.stock_vllm import description, start_engine
-from qerl.jobs.shapes import DecodeJob, Decoding
+from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
 from qerl.results.schema.speed import DecodePoint
 
 #: Tokens per sequence (prompt and completion) that the engine is configured for, unless a job needs more.
 _LENGTH = 2048
 
 
-def _load(folder: Path, work: Decoding, sequences: list[int]) -> Measure:
-    """Start vLLM and return the function that measures a point.
+def _start(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
+    """vLLM's engine for these parts, which differ in their lengths, and the request for the adapter.
 
     Raises OutOfMemoryError also if the weights fit but vLLM's cache doesn't.
     """
     # In one process, so that timing this process times the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engine, request = start_engine(
+    work = parts[0].work
+    sequences = {count for part in parts for count in part.sequences}
+    return start_engine(
         folder,
         work.size,
         work.weights,
         work.rank,
-        max_model_len=max(_LENGTH, work.prompt + work.tokens + 1),
+        max_model_len=max(_LENGTH, *(part.work.prompt + part.work.tokens + 1 for part in parts)),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
         # All requests use the adapter, so graphs without it aren't needed.
-        compilation_config={"cudagraph_capture_sizes": sorted(set(sequences)), "cudagraph_specialize_lora": False},
+        compilation_config={"cudagraph_capture_sizes": sorted(sequences), "cudagraph_specialize_lora": False},
         enable_prefix_caching=False,
     )
-    return lambda count: _measure(engine, request, work, count)
 
 
 def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> DecodePoint:
@@ -72,6 +75,15 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def measure_points(job: DecodeJob) -> None:
-    """Measure the points that the job's file lacks, and write the file after each."""
+    """Measure the points that the job's files lack, and write a file after each. All lengths share one engine."""
+    files = [(part, DecodePoints(job.out / part.file, part.work)) for part in job.parts]
+    left = [part for part, points in files if points.missing(part.sequences)]
     with TemporaryDirectory() as folder:
-        DecodePoints(job.out, job.work).run(job.sequences, lambda: _load(Path(folder), job.work, job.sequences))
+        start = cache(lambda: _start(Path(folder), left))
+        for part, points in files:
+
+            def load(work: Decoding = part.work) -> Measure:
+                engine, request = start()
+                return lambda count: _measure(engine, request, work, count)
+
+            points.run(part.sequences, load)

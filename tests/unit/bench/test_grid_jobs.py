@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from typer.testing import CliRunner
 from qerl.cli.commands import app
 from qerl.jobs.dispatch import function_of, parse_job
 from qerl.plan import plan_from
+from qerl.plan.cost_model import total
+from qerl.plan.grid_costs import GridCosts
 from qerl.plan.jobs import Jobs
-from qerl.plan.shapes import file_of, measured_files, point_jobs, state
+from qerl.plan.shapes import measured_files, point_jobs, remaining, state
+from qerl.results.printed import FOLDER, read_cells
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import ShapesSettings
 from qerl.settings.config import Config
@@ -31,15 +35,32 @@ def jobs_of(settings):
     return point_jobs(settings, Path("work"))
 
 
-def test_a_job_for_each_size_format_and_rank():
+def files_of(jobs):
+    return [file.stem for job in jobs.values() for file in job.files]
+
+
+def test_ranks_of_a_size_and_format_share_a_job():
     found = jobs_of(grid(weights=["bf16", "nvfp4"], ranks=[0, 4]))
-    assert list(found) == [f"decode-native-tiny-{w}-r{r}-128x256" for w in ("bf16", "nvfp4") for r in (0, 4)]
-    one = found["decode-native-tiny-nvfp4-r4-128x256"]
+    assert list(found) == ["decode-native-tiny-bf16", "decode-native-tiny-nvfp4"]
+    assert files_of(found) == [f"decode-native-tiny-{w}-r{r}-128x256" for w in ("bf16", "nvfp4") for r in (0, 4)]
+    one = found["decode-native-tiny-nvfp4"]
     lengths = {"prompt": 128, "tokens": 256}
-    assert one.work.model_dump() == {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, **lengths}
-    assert one.sequences == [1, 2]
-    assert one.out == Path("work/decode-native-tiny-nvfp4-r4-128x256/points.json")
+    work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, **lengths}
+    assert one.parts[1].work.model_dump() == work
+    assert one.parts[1].sequences == [1, 2]
+    assert one.out == Path("work/decode-native-tiny-nvfp4")
     assert function_of(one) == ("qerl.bench.decode.engine", "measure_points")
+
+
+def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
+    entries = [
+        DECODE | {"engine": "vllm", "ranks": ranks, "prompt": prompt} for ranks, prompt in (([4, 8], [8]), ([4], [16]))
+    ]
+    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "decode": entries}, "grid"))
+    assert {id: [part.work.prompt for part in job.parts] for id, job in found.items()} == {
+        "decode-vllm-tiny-bf16-r4": [8, 16],
+        "decode-vllm-tiny-bf16-r8": [8],
+    }
 
 
 def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
@@ -145,14 +166,14 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
     result = {"bench": "prompts", "size": "tiny", "weights": "nvfp4", "rank": 16, "sampler": "", "gpu": None}
     write_json(tmp_path / "prompts-tiny-nvfp4-r16.json", result | {"points": [point], "provenance": PROVENANCE})
-    states = [state(id, one, settings, tmp_path / "none") for id, one in jobs.items()]
+    states = [state(one, settings) for one in jobs.values()]
     assert states == ["missing", "committed, 1 of 2 points missing"]
 
 
-def test_prompts_of_several_lengths_are_jobs():
-    found = jobs_of(grid(prompt=[1024, 16384]))
-    assert list(found) == ["decode-native-tiny-bf16-r4-1024x256", "decode-native-tiny-bf16-r4-16384x256"]
-    assert found["decode-native-tiny-bf16-r4-16384x256"].work.prompt == 16384
+def test_prompts_of_several_lengths_are_files_of_a_job():
+    [job] = jobs_of(grid(prompt=[1024, 16384])).values()
+    assert [file.name for file in job.files] == [f"decode-native-tiny-bf16-r4-{p}x256.json" for p in (1024, 16384)]
+    assert [part.work.prompt for part in job.parts] == [1024, 16384]
 
 
 @pytest.mark.parametrize(
@@ -177,48 +198,86 @@ def test_an_empty_list_is_an_error():
 def test_points_of_this_machine_come_before_committed_ones(tmp_path):
     own, committed = tmp_path / "own", tmp_path / "committed"
     settings = grid(committed, ranks=[0, 4, 8])
-    names = [file_of(id) for id in jobs_of(settings)]
-    for folder, files in ((own, names[1:2]), (committed, names[:2])):
-        folder.mkdir()
+    [(id, job)] = point_jobs(settings, own).items()
+    names = [file.name for file in job.files]
+    (own / id).mkdir(parents=True)
+    committed.mkdir()
+    for folder, files in ((own / id, names[1:2]), (committed, [*names[:2], "decode-dropped.json"])):
         for name in files:
-            points = {count: [100.0] for count in ((1,) if folder == own else (1, 2))}
+            points = {count: [100.0] for count in ((1,) if folder.parent == own else (1, 2))}
             decode_file(folder, "native", "bf16", points, rank=4, size="tiny").rename(folder / name)
-    assert measured_files(settings, own) == [committed / names[0], own / names[1]]
-    states = [state(id, job, settings, own) for id, job in jobs_of(settings).items()]
-    assert states == ["committed", "measured, 1 of 2 points missing", "missing"]
+    others = [committed / "decode-dropped.json"]
+    assert measured_files(settings, own) == [committed / names[0], own / id / names[1], *others]
+    assert state(job, settings) == "committed and measured, 3 of 6 points missing"
+    left = remaining(job, settings)
+    assert [file.name for file in left.files] == names[1:]  # what is committed whole isn't measured again
+    assert (left.out, left.parts[0].sequences) == (own / id, [1, 2])
 
 
-def test_the_committed_grid_is_whole():
-    """What the issue of the speed tables names is among the jobs of config/shapes.yaml."""
-    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
-    for engine in ("native", "vllm"):
-        for size in ("7B", "14B", "32B"):
-            for weights in ("bf16", "nf4", "nvfp4"):
-                for rank in (16, 64):
-                    job = found[f"decode-{engine}-{size}-{weights}-r{rank}-128x256"]
-                    assert {1, 8, 32, 64, 256} <= set(job.sequences)
-    assert "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb" in found
+def test_a_job_whose_points_exist_has_nothing_left(tmp_path):
+    settings = grid(tmp_path)
+    [job] = point_jobs(settings, tmp_path / "own").values()
+    assert remaining(job, settings) == job
+    [file] = job.files
+    decode_file(tmp_path, "native", "bf16", {1: [1.0], 2: "out of memory"}, rank=4, size="tiny").rename(
+        tmp_path / file.name
+    )
+    assert (remaining(job, settings), state(job, settings)) == (None, "committed")
 
 
-def test_the_committed_grid_begins_with_rollouts_of_mixed_lengths():
-    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
-    assert [id.partition("-r32")[0] for id in [*found][:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
-    assert {"mix-vllm-7B-bf16", "mix-vllm-7B-nvfp4"} <= {id.partition("-r32")[0] for id in found}
+def test_a_job_is_priced_by_committed_points(tmp_path):
+    """At 1 sequence, 256 tokens at 100/s and prompts of 2.048 s: a warm-up, three runs, and prompts beside each.
+
+    The second number of sequences isn't committed, and counts as the first one.
+    """
+    decode_file(tmp_path, "native", "bf16", {1: [50.0, 100.0, 200.0]})
+    [job] = jobs_of(grid(tmp_path, sizes=["7B"], ranks=[16], sequences=[1])).values()
+    run = 256 / 100 + 2.048
+    assert GridCosts(tmp_path).hours(job).measured == pytest.approx((27 + 4 * run + 3 * 2.048) / 3600)
+    [other] = jobs_of(grid(tmp_path, sizes=["14B"], ranks=[16], sequences=[1])).values()
+    hours = GridCosts(tmp_path).hours(other)
+    times = 14.77 / 7.07  # billions of parameters, without embedding
+    assert hours.measured == pytest.approx(27 / 3600)
+    assert hours.estimated == pytest.approx(times * (4 * run + 3 * 2.048) / 3600, rel=0.06)
+    short = parse(ShapesSettings, {"samples": str(tmp_path), "decode": [DECODE | {"tokens": 1, "prompt": [1]}]}, "grid")
+    [job] = jobs_of(short).values()
+    costs = GridCosts(tmp_path)
+    assert costs.hours(job).estimated < 2 * (costs.hours(other).estimated)
 
 
-def test_the_committed_grid_has_the_contexts_early_and_the_papers_steps():
-    found = jobs_of(plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes)
-    names = list(found)
-    contexts = [f"decode-native-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192, 16384)]
-    contexts += [f"decode-vllm-7B-{w}-r16-{prompt}x256" for w in ("nvfp4", "bf16") for prompt in (1024, 8192)]
-    later = names.index("decode-native-7B-nvfp4-r0-128x256")
-    assert max(map(names.index, contexts)) < later
-    assert min(map(names.index, contexts)) > names.index("decode-transformers-7B-nf4-r64-128x256")
-    # Tables 3 and 5 to 8, a batch of 8 in both readings.
-    for work in ("1x8", "8x8"):
-        for size, weights in (("7B", "nf4"), ("14B", "nf4"), ("3B", "bf16"), ("32B", "bf16"), ("32B", "nvfp4")):
-            for recompute in ("recompute", "no-recompute"):
-                assert f"step-qerl-{size}-{weights}-r16-{work}-256x2048-{recompute}" in found
+def committed_grid():
+    return plan_from(read_yaml(Path("config/shapes.yaml")), Path("config/mini.yaml")).config.shapes
+
+
+def test_the_committed_grid_takes_four_hours():
+    jobs = jobs_of(committed_grid())
+    costs = GridCosts(committed_grid().samples)
+    whole = total(map(costs.hours, jobs.values()))
+    assert 3 < whole.measured + whole.estimated <= 4
+
+
+def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
+    """Table 9: every rank at a batch of 1. Tables 5 to 8: batches of 2 and 8 sequences or prompts of 8 completions."""
+    parts = [part for job in jobs_of(committed_grid()).values() if job.kind == "decode" for part in job.parts]
+    asked = {
+        (w.engine, w.size, w.weights, w.rank, n) for p in parts if (w := p.work).tokens == 2048 for n in p.sequences
+    }
+    for cell in read_cells(FOLDER / "table9.csv"):
+        assert ("native", cell.model.removeprefix("qwen2.5-").upper(), cell.weights, cell.rank, 1) in asked
+    for engine, size, weights in product(("native", "vllm"), ("3B", "7B", "14B", "32B"), ("bf16", "nvfp4")):
+        assert {n for *policy, n in asked if policy == [engine, size, weights, 16]} == {1, 2, 8, 16, 64}
+
+
+def test_the_committed_grid_begins_with_rollouts_and_has_the_papers_steps():
+    names = list(jobs_of(committed_grid()))
+    assert [id.partition("-r32")[0] for id in names[:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
+    for table in ("table3", "table5", "table6", "table7"):
+        for cell in read_cells(FOLDER / f"{table}.csv"):
+            if cell.kind == "step":
+                batch, gc = cell.setting["bs"], cell.setting.get("gc", "on")
+                size = cell.model.removeprefix("qwen2.5-").upper()
+                recompute = "recompute" if gc == "on" else "no-recompute"
+                assert f"step-qerl-{size}-{cell.weights}-r16-1x{batch}-256x2048-{recompute}" in names
 
 
 def test_a_configuration_of_shapes_needs_nothing_else():
@@ -232,11 +291,14 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     file = tmp_path / "grid.yaml"
     file.write_text(json.dumps({"name": "speed", "shapes": {"samples": "committed", "decode": [DECODE]}}))
     shown = CliRunner().invoke(app, ["grid", str(file)])
-    assert "decode-native-tiny-bf16-r4-128x256" in shown.output
+    assert "decode-native-tiny-bf16" in shown.output
     assert "missing" in shown.output
+    assert "1 jobs: 0.0 + ~0.0 GPU-hours" in shown.output
     commands = CliRunner().invoke(app, ["grid", str(file), "--missing"]).output.splitlines()
     *rule, text = shlex.split(commands[0])
     assert (len(commands), rule) == (1, ["python", "-m", "qerl", "rule"])
     job = parse_job(text)
-    assert (job.kind, job.work.size) == ("decode", "tiny")
-    assert str(job.out) == "results/speed/points/decode-native-tiny-bf16-r4-128x256.json"
+    assert (job.kind, job.parts[0].work.size) == ("decode", "tiny")
+    assert [str(file) for file in job.files] == [
+        "results/speed/points/decode-native-tiny-bf16/decode-native-tiny-bf16-r4-128x256.json"
+    ]

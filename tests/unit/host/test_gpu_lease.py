@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from qerl.host.gpu_lease import alone, devices, lease, percent_of_each
-from qerl.jobs.shapes import DecodeJob, Decoding
+from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
 from qerl.settings.base import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -227,7 +227,7 @@ assert "torch" not in sys.modules
 
 def measure_points(job):
     cores = sorted(os.sched_getaffinity(0))
-    job.out.write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {cores} {job.work.size}")
+    job.out.write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {cores} {job.parts[0].work.size}")
     while len(list(job.out.parents[1].glob("*/points.json"))) < 2:  # until both are at work
         time.sleep(0.05)
     raise SystemExit(3)
@@ -237,7 +237,7 @@ def measure_points(job):
 def rule(out: Path, *options: str) -> list[str]:
     """The command of a job that measures points."""
     work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, prompt=1, tokens=1)
-    job = DecodeJob(work=work, sequences=[1], out=out)
+    job = DecodeJob(parts=[DecodePart(file="points.json", work=work, sequences=[1])], out=out)
     return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
 
 

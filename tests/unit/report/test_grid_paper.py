@@ -9,8 +9,10 @@ import pytest
 
 from qerl.bench.grpo_step.work import Work, memory_of, write_failure, write_steps
 from qerl.report import grid_paper
+from qerl.report.paper_missing import write_missing
 from qerl.results import speed_readers
 from qerl.results.schema.speed import EngineStepSettings, TimedStep
+from tests.synthetic_results import decode_file
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -100,7 +102,7 @@ def test_steps_that_failed_or_have_no_base_say_so(files, tmp_path):
 
 
 def test_table_3_is_made_with_and_without_checkpointing(files, tmp_path):
-    """It prints 0.8 for NF4 and 1.5 for NVFP4 at batch 2; people see no rows but of what was measured."""
+    """It prints 0.8 for NF4 and 1.5 for NVFP4 at batch 2; rows without a measurement say so."""
     found = tables(files, tmp_path / "out")
     on, off = (found[f"table3-qerl-sequences-gc-{gc}"].loc["qwen2.5-7b"] for gc in ("on", "off"))
     at = "bs=2", "step_speedup"
@@ -110,9 +112,37 @@ def test_table_3_is_made_with_and_without_checkpointing(files, tmp_path):
     assert off.loc[("nf4", *at), "status"] == "not run"
     text = (tmp_path / "out/table3-qerl-sequences-gc-off.md").read_text()
     assert "without gradient checkpointing" in text
-    assert "NF4" not in text
-    assert "14b" not in text
-    assert text.count("| paper") == 2
+    nf4 = [line.split("|") for line in text.splitlines() if "NF4" in line and "7b" in line]
+    lines = text.splitlines()
+    ours = lines[lines.index("|".join(nf4[0])) + 1]
+    assert ours.count("not run") >= 3
+    assert "14b" in text
+    assert text.count("| paper") == 6
+
+
+def test_what_rows_lack_is_listed_by_the_file_that_would_have_it(files, tmp_path):
+    """A batch of 8 is one prompt of 8 completions, or 8 prompts of 8; Table 3 alone has NF4, in BF16's batches."""
+    lacking = grid_paper.write_step_tables(speed_readers.load_steps(files), tmp_path)
+    names = {(row["file"], row["of"]) for row in lacking}
+    assert ("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", "table6") not in names
+    assert ("step-qerl-7B-nf4-r16-1x2-256x2048-recompute", "table3") not in names
+    assert ("step-qerl-7B-nvfp4-r16-1x8-256x2048-recompute", "table3") not in names
+    for file, table in {
+        "step-qerl-7B-nf4-r16-1x4-256x2048-recompute": "table3",
+        "step-qerl-7B-nvfp4-r16-8x8-256x2048-no-recompute": "table6",
+        "step-qerl-32B-nvfp4-r16-1x2-256x2048-recompute": "table8",
+    }.items():
+        assert (file, table) in names
+    points = [decode_file(tmp_path, "native", "bf16", {1: [1.0], 2: "out of memory"}, prompt=256, tokens=2048)]
+    lacking = grid_paper.write_rollout_tables(speed_readers.load_points(points), tmp_path)
+    asked = {(row["file"], row["sequences"]) for row in lacking}
+    assert {n for file, n in asked if file == "decode-native-7B-bf16-r16-256x2048"} == {8, 16, 64}
+    assert {n for file, n in asked if file == "decode-vllm-7B-bf16-r16-256x2048"} == {1, 2, 8, 16, 64}
+    assert {n for file, n in asked if file == "decode-native-14B-nf4-r32-256x2048"} == {1, 8}
+    write_missing(lacking, tmp_path)
+    table = pd.read_csv(tmp_path / "paper-missing.csv").set_index("file")
+    row = table.loc["decode-native-7B-bf16-r16-256x2048"]
+    assert (row["sequences"], row["tables and figures"]) == ("8, 16, 64", "figure1, table6, table9")
 
 
 def test_a_batch_of_prompts_is_one_of_groups_of_eight(tmp_path):

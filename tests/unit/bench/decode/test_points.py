@@ -18,7 +18,9 @@ from qerl.bench.decode import points as decode_points
 from qerl.bench.decode import vllm as decode_vllm
 from qerl.bench.decode.points import Timing
 from qerl.host.profiling import Seconds
-from qerl.jobs.shapes import DecodeJob, Decoding
+from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
+from qerl.policy.policy import choose_device, weight_bytes
+from qerl.random_models.policy import random_policy
 from qerl.results.schema.speed import GpuState
 from qerl.settings.base import ConfigError
 
@@ -68,7 +70,8 @@ def clock(monkeypatch):
 def measure(module, out, sequences, engine="native", weights="nvfp4"):
     """Do a job on the tiny shape."""
     work = Decoding(engine=engine, weights=weights, **SETTINGS)
-    module.measure_points(DecodeJob(work=work, sequences=sequences, out=out))
+    part = DecodePart(file=out.name, work=work, sequences=sequences)
+    module.measure_points(DecodeJob(parts=[part], out=out.parent))
 
 
 def read(out):
@@ -112,6 +115,27 @@ def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "random_policy", None)
     measure(decode, out, [1, 2])
     assert out.read_text() == text
+
+
+def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, monkeypatch):
+    """Each file is as if its points had been measured alone: rank 0 has no adapter, and no longer one of rank 4."""
+    made = []
+    monkeypatch.setattr(decode, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
+    asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
+    works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
+    parts = [DecodePart(file=f"{work.rank}-{work.prompt}.json", work=work, sequences=[1, 2]) for work in works]
+    decode.measure_points(DecodeJob(parts=parts[:2], out=tmp_path))
+    assert [one[2] for one in made] == [0]
+    first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
+    decode.measure_points(DecodeJob(parts=parts, out=tmp_path))
+    assert len(made) == 2  # no more than once for each call
+    assert {name: (tmp_path / name).read_text() for name in first} == first
+    for part in parts:
+        result, rank = read(tmp_path / part.file), part.work.rank
+        assert (result["rank"], result["prompt"], bool(result["sync_seconds"])) == (rank, part.work.prompt, rank > 0)
+        assert [point["sequences"] for point in result["points"]] == [1, 2]
+        alone = weight_bytes(random_policy("tiny", "nvfp4", rank, choose_device()))
+        assert {point["weight_bytes"] for point in result["points"]} == {alone}
 
 
 def job(**other):

@@ -1,0 +1,68 @@
+"""The table of the measurements that rows of the paper's Tables 3 and 5 to 9 and of Figures 1 and 11 lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl.report.tables import NOT_RUN, write_table
+from qerl.results.names import decode_name, step_name
+
+#: The rank of rows for which the paper states none.
+RANK = 16
+_CAPTION = (
+    "Measurements that the paper's tables and figures lack here. `qerl grid` lists the jobs that make these files; a "
+    "file without one was dropped from config/shapes.yaml, and docs/results/h200.md says why"
+)
+
+
+def missing_rollouts(frame: pd.DataFrame, engine: str, sequences: int) -> list[dict[str, Any]]:
+    """The decode files and numbers of sequences that rows of `paper.beside` lack, a batch of one being `sequences`."""
+    rows = []
+    for cell in _lacking(frame, "rollout_rate"):
+        rank = RANK if pd.isna(cell["rank"]) else int(cell["rank"])
+        file = decode_name(engine, _size(cell), cell["weights"], rank, 256, 2048)
+        rows.append({"file": file, "sequences": sequences * int(_settings(cell)["bs"]), "of": cell["table"]})
+    return rows
+
+
+def missing_steps(frame: pd.DataFrame, system: str, group: int) -> list[dict[str, Any]]:
+    """The files of steps that rows of `paper.beside` lack; a batch is of prompts of `group` completions, or, with a
+    group of one, of completions of one prompt.
+    """
+    rows = []
+    for cell in _lacking(frame, "step_seconds"):
+        batch, recompute = _settings(cell)["bs"], _settings(cell).get("gc", "on")
+        work = f"1x{batch}" if group == 1 else f"{batch}x{group}"
+        variant = "recompute" if recompute == "on" else "no-recompute"
+        file = step_name(system, _size(cell), cell["weights"], RANK, f"{work}-256x2048", variant)
+        rows.append({"file": file, "sequences": int(batch) * group, "of": cell["table"]})
+    return rows
+
+
+def write_missing(rows: Iterable[dict[str, Any]], out: Path) -> None:
+    """Write the table paper-missing with a row per file, or none if nothing is missing."""
+    frame = pd.DataFrame(rows)
+    if frame.empty:
+        return
+    joined = frame.groupby("file", sort=False).agg(
+        sequences=("sequences", lambda counts: ", ".join(map(str, sorted(set(counts))))),
+        of=("of", lambda names: ", ".join(sorted(set(names)))),
+    )
+    table = joined.reset_index().rename(columns={"of": "tables and figures"})
+    write_table(table, out / "paper-missing", f"{_CAPTION}.", table)
+
+
+def _lacking(frame: pd.DataFrame, metric: str) -> list[dict[Any, Any]]:
+    return [c for c in frame.to_dict("records") if c["metric"] == metric and c["status"].startswith(NOT_RUN)]
+
+
+def _size(cell: dict[Any, Any]) -> str:
+    return str(cell["model"]).removeprefix("qwen2.5-").upper()
+
+
+def _settings(cell: dict[Any, Any]) -> dict[str, str]:
+    return dict(part.split("=") for part in cell["setting"].split("; ") if part)
