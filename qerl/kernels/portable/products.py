@@ -126,9 +126,9 @@ def split_product(
     else:
         # Few rows of A at a time: their tile is in shared memory.
         r = (tile - tiles) * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
-        total = _shrink(down, x, tl.minimum(r, RANK - 1), m_read, columns, first, last, STAGES)
-        inside = (r < RANK)[:, None] & (m < rows)[None, :]
-        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + r[:, None], total, inside)
+        shrunk = _shrink(down, x, tl.minimum(r, RANK - 1), m_read, columns, first, last, STAGES)
+        exists = (r < RANK)[:, None] & (m < rows)[None, :]
+        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + r[:, None], shrunk, exists)
 
 
 @triton.jit
