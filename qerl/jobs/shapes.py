@@ -89,6 +89,8 @@ class Mix(Part):
     """The most completions decoded together."""
     trace: Path | None
     """A file of prompts and completions, whose tokens are replayed; None draws lengths and tokens."""
+    drafts: bool
+    """Whether the native engine verifies drafts."""
     seed: int
     repeats: int
 

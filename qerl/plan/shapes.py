@@ -149,6 +149,8 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
         )
+    if grid.drafts and (grid.engine != "native" or grid.trace is None):
+        raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
     for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
         _check(grid.engine, size, weights)
         asked = Mix(
@@ -164,11 +166,13 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
             longest=grid.tokens,
             sequences=grid.sequences,
             trace=grid.trace,
+            drafts=grid.drafts,
             seed=grid.seed,
             repeats=grid.repeats,
         )
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
+        id += "-drafts" if grid.drafts else ""
         yield id, RolloutMixJob(work=asked, out=_out(folder, id))
 
 

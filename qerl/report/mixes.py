@@ -20,8 +20,8 @@ _SPEED = (
 )
 _PHASES = (
     "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size of "
-    "batch, and the mean number of sequences in them. Between steps: the device copies "
-    "results, or waits for the host. Before and after: before the first launch and after the last"
+    "batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: the "
+    "device copies results, or waits for the host. Before and after: before the first launch and after the last"
 )
 _SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "status", "tokens_per_second"]
 _TIMES = ["seconds", "ready_seconds", "first_seconds"]
@@ -84,6 +84,9 @@ def _phases(row: Row) -> Iterator[Row]:
     for decode in reversed(phases.decode):
         figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
         parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
+    for verify in reversed(phases.verify):
+        figures = {"seconds": verify.seconds, "steps": verify.steps, "sequences": verify.sequences}
+        parts.append({"phase": f"drafts verified, {verify.batch} rows", **figures})
     parts.append({"phase": "between steps", "seconds": phases.between})
     parts.append({"phase": "before and after", "seconds": whole - sum(part["seconds"] for part in parts)})
     for part in parts:

@@ -81,7 +81,9 @@ def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
     typical = _median_run(job.runs)
     return {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
-        "work": f"{work.prompts} × {work.group}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all",
+        "work": f"{work.prompts} × {work.group}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
+        + (", drafts" if work.drafts else ""),
+        "drafts": work.drafts,
         "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
         "status": job.status,
         "samples": samples,

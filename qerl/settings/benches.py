@@ -113,6 +113,8 @@ class MixGrid(Settings):
     trace: FilePath | None = None
     """A file of prompts and completions that `qerl.bench.rollout_mix.trace` wrote. This project's engine replays their
     tokens, and vLLM draws others of the same lengths. None draws prompts and lengths by the keys above."""
+    drafts: bool = False
+    """Whether this project's engine verifies drafts (`native.drafts`). Only a trace has text that drafts can find."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 

@@ -17,7 +17,15 @@ from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import Mix, RolloutMixJob
 from qerl.results.files import read_rows, write
-from qerl.results.schema.speed import GpuStates, MixRun, MixWork, PhaseSeconds, RolloutMixResult, TraceRow
+from qerl.results.schema.speed import (
+    DraftsVerified,
+    GpuStates,
+    MixRun,
+    MixWork,
+    PhaseSeconds,
+    RolloutMixResult,
+    TraceRow,
+)
 from qerl.results.schema.stored import NO_MEMORY, OK, Provenance
 from qerl.settings.base import ConfigError
 
@@ -73,6 +81,7 @@ class MixEngine:
     description: str
     rollout: Callable[[list[list[int]], int], list[list[int]]]
     phases: Callable[[], PhaseSeconds | None] = lambda: None
+    drafts: Callable[[], DraftsVerified | None] = lambda: None
     close: Callable[[], None] = lambda: None
 
 
@@ -128,4 +137,4 @@ def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRu
     workload.check(drawn)
     tokens = sum(map(sum, drawn))
     log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
-    return MixRun(seconds=elapsed.value, phases=engine.phases())
+    return MixRun(seconds=elapsed.value, phases=engine.phases(), drafts=engine.drafts())

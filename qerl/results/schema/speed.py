@@ -152,6 +152,7 @@ class MixWork(Stored):
     longest: int
     sequences: int
     trace: str | None
+    drafts: bool = False
     seed: int
     repeats: int
 
@@ -173,20 +174,46 @@ class DecodeSeconds(Stored):
 
 
 class PhaseSeconds(Stored):
-    """Seconds of a rollout by phase, as `qerl.rollout.engine.phases` measures them on the device."""
+    """Seconds of a rollout by phase, as `qerl.rollout.engine.phases` measures them on the device.
+
+    `verify` has the steps that verify drafts, by batch size, with their rows in place of sequences.
+    """
 
     prefill: float
     prefills: int
     decode: list[DecodeSeconds]
+    verify: tuple[DecodeSeconds, ...] = ()
     between: float
     host_wait: float
 
 
+class DraftsFound(Stored):
+    """Drafted tokens of one source: those that steps verified, and those of them that were right."""
+
+    source: Literal["prompt", "completion", "sibling", "earlier"]
+    verified: int
+    accepted: int
+
+
+class DraftsVerified(Stored):
+    """Verifications of a rollout, as `qerl.rollout.engine.speculation` counts them: a sequence in a step is one.
+
+    `rows_per_step` are without padding. `tokens_per_verification` has the token that a plain step would give, too.
+    """
+
+    steps: int
+    verifications: int
+    rows_per_step: float
+    tokens_per_verification: float
+    sources: list[DraftsFound]
+
+
 class MixRun(Stored):
-    """One timed rollout. Only this project's engine reports phases."""
+    """One timed rollout. Only this project's engine reports phases, and drafts where it verifies them."""
 
     seconds: float
     phases: PhaseSeconds | None = None
+    drafts: DraftsVerified | None = None
 
 
 class RolloutMixResult(Stored):

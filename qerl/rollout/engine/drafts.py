@@ -98,6 +98,7 @@ class GroupDrafts:
 
     def __init__(self, prompt: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
         self._prompt = prompt
+        self._before = len(prompt[-SUFFIXES[0] :])
         self._index = SuffixIndex()
         self._first_completion = 1 + len(earlier)
         self._numbers: dict[int, int] = {}
@@ -110,7 +111,7 @@ class GroupDrafts:
         if completion not in self._numbers:
             self._numbers[completion] = self._index.start(self._prompt)
         number = self._numbers[completion]
-        known = len(self._index.texts[number]) - len(self._prompt[-SUFFIXES[0] :])
+        known = len(self._index.texts[number]) - self._before
         self._index.extend(number, [token for token in tokens[known:] if token not in stops])
 
     def draft(self, completion: int, most: int) -> Draft | None:
@@ -120,15 +121,15 @@ class GroupDrafts:
         """
         completed = self._numbers[completion]
         last = self._index.texts[completed][-SUFFIXES[0] :]
-        first = match = self._index.find(last)
-        tokens: list[int] = []
-        while match is not None and len(tokens) < most:
-            _, number, place = match
-            tokens += self._index.texts[number][place : place + most - len(tokens)]
-            match = self._index.find((last + tokens)[-SUFFIXES[0] :])
-        if first is None or not tokens:
+        match = self._index.find(last) if most > 0 else None
+        if match is None:
             return None
-        return Draft(tokens, self._source(first[1], completed), first[0])
+        suffix, number, place = match
+        draft = Draft(self._index.texts[number][place : place + most], self._source(number, completed), suffix)
+        while len(draft.tokens) < most and (match := self._index.find((last + draft.tokens)[-SUFFIXES[0] :])):
+            _, number, place = match
+            draft.tokens.extend(self._index.texts[number][place : place + most - len(draft.tokens)])
+        return draft
 
     def _source(self, number: int, completed: int) -> DraftSource:
         if number == completed:

@@ -234,7 +234,8 @@ class Scheduler:
     def _decode(self) -> None:
         """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
         most = self._params.max_tokens
-        count = min(CHECK_EVERY, max((most - sequence.drawn for sequence in self._active.values()), default=0))
+        steps = self._speculation.plain_steps(CHECK_EVERY) if self._speculation else CHECK_EVERY
+        count = min(steps, max((most - sequence.drawn for sequence in self._active.values()), default=0))
         self._grow(count)
         self.clock.end("between")
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated, self._replayed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,10 +22,13 @@ _DOUBLING_ROWS = 60
 #: What a verification costs beyond its rows, in the same unit: the host waits, drafts and launches
 #: (docs/lab/rollouts.md).
 _VERIFICATION = 0.15
-#: The first and the longest pause, in rounds of plain steps, after a look at the drafts that found none to pay.
-_PAUSES = (1, 16)
+#: The first and the longest pause, in plain steps, after a look at the drafts that found none to pay.
+_PAUSES = (1, 128)
 #: Of so many tested tokens so many are taken to be right before any is tested.
 _PRIOR_RIGHT, _PRIOR_TESTED = 2, 3
+
+#: Drafts of one source and one length of suffix are right about equally often.
+_Kind: TypeAlias = tuple[DraftSource, int]
 
 
 @dataclass
@@ -69,6 +74,10 @@ class Verified:
     ended: bool
 
 
+def _kind(draft: Draft) -> _Kind:
+    return draft.source, draft.suffix
+
+
 class Speculation:
     """Drafts of one call of `generate`. Its decisions follow from tokens alone, so that a rollout can be repeated.
 
@@ -84,10 +93,13 @@ class Speculation:
         step_rows: int | None,
     ) -> None:
         self._prompts, self._count, self._stops, self._earlier = prompts, count, stops, earlier
-        self._step_rows = step_rows
+        self._most = step_rows or MOST_ROWS
+        self._costs = [1 + padded_rows(step_rows or max(rows, 1)) / _DOUBLING_ROWS for rows in range(self._most + 1)]
+        #: Numbers of rows that a step may have, of those that cost the same the largest.
+        self._sizes = [rows for rows, cost in enumerate(self._costs) if cost not in self._costs[rows + 1 :]]
         self._groups: dict[int, GroupDrafts] = {}
-        self._right: dict[int, int] = defaultdict(int)
-        self._tested: dict[int, int] = defaultdict(int)
+        self._right: dict[_Kind, int] = defaultdict(int)
+        self._tested: dict[_Kind, int] = defaultdict(int)
         self._pause, self._paused = _PAUSES[0], 0
         self.counts = DraftCounts()
 
@@ -101,10 +113,13 @@ class Speculation:
 
     def tries(self, sequences: int) -> bool:
         """Whether drafts for this many sequences are worth a look; without one, a step costs what it would."""
-        if not 0 < sequences < (self._step_rows or MOST_ROWS):
-            return False
-        self._paused -= self._paused > 0
-        return not self._paused
+        return not self._paused and 0 < sequences < self._most
+
+    def plain_steps(self, most: int) -> int:
+        """How many of `most` plain steps to run before the next look at the drafts."""
+        steps = min(most, self._paused or most)
+        self._paused = max(self._paused - steps, 0)
+        return steps
 
     def feed(self, sequences: Sequence[tuple[int, int, int]]) -> Feed | None:
         """The rows to verify for sequences given as (index, slot, tokens that may still be drawn); None if no draft is
@@ -113,15 +128,17 @@ class Speculation:
         drafts = [self._draft(index, left) for index, _, left in sequences]
         taken = self._taken(drafts)
         if not sum(taken):
-            self._paused, self._pause = self._pause + 1, min(2 * self._pause, _PAUSES[1])
+            self._paused, self._pause = self._pause, min(2 * self._pause, _PAUSES[1])
             return None
         self._pause = _PAUSES[0]
-        rows = [
-            (slot, ahead, draft.tokens[ahead - 1] if draft and ahead else 0)
-            for (_, slot, _), draft, length in zip(sequences, drafts, taken, strict=True)
-            for ahead in range(1 + length)
-        ]
-        return Feed(np.array(rows, dtype=np.int64).T, drafts, taken)
+        slots: list[int] = []
+        ahead: list[int] = []
+        tokens: list[int] = []
+        for (_, slot, _), draft, length in zip(sequences, drafts, taken, strict=True):
+            slots += [slot] * (1 + length)
+            ahead += range(1 + length)
+            tokens += [0, *draft.tokens[:length]] if draft else [0]
+        return Feed(np.array([slots, ahead, tokens], dtype=np.int64), drafts, taken)
 
     def _draft(self, index: int, left: int) -> Draft | None:
         group, completion = divmod(index, self._count)
@@ -131,39 +148,29 @@ class Speculation:
         """The number of tokens of each draft to verify: those likeliest to be right, as many as give the most tokens
         in the least time.
         """
-        chances = sorted(
-            ((-(self._chance(draft.suffix) ** depth), place)
-             for place, draft in enumerate(drafts) if draft
-             for depth in range(1, 1 + len(draft.tokens))),
-        )  # fmt: skip
+        alike: dict[tuple[float, int, _Kind], list[int]] = defaultdict(list)
+        chances = {_kind(draft): self._chance(_kind(draft)) for draft in drafts if draft}
+        for place, draft in enumerate(drafts):
+            if draft:
+                chance = chances[_kind(draft)]
+                for depth in range(1, 1 + len(draft.tokens)):
+                    alike[-(chance**depth), depth, _kind(draft)].append(place)
+        places = [place for key in sorted(alike) for place in alike[key]]
+        gains = list(accumulate((-key[0] for key in sorted(alike) for _ in alike[key]), initial=0.0))
         sequences, taken = len(drafts), [0] * len(drafts)
-        best, most = sequences / self._cost(sequences), 0
-        gains = np.cumsum([0.0, *(-chance for chance, _ in chances)])
-        for rows in self._sizes(sequences):
-            extra = min(rows - sequences, len(chances))
-            rate = (sequences + gains[extra]) / (self._cost(sequences + extra) + _VERIFICATION)
+        best, most = sequences / self._costs[sequences], 0
+        for rows in [rows for rows in self._sizes if rows > sequences]:
+            extra = min(rows - sequences, len(places))
+            rate = (sequences + gains[extra]) / (self._costs[sequences + extra] + _VERIFICATION)
             if rate > best:
                 best, most = rate, extra
-        for _, place in chances[:most]:
+        for place in places[:most]:
             taken[place] += 1
         return taken
 
-    def _chance(self, suffix: int) -> float:
-        """How often a drafted token was right where the tokens before it were, by the length of the suffix."""
-        return (self._right[suffix] + _PRIOR_RIGHT) / (self._tested[suffix] + _PRIOR_TESTED)
-
-    def _sizes(self, sequences: int) -> Iterator[int]:
-        """Numbers of rows that a step may have, of those that cost the same the largest."""
-        if self._step_rows:
-            yield self._step_rows
-            return
-        rows = padded_rows(sequences + 1)
-        while rows <= MOST_ROWS:
-            yield rows
-            rows = padded_rows(rows + 1)
-
-    def _cost(self, rows: int) -> float:
-        return 1 + padded_rows(self._step_rows or rows) / _DOUBLING_ROWS
+    def _chance(self, kind: _Kind) -> float:
+        """How often a drafted token of this kind was right where the tokens before it were."""
+        return (self._right[kind] + _PRIOR_RIGHT) / (self._tested[kind] + _PRIOR_TESTED)
 
     def settle(self, feed: Feed, outcome: np.ndarray) -> list[Verified]:
         """What a step gave each sequence. `outcome` [n, 4] int32 has for each row whether its token counts, the token,
@@ -189,8 +196,8 @@ class Speculation:
             return
         right = len(tokens) - 1
         failed = right < verified and tokens[right] != draft.tokens[right]
-        self._right[draft.suffix] += right
-        self._tested[draft.suffix] += right + failed
+        self._right[_kind(draft)] += right
+        self._tested[_kind(draft)] += right + failed
         source = self.counts.sources[draft.source]
         source.verified += verified
         source.accepted += right

@@ -21,7 +21,7 @@ PHASES = {
 }
 
 
-def mix_file(root, engine, weights, seconds, lengths=LENGTHS, **changes):
+def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, **changes):
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group": 2}
     work |= {
@@ -32,6 +32,7 @@ def mix_file(root, engine, weights, seconds, lengths=LENGTHS, **changes):
         "sequences": 4,
         "seed": 0,
         "trace": None,
+        "drafts": drafts,
     }
     phases = PHASES if engine == "native" else None
     value = {
@@ -81,6 +82,17 @@ def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
     far = mix_file(tmp_path, "vllm", "bf16", [8.0], provenance=elsewhere)
     rows = by_engine(mixes.mix_table(speed_readers.load_mixes([files[0], far, files[2]])))
     assert rows[("native", "nvfp4")]["note"] == "different machines"
+
+
+def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatch):
+    verify = [{"batch": 16, "steps": 50, "sequences": 14.0, "seconds": 0.125}]
+    monkeypatch.setitem(PHASES, "verify", verify)
+    drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True)
+    frame = speed_readers.load_mixes([*files, drafted])
+    row = by_engine(mixes.mix_table(frame))[("native", "mxfp4")]
+    assert row["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all, drafts"
+    table = mixes.phase_table(speed_readers.load_mixes([drafted])).set_index("phase")
+    assert table.loc["drafts verified, 16 rows", "ms/step"] == pytest.approx(2.5)
 
 
 def test_phases_add_up_to_the_rollout(files):

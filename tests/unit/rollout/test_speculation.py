@@ -189,11 +189,12 @@ def test_wrong_drafts_end_speculation_for_ever_longer_pauses():
         tried.append(known.tries(32))
         feed = known.feed(sequences) if tried[-1] else None
         if feed is None:
+            assert 1 <= known.plain_steps(8) <= 8
             continue
         right = np.zeros((len(feed.rows[0]), 4), dtype=np.int32)
         right[:, 0] = feed.rows[1] == 0  # only each sequence's own row counts, and it drew another token
         known.settle(feed, right)
-    assert sum(tried[:10]) > 2 * sum(tried[-60:-50])
-    assert 0 < sum(tried[-50:]) < 5
+    assert sum(tried[:10]) > 4
+    assert 0 < sum(tried[-50:]) < 5  # every 128 steps, which are 16 rounds
     counts = known.counts.sources[DraftSource.PROMPT]
     assert counts.accepted == 0 < counts.verified

@@ -32,6 +32,7 @@ WORK = {
     "longest": 16,
     "sequences": 4,
     "trace": None,
+    "drafts": False,
     "seed": 0,
     "repeats": 2,
 }
@@ -166,6 +167,24 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
     for groups in drawn:
         assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
     assert result.work.trace == str(TRACE)
+
+
+def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
+    """The test uses the GPU's engine, which runs on a CPU without graphs."""
+    monkeypatch.setattr(
+        engine, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
+    )
+    changes = {"trace": TRACE, "prompts": 2, "group": 4, "longest": 64}
+    plain, result = measured(tmp_path, engine, **changes), measured(tmp_path, engine, drafts=True, **changes)
+    assert {run.drafts for run in plain.runs} == {None}
+    first, second = (run.drafts for run in result.runs)
+    assert first == second  # drafts don't come from the completions of the round before, which are the same
+    assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}
+    accepted = sum(source.accepted for source in first.sources)
+    assert 0 < accepted == round(first.verifications * (first.tokens_per_verification - 1))
+    assert 1 < first.tokens_per_verification <= first.rows_per_step * first.steps / first.verifications
+    rows = sum(round(phase.steps * phase.sequences) for phase in result.runs[0].phases.verify)
+    assert rows == round(first.rows_per_step * first.steps)
 
 
 def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
