@@ -16,8 +16,10 @@ _ROWS = 32
 def _value(bits, dtype: tl.constexpr):
     """The bfloat16 with the lower 16 bits of words, or the same value as float32."""
     if dtype == tl.float32:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        value = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        value = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return value
 
 
 @triton.jit
