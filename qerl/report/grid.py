@@ -59,9 +59,9 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>,
     adapters-... and lead-<lengths>, with figures decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
-    steps, memory, mixes, mix-phases, prompts-<size> and goals (`qerl.report.goals`). Tables without a row are left
-    out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing. Raises ResultError
-    without any file.
+    steps, memory, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without a row
+    are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing. Raises
+    ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")

@@ -23,12 +23,16 @@ _PHASES = (
     "batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: the "
     "device copies results, or waits for the host. Before and after: before the first launch and after the last"
 )
+_DRAFTS = (
+    "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that were "
+    "right. A verification is a step of one sequence; its tokens include the one that a plain step would give"
+)
 _SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "status", "tokens_per_second"]
 _TIMES = ["seconds", "ready_seconds", "first_seconds"]
 
 
 def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
-    """Write the tables mixes and mix-phases."""
+    """Write the tables mixes, mix-phases and mix-drafts; the last only where drafts were verified."""
     records = mixes[["machine", "commit"]]
     write_table(mix_table(mixes), out / "mixes", caption_text(_SPEED, records))
     phases = phase_table(mixes)
@@ -37,6 +41,9 @@ def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
             steps=phases["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
         )
         write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
+    drafts = draft_table(mixes)
+    if not drafts.empty:
+        write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records))
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
@@ -56,6 +63,27 @@ def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
     """Seconds of the median rollout, with a row per weight format and phase, and the phase's share in %."""
     measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
     return pd.DataFrame([phase for row in measured for phase in _phases(row)])
+
+
+def draft_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """A row per rollout that verified drafts and per source of these."""
+    return pd.DataFrame(
+        [
+            {
+                **{name: row[name] for name in ("size", "weights", "rank", "sequences", "work")},
+                "rows a step": drafts.rows_per_step,
+                "tokens a verification": drafts.tokens_per_verification,
+                "source": source.source,
+                "verified": source.verified,
+                "right": source.accepted,
+                "share": 100 * source.accepted / source.verified,
+            }
+            for row in mixes.to_dict("records")
+            if (drafts := row["verified"]) is not None
+            for source in drafts.sources
+            if source.verified
+        ]
+    )
 
 
 def _mix_row(row: Row, rows: list[Row]) -> Row:

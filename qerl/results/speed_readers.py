@@ -64,8 +64,8 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
 def load_mixes(paths: Sequence[Path]) -> pd.DataFrame:
     """One row per file of rollouts of mixed lengths, by size, engine, weights and rank; `samples` in tokens/s.
 
-    `workload` has the lengths, and `phases` those of the median rollout, which took `phase_seconds`. Without runs
-    numbers are NaN.
+    `workload` has the lengths; `phases` and `verified` drafts are those of the median rollout, which took
+    `phase_seconds`. Without runs numbers are NaN.
     """
     jobs = [read(RolloutMixResult, path) for path in paths]
     orders = {"size": [*ARCHITECTURES], "engine": ENGINES, "weights": get_args(WeightFormat)}
@@ -94,6 +94,7 @@ def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
         "ready_seconds": job.ready_seconds,
         "first_seconds": job.first_seconds,
         "phases": typical.phases if typical else None,
+        "verified": typical.drafts if typical else None,
         "phase_seconds": typical.seconds if typical else np.nan,
         **job.provenance.columns,
     }

@@ -87,12 +87,21 @@ def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
 def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatch):
     verify = [{"batch": 16, "steps": 50, "sequences": 14.0, "seconds": 0.125}]
     monkeypatch.setitem(PHASES, "verify", verify)
-    drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True)
+    found = [
+        {"source": "sibling", "verified": 200, "accepted": 150},
+        {"source": "prompt", "verified": 0, "accepted": 0},
+    ]
+    counts = {"steps": 50, "verifications": 100, "rows_per_step": 6.0, "tokens_per_verification": 2.5, "sources": found}
+    runs = [{"seconds": 2.0, "phases": PHASES, "drafts": counts}]
+    drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True, runs=runs)
     frame = speed_readers.load_mixes([*files, drafted])
     row = by_engine(mixes.mix_table(frame))[("native", "mxfp4")]
     assert row["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all, drafts"
     table = mixes.phase_table(speed_readers.load_mixes([drafted])).set_index("phase")
     assert table.loc["drafts verified, 16 rows", "ms/step"] == pytest.approx(2.5)
+    [drafts] = mixes.draft_table(frame).to_dict("records")
+    assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
+    assert (drafts["rows a step"], drafts["tokens a verification"]) == (6.0, 2.5)
 
 
 def test_phases_add_up_to_the_rollout(files):
