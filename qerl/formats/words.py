@@ -4,7 +4,7 @@ A weight [rows, columns] is cut into blocks of 128 columns. Of each block, all r
 rows' scales:
 
 * codes: [block][row][16] words of 32 bits. A word holds the codes of eight columns in the places of
-  `qerl.formats.tiles`, so that a rotation and a mask bring two codes to their places in a pair of bfloat16.
+  `qerl.formats.tiles`. A rotation and a mask bring two codes to their places in a pair of bfloat16.
 * scales: [block][row][8 groups of 16 columns], for MXFP4 [4 groups of 32] bytes, decoded as those of tiles.
 """
 
