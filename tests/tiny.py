@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from qerl.plan.families import FAMILIES
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -55,10 +59,10 @@ def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype, shard_size: 
     return folder
 
 
-def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _build(make: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = make(config)
         # Initialised biases and norms are constants, which would hide a tensor that is loaded into the wrong place.
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -100,6 +104,12 @@ def tiny_llama(
     }
     config = LlamaConfig(**_settings({"tie_word_embeddings": False, "rope_parameters": rope, **overrides}))
     return _save(_build(LlamaForCausalLM, config, seed), folder, dtype, shard_size)
+
+
+def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
+    """Write a random model of a key of `qerl.plan.families.FAMILIES` with its tokenizer."""
+    config = FAMILIES[name].config(**changes)
+    return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -9,15 +9,18 @@ from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
 #: Types of rotary embeddings whose `max_position_embeddings` already is the scaled length.
-_SCALED_ALREADY = ("default", "llama3", "longrope", "su")
+_SCALED_ALREADY = ("default", "llama3")
+#: Types whose frequencies change for all sequences of a batch when one passes the original length.
+_CHANGING = ("longrope", "su")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest prompt with its completion, in tokens. None if config.json doesn't say.
 
     It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM. With
-    YaRN some checkpoints state the scaled length there and some the original one, so the larger of both counts. A
-    sliding window limits attention, not the length.
+    YaRN some checkpoints state the scaled length there and some the original one, so the larger of both counts. With
+    longrope it is the original length, up to which sampler and update have the same frequencies. A sliding window
+    limits attention, not the length.
     """
     stated = config.get("max_position_embeddings")
     if type(stated) is not int or stated <= 0:
@@ -27,7 +30,11 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor") or 1.0
     if kind in _SCALED_ALREADY:
         return stated
-    original = scaling.get("original_max_position_embeddings") or stated
+    original = (
+        scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or stated
+    )
+    if kind in _CHANGING:
+        return min(stated, original)
     return max(stated, int(original * factor)) if kind == "yarn" else int(stated * factor)
 
 

@@ -17,8 +17,6 @@ from qerl.checkpoints.layouts import TensorInfo, own_layout, unpacked_layers
 from qerl.formats.errors import FormatError
 from qerl.settings.base import UserError
 
-#: Values of `model_type` in config.json that are supported.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: The supported values of `layer_types` in config.json.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONFIG = "config.json"
@@ -55,7 +53,7 @@ def check_checkpoint(folder: Path) -> None:
 def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
     """Raise `CheckpointError` if the files hold fewer blocks than config.json states, before any block is built."""
     layers = read_config(folder)["num_hidden_layers"]
-    numbers = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in headers)
+    numbers = (re.match(r"[A-Za-z_.]*\.([0-9]{1,9})\.", name) for name in headers)
     blocks = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
     if blocks < layers:
         raise CheckpointError(
@@ -128,7 +126,7 @@ def check_adapter(folder: Path) -> None:
 def weights_format_of(folder: Path) -> str:
     """The format of a checkpoint's linear weights: "nvfp4", "mxfp4", "nf4", or "bf16" for dense ones (any float type).
 
-    Raises `CheckpointError` for another architecture or quantization scheme.
+    Raises `CheckpointError` for another quantization scheme, or a config.json that isn't a decoder's.
     """
     quantization = quantization_of(folder)
     if quantization is None:
@@ -163,15 +161,25 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or of another architecture."""
+    """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or not that of a decoder of text.
+
+    Whether the model's structure is handled is known to `qerl.policy.loading.checkpoint_structure`.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
     _check_kind(folder)
     config = _read_json(folder / CONFIG)
-    if config.get("model_type") not in ARCHITECTURES:
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{folder / CONFIG} has no model_type; download the checkpoint again")
+    if "text_config" in config:
         raise CheckpointError(
-            f"{folder / CONFIG} has model_type={config.get('model_type')!r}, which isn't supported; "
-            f"use a model of {', '.join(ARCHITECTURES)}"
+            f"{folder / CONFIG} has a text_config, so {config['model_type']!r} isn't a model of text alone, "
+            "which isn't supported; use the family's text model"
+        )
+    if missing := [key for key in _SIZES if key not in config]:
+        raise CheckpointError(
+            f"{folder / CONFIG} of model_type={config['model_type']!r} has no {missing[0]}, which the configurations "
+            "of supported models have"
         )
     for key in (*_SIZES, *_OPTIONAL_SIZES):
         size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)

@@ -68,16 +68,19 @@ def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
     return [n if p is None else lengths[p] + n for n, p in zip(lengths, prompts, strict=True)]
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
     """Causal attention [L, heads, D] of query [L, heads, D] over each token's prompt and earlier tokens of its piece.
 
-    key and value are [L, KV heads, D]. It uses flash attention on a GPU in 16 bits, and SDPA piece by piece elsewhere.
+    With a `window`, a token sees that many tokens, itself included. key and value are [L, KV heads, D]. It uses flash
+    attention on a GPU in 16 bits, and SDPA piece by piece elsewhere.
     """
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return (_flash if flash else _by_piece)(query, key, value, packing, scale)
+    return (_flash if flash else _by_piece)(query, key, value, packing, scale, window)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     """Attend in one call over all pieces; its causal mask aligns the last query of a piece with its last key."""
     out = varlen_attn(
         query,
@@ -88,20 +91,23 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
         max(packing.lengths),
         max(packing.widths),
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **_GQA,
     )
     assert isinstance(out, Tensor)
     return out
 
 
-def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     query, key, value = (row.transpose(0, 1)[None] for row in (query, key, value))
     if query.is_cuda:  # fused kernels take a mask only with as many key as query heads; others keep all weights
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
     pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
     outs = []
     for q, k, v in pieces:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        last = k.shape[2] - q.shape[2]  # the last key that the first query sees
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(last)
+        if window is not None:
+            seen = seen.triu(last - window + 1)
         outs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
     return torch.cat(outs, 2).squeeze(0).transpose(0, 1)

@@ -35,14 +35,12 @@ def attend(
             out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
             return out.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    if settings.get("dropout") or settings.get("sliding_window"):
-        raise ValueError(
-            "packed attention has neither dropout nor a sliding window; set attention_dropout=0 and "
-            "use_sliding_window=false in the model's config.json"
-        )
+    if settings.get("dropout"):
+        raise ValueError("packed attention has no dropout; set attention_dropout=0 in the model's config.json")
     # squeeze instead of [0], whose backward pass copies the gradient into zeros.
     query, key, value = (row.squeeze(0).transpose(0, 1) for row in (query, key, value))
-    return attend_packed(query, key, value, packing, settings["scaling"])[None], None
+    window = settings.get("sliding_window")
+    return attend_packed(query, key, value, packing, settings["scaling"], window)[None], None
 
 
 def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
@@ -67,7 +65,7 @@ def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: 
     use_attend(lm)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
     made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
-    output = lm.model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
+    output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
     return output.last_hidden_state
 
 

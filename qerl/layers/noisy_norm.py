@@ -6,6 +6,7 @@ The noise is in a separate buffer, so it never accumulates.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-#: The names of a block's norms that may have noise.
-ROLES = ("input_layernorm", "post_attention_layernorm")
+from qerl.layers.structure import Structure, epsilon_of
+
+#: What reads a norm's output: the projections of a block's attention, or those of its MLP.
+ROLES = ("attention", "mlp")
 
 
 def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,28 +70,46 @@ class _ScaledNorm(torch.autograd.Function):
 
 
 class NoisyRMSNorm(nn.Module):
-    """RMSNorm with weight `w + z`, computed in float32 for any dtype of the input."""
+    """RMSNorm with weight `w + z`, computed in float32 for any dtype of the input.
+
+    A norm of the form (1 + w) x / rms(x) has the `offset` 1. `layer` and `role` say where it is.
+    """
 
     noise: torch.Tensor
 
-    def __init__(self, weight: nn.Parameter, variance_epsilon: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter, variance_epsilon: float, offset: float = 0.0, layer: int = 0, role: str = ROLES[0]
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.variance_epsilon = variance_epsilon
+        self.offset = offset
+        self.layer = layer
+        self.role = role
         self.register_buffer("noise", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden` [..., features] over the last dimension, and return the same dtype."""
-        return _ScaledNorm.apply(hidden, self.weight.float() + self.noise, self.variance_epsilon)
+        weight = self.weight.float() + self.noise
+        return _ScaledNorm.apply(hidden, weight + self.offset if self.offset else weight, self.variance_epsilon)
 
 
-def make_noisy(model: nn.Module) -> None:
-    """Replace the two norms of every block by `NoisyRMSNorm`; their weights stay the same parameters."""
-    for module in list(model.modules()):
-        for role in ROLES:
-            norm = getattr(module, role, None)
-            if norm is not None and not isinstance(norm, NoisyRMSNorm):
-                setattr(module, role, NoisyRMSNorm(norm.weight, norm.variance_epsilon))
+def make_noisy(model: nn.Module, structure: Structure) -> None:
+    """Replace the norms that feed a block's projections by `NoisyRMSNorm`; their weights stay the same parameters."""
+    for name, (layer, role) in structure.noisy_norms().items():
+        norm = model.get_submodule(name)
+        if not isinstance(norm, NoisyRMSNorm):
+            weight, offset = norm.get_parameter("weight"), structure.offset or 0.0
+            model.set_submodule(name, NoisyRMSNorm(weight, epsilon_of(norm), offset, layer, role))
+
+
+def noisy_norms(model: nn.Module) -> dict[tuple[int, str], list[NoisyRMSNorm]]:
+    """The noisy norms by layer and role, in order. With PEFT they are the original and its trained copy."""
+    places: dict[tuple[int, str], list[NoisyRMSNorm]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, NoisyRMSNorm):
+            places[module.layer, module.role].append(module)
+    return dict(sorted(places.items()))
 
 
 def noise_norm(model: nn.Module) -> float:

@@ -62,7 +62,8 @@ class PackedAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Map hidden_states [1, L, H] to the same shape, and None for the weights; cos and sin are [1, L, D]."""
         packing: Packing | None = settings.get("packing")
-        if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or self._is_special():
+        drops = self.training and self.attention_dropout > 0  # which `qerl.layers.attention.attend` refuses
+        if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or drops:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)
         layers = [self.get_submodule(f"{name}_proj") for name in "qkv"]
         # squeeze instead of [0], whose backward pass copies the gradient into zeros.
@@ -70,13 +71,9 @@ class PackedAttention(nn.Module):
         query, key, value = (self._normed(name, one) for name, one in zip("qkv", heads, strict=True))
         cos, sin = position_embeddings
         query, key = rotate(query, key, cos[0], sin[0])
-        out = attend_packed(query, key, value, packing, self.scaling)
-        return self.get_submodule("o_proj")(out.flatten(1)[None]), None
-
-    def _is_special(self) -> bool:
-        """Whether a sliding window or dropout is set, which `qerl.layers.attention.attend` refuses."""
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        return bool(window) or (self.training and self.attention_dropout > 0)
+        out = attend_packed(query, key, value, packing, self.scaling, window)
+        return self.get_submodule("o_proj")(out.flatten(1)[None]), None
 
     def _normed(self, name: str, heads: Tensor) -> Tensor:
         """Queries, keys or values [L, heads, D], normalised if the class has a norm for them."""

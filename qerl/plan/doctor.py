@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.by_hand.models import HUB_MODEL
 from qerl.checkpoints.architectures import ARCHITECTURES
@@ -27,12 +28,14 @@ from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
+from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
 from qerl.random_models.checkpoint import model_config
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import native_class
+from qerl.rollout.served import refused_by_engine, refused_by_vllm
 from qerl.settings.run import RunSettings
 
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
@@ -87,6 +90,7 @@ class AskedModel:
     shape: ModelShape
     weights: str
     repo: str | None
+    config: PreTrainedConfig
     differences: tuple[str, ...] = ()
 
 
@@ -105,22 +109,30 @@ class Diagnosis:
 def asked_model(model: str, weights: str | None) -> AskedModel:
     """The shape and weights of a size such as 7B, of a folder or of a model of the hub.
 
-    `weights` None takes those of a packed checkpoint, otherwise those of a run's default.
+    `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Raises `CheckpointError` for
+    a model whose structure isn't handled.
     """
     default = weights or RunSettings.model_fields["weights"].default
     if model in ARCHITECTURES:
-        return AskedModel(ModelShape.of(model_config(model, "bf16")), default, None)
+        return _of_size(model, default)
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
     shape = ModelShape.of(read_config(folder))
+    checkpoint_structure(folder)
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     return AskedModel(
         shape,
         weights or (default if stored == "bf16" else stored),
         None if local else model,
+        config_of(folder),
         tuple(differences(folder, headers)),
     )
+
+
+def _of_size(size: str, weights: str) -> AskedModel:
+    config = model_config(size, "bf16")
+    return AskedModel(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
 
 
 def _config_of_hub(model: str) -> Path:
@@ -139,8 +151,9 @@ def _config_of_hub(model: str) -> Path:
         ) from None
 
 
-def serving(gpu: Gpu | None, shape: ModelShape, weights: str) -> Serving:
+def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
     """What serves a model on a GPU, or with None on the CPU."""
+    shape, weights = model.shape, model.weights
     capability = None if gpu is None else gpu.capability
     dtype = RunSettings.model_fields["dtype"].default
     operations = operations_name(gpu is not None)
@@ -151,7 +164,7 @@ def serving(gpu: Gpu | None, shape: ModelShape, weights: str) -> Serving:
         free_gb=None if gpu is None else gpu.free / 1e9,
         products=_products(capability, shape, weights, DTYPES[dtype]),
         attention=f"{operations}, in rollouts and updates",
-        sampler=_SAMPLERS[native_class(gpu is not None)],
+        sampler=_SAMPLERS[native_class(gpu is not None, model.config)],
         dtype=dtype,
         unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
     )
@@ -212,9 +225,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
     """
     gpus = visible_gpus()
-    shape = model.shape if model else ModelShape.of(model_config(_TYPICAL, "bf16"))
-    weights = model.weights if model else RunSettings.model_fields["weights"].default
-    devices = [serving(gpu, shape, weights) for gpu in gpus] or [serving(None, shape, weights)]
+    served = model or _of_size(_TYPICAL, RunSettings.model_fields["weights"].default)
+    devices = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
     needed = ["", *(["gpu"] if gpus else [])]
     unfit = [library for extra in needed for library in unfit_libraries(extra)]
     optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
@@ -227,7 +239,11 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
         notes.append(reason)
     if gpus and not torch.cuda.is_available():
         problems.append(_BLIND.format(version=torch.__version__))
-    if find_spec("vllm") is None:
+    if refusal := refused_by_engine(served.config):
+        notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, which takes longer")
+    if refusal := refused_by_vllm(served.config):
+        notes.append(refusal)
+    elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
     memory = None
     if model and settings:

@@ -28,7 +28,6 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
-from qerl.layers.noisy_norm import ROLES
 from qerl.policy.loading import packed_layers, read_packed
 from qerl.provenance.files import put
 from qerl.settings.base import ConfigError
@@ -93,7 +92,7 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
 def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules."""
     adapter = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(trained / ADAPTER).items()}
-    norms = {name: tensor for name, tensor in adapter.items() if name.removesuffix(".weight").endswith(ROLES)}
+    norms = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
     return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
 
 

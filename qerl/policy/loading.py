@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from qerl.checkpoints.folder import (
+    CONFIG,
     CheckpointError,
     check_layers,
     differences,
+    read_config,
     read_headers,
     weights_format_of,
 )
@@ -30,6 +32,7 @@ from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.host.progress import log
 from qerl.layers.packed_linear import PackedLinear
+from qerl.layers.structure import Structure, StructureError, empty_model, structure_of
 
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
@@ -44,13 +47,30 @@ class _Slot:
     name: str
 
 
-def load_model(
-    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32: Sequence[str] = ()
-) -> PreTrainedModel:
-    """Load a Qwen2, Qwen3 or Llama checkpoint: dense, NVFP4, MXFP4 or NF4, as published (docs/checkpoints.md).
+def config_of(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint's model. Raises `CheckpointError` if transformers doesn't know the model."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError) as error:
+        kind = read_config(folder)["model_type"]
+        raise CheckpointError(f"{folder / CONFIG} has model_type={kind!r}: {error}") from None
 
-    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Modules whose names end
-    with one of `float32` keep float32 weights; the caller replaces them by modules that compute with such weights.
+
+def checkpoint_structure(folder: Path) -> Structure:
+    """The structure of a checkpoint's model. Raises `CheckpointError` if this project doesn't handle it."""
+    try:
+        return structure_of(config_of(folder))
+    except StructureError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32_norms: bool = False
+) -> PreTrainedModel:
+    """Load a checkpoint of a decoder: dense, NVFP4, MXFP4 or NF4, as published (docs/checkpoints.md).
+
+    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. With `float32_norms`, the
+    norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
     Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
     most one file. Raises `CheckpointError`, which names the file and the fix.
     """
@@ -60,13 +80,14 @@ def load_model(
     check_layers(folder, headers)
     for difference in differences(folder, headers):
         log.info("%s", difference)
-    model = _skeleton(folder, dtype)
+    norms = checkpoint_structure(folder).noisy_norms()
+    model: PreTrainedModel = empty_model(config_of(folder), dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)
     slots = _slots(model)
     _check_names(slots, headers, model.config.tie_word_embeddings, folder)
     for name, tensor in stream(headers, device):
-        wide = name.rpartition(".")[0].endswith(tuple(float32))
+        wide = float32_norms and name.rpartition(".")[0] in norms
         _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
     _tie_head(model, headers)
     _restore_computed_buffers(model, device)
@@ -111,15 +132,6 @@ def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[s
     if marker is None:
         return []
     return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
-
-
-def _skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with all tensors on the meta device, and without transformers' quantization."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _insert_packed(
@@ -216,7 +228,7 @@ def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
     if not model.config.tie_word_embeddings:
         return
     head = model.get_parameter(_HEAD)
-    if _HEAD in headers and not torch.equal(head, model.get_parameter("model.embed_tokens.weight")):
+    if _HEAD in headers and not torch.equal(head, model.get_input_embeddings().get_parameter("weight")):
         raise CheckpointError(
             f"{headers[_HEAD].shard} holds a head that differs from the embedding, though config.json ties them; "
             "set tie_word_embeddings to false there"
@@ -224,11 +236,17 @@ def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
     model.tie_weights()
 
 
+@torch.no_grad()
 def _restore_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Rebuild buffers that the meta device lost and no checkpoint has: the rotary embedding's frequencies."""
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            model.set_submodule(name, type(module)(model.config).to(device))
-    lost = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
-    if lost:
-        raise RuntimeError(f"no tensor was loaded for {lost[0]}: a defect of qerl")
+    """Compute buffers again that the meta device lost and no checkpoint has, such as rotary frequencies."""
+    for module in model.modules():
+        lost = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in lost:
+            setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+        if lost:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
+            model._init_weights(module)
+    meta = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if meta:
+        raise RuntimeError(f"no tensor was loaded for {meta[0]}: a defect of qerl")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,12 +21,13 @@ from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
 from qerl.layers.lora import register_lora
 from qerl.layers.mlp import fuse_mlps
-from qerl.layers.noisy_norm import ROLES, make_noisy
+from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
+from qerl.layers.structure import Structure, structure_of
 from qerl.policy.card import Base, write_card
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.settings.base import ConfigError
-from qerl.settings.training import AdapterSettings
+from qerl.settings.training import AdapterSettings, Layer
 
 if TYPE_CHECKING:
     from qerl.policy.sharded import ShardedRoot
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+#: Fused layers with the projections that they have as parts.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 #: The name of the value function's adapter in PEFT, and of the folder in which it is saved.
 VALUE_ADAPTER = "value"
@@ -157,31 +161,68 @@ def choose_device() -> torch.device:
 
 def use_own_modules(lm: PreTrainedModel) -> None:
     """Replace norms, MLPs and attentions of a loaded model by this project's; names of weights stay."""
-    make_noisy(lm)
+    make_noisy(lm, structure_of(lm.config))
     fuse_mlps(lm)
     fuse_attentions(lm)
 
 
 def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # Norms are float32, since 16 bits would round noise away, and PEFT's copies for trained norms have the same dtype.
-    lm = load_model(checkpoint, DTYPES[dtype], device or choose_device(), float32=ROLES)
+    lm = load_model(checkpoint, DTYPES[dtype], device or choose_device(), float32_norms=True)
     use_own_modules(lm)
     tokenizer = load_tokenizer(checkpoint)
     return lm.requires_grad_(False), tokenizer
 
 
-def lora_config(adapter: AdapterSettings) -> LoraConfig:
-    """PEFT's configuration of the adapter, with the norms of each block if they are trained."""
+def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
+    """PEFT's configuration of the adapter, with the norms that feed projections if they are trained.
+
+    Raises `ConfigError` if the model lacks a target or has no norms to train.
+    """
+    if adapter.train_norms and not structure.noisy_norms():
+        raise ConfigError(
+            "adapter.train_norms needs an RMSNorm whose output projections read, which the blocks of this model don't "
+            "have; set adapter.train_norms=false"
+        )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=list(adapter.targets),
-        modules_to_save=list(ROLES) if adapter.train_norms else None,
+        target_modules=lora_targets(adapter, structure),
+        modules_to_save=list(structure.norms.values()) if adapter.train_norms else None,
     )
     register_lora(config)
     return config
+
+
+def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
+    """The linear layers that get an adapter, by the last part of their names.
+
+    All targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of these
+    names, or the fused layer that has all of its parts among them.
+    """
+    if set(adapter.targets) == set(get_args(Layer)) != set(structure.targets):
+        return list(structure.targets)
+    layers = dict.fromkeys(_layer_of(target, adapter.targets, structure) for target in adapter.targets)
+    return list(layers)
+
+
+def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
+    if target in structure.targets:
+        return target
+    for fused, parts in _FUSED.items():
+        if target in parts and fused in structure.targets:
+            if missing := [part for part in parts if part not in asked]:
+                raise ConfigError(
+                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
+                    f"name all of {', '.join(parts)}, or none"
+                )
+            return fused
+    raise ConfigError(
+        f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
+        "adapter.targets out to adapt all of them"
+    )
 
 
 def with_adapter(
@@ -190,7 +231,7 @@ def with_adapter(
     """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32."""
     lm, tokenizer = _base(checkpoint, dtype, device)
     torch.manual_seed(seed)
-    peft = get_peft_model(lm, lora_config(adapter))
+    peft = get_peft_model(lm, lora_config(adapter, structure_of(lm.config)))
     key_dropout(peft, POLICY_ADAPTER)
     for parameter in peft.parameters():
         if parameter.requires_grad:

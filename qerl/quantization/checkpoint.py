@@ -59,7 +59,7 @@ def quantize_checkpoint(
         _refuse_what_is_not_finite(headers)
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
-    for layer in linear_layers(headers):
+    for layer in linear_layers(source):
         rows, columns = headers[f"{layer}.weight"].shape
         try:
             tensor_specs(error.of if error else weights_format, (rows, columns))
@@ -98,7 +98,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
     """
     dense = _dense_headers(source)
     headers = read_headers(target)
-    layers = linear_layers(dense)
+    layers = linear_layers(source)
     weights = sum(math.prod(dense[f"{layer}.weight"].shape) for layer in layers)
     parameters = sum(math.prod(info.shape) for info in dense.values())
     # A bias belongs to the layer, not to its quantized weight.
@@ -109,7 +109,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
         "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
         "bits_per_weight": 8 * stored / weights,
         "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,
-        "relative_error": {} if source == target else _relative_errors(dense, headers, weights_format),
+        "relative_error": {} if source == target else _relative_errors(dense, headers, weights_format, layers),
         "versions": {name: version(name) for name in ("torch", "transformers", *_LIBRARIES[weights_format])},
     }
 
@@ -127,11 +127,11 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 
 
 def _relative_errors(
-    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
 ) -> dict[str, float]:
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
-    for layer, stored in _stored_weights(headers, weights_format):
+    for layer, stored in _stored_weights(headers, weights_format, layers):
         kind = layer.rpartition(".")[2]
         name = f"{layer}.weight"
         [(_, weight)] = stream({name: dense[name]})
@@ -140,12 +140,14 @@ def _relative_errors(
     return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
 
 
-def _stored_weights(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, Tensor]]:
+def _stored_weights(
+    headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
+) -> Iterator[tuple[str, Tensor]]:
     """The weight of each linear layer of the blocks as float32, unpacked where it is packed."""
     from qerl.policy.loading import read_packed
 
     if weights_format == "bf16":
-        for layer in sorted(linear_layers(headers)):
+        for layer in sorted(layers):
             [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
             yield layer, weight.float()
         return

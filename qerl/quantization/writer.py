@@ -35,13 +35,11 @@ _GENERATION = "generation_config.json"
 _REPLACED = ("torch_dtype", "quantization_config")
 
 
-def linear_layers(headers: dict[str, TensorInfo]) -> set[str]:
-    """Names of the linear layers of the blocks (all that the formats quantize)."""
-    return {
-        name.removesuffix(".weight")
-        for name, info in headers.items()
-        if name.startswith("model.layers.") and name.endswith(".weight") and len(info.shape) == 2
-    }
+def linear_layers(source: Path) -> set[str]:
+    """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`."""
+    from qerl.policy.loading import checkpoint_structure
+
+    return checkpoint_structure(source).linear_layers()
 
 
 def write_packed(source: Path, target: Path, weights_format: str) -> None:
@@ -52,7 +50,7 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     """
     headers = read_headers(source)
     packer = _NF4() if weights_format == "nf4" else _FP4(weights_format)
-    layers = {f"{layer}.weight" for layer in linear_layers(headers)}
+    layers = {f"{layer}.weight" for layer in linear_layers(source)}
     partners = {name: packer.partners(name) & layers for name in layers}
     led = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
 """Adaptive Quantization Noise (paper section 3.3): noise on the RMSNorm weights of each block.
 
-In the input norm `w + z` perturbs q, k and v with the same z. In the post-attention norm, another z perturbs gate and
-up (Eq. 10 to 12). o, down and the final norm get no noise.
+In the norm that attention's projections read, `w + z` perturbs q, k and v with the same z. In the norm that the MLP's
+projections read, another z perturbs gate and up (Eq. 10 to 12). o, down and all other norms get no noise.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm
+from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm, noisy_norms
 from qerl.rl.noise_schedule import sigma
+from qerl.settings.base import ConfigError
 from qerl.settings.training import NoiseSettings
 
 
@@ -25,10 +26,6 @@ def standard_normal(seed: int, step: int, layer: int, role: int, size: int, comp
     counter = np.array([0, completion, layer, role], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
-
-
-#: The norms of a block by what reads them.
-_ROLE_OF = dict(zip(("attention", "mlp"), ROLES, strict=True))
 
 
 @dataclass(frozen=True)
@@ -43,31 +40,29 @@ class Noise:
     """Draws z for all noisy norms of a model, and removes it."""
 
     def __init__(self, model: nn.Module, settings: NoiseSettings, seed: int) -> None:
+        """Raises `ConfigError` if there is to be noise and the model has no norm for it."""
         self._model = model
         self.settings = settings
         self.seed = seed
+        if settings.schedule != "off" and not any(role in settings.norms for _, role in noisy_norms(model)):
+            raise ConfigError(
+                f"noise.schedule={settings.schedule} needs an RMSNorm whose output the projections of "
+                f"{' or '.join(settings.norms)} read, which the blocks of this model don't have; set noise.schedule=off"
+            )
 
     def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
-        """Layer, role and its norms: with PEFT the original and the trained copy, which get the same z."""
-        blocks = next(m for name, m in self._model.named_modules() if name.endswith("layers"))
-        assert isinstance(blocks, nn.ModuleList)
-        for index, layer in enumerate(blocks):
-            for role, name in enumerate(ROLES):
-                yield index, role, [m for m in getattr(layer, name).modules() if isinstance(m, NoisyRMSNorm)]
+        """Layer, role's number and norms: with PEFT the original and the trained copy, which get the same z."""
+        for (layer, role), norms in noisy_norms(self._model).items():
+            yield layer, ROLES.index(role), norms
 
     def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
         """Set the noise of `step`, or of a completion's number within the groups of that step."""
         scheduled = sigma(self.settings, step, total_steps)
         scale = 0.0 if self.settings.placebo else scheduled
-        chosen = {_ROLE_OF[name] for name in self.settings.norms}
         squares = 0.0
         for layer, role, norms in self._norms():
-            if not norms:
-                raise RuntimeError(
-                    f"{ROLES[role]} of layer {layer} is not a NoisyRMSNorm; call make_noisy before training"
-                )
             drawn = standard_normal(self.seed, step, layer, role, norms[0].noise.numel(), completion)
-            z = (scale if ROLES[role] in chosen else 0.0) * drawn
+            z = (scale if ROLES[role] in self.settings.norms else 0.0) * drawn
             squares += float(z.double().square().sum())
             for norm in norms:
                 norm.noise.copy_(z)

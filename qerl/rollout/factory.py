@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qerl.policy.policy import Policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import Sampler
+from qerl.rollout.served import refused_by_engine, refused_by_vllm
+from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
 
-def native_class(on_gpu: bool) -> type[EngineSampler] | type[NativeSampler]:
-    """The sampler of `engine: native`: the engine on a GPU, the eager sampler on a CPU."""
-    return EngineSampler if on_gpu else NativeSampler
+def native_class(on_gpu: bool, config: Any) -> type[EngineSampler] | type[NativeSampler]:
+    """The sampler of `engine: native`: the engine on a GPU if it serves a model of `config`, else the eager one."""
+    return EngineSampler if on_gpu and refused_by_engine(config) is None else NativeSampler
 
 
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
@@ -19,8 +23,11 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that
     these decode together; `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole
-    ones.
+    ones. Raises `ConfigError` for a model that vLLM doesn't sample for.
     """
+    config = policy.lm.config
+    if settings.engine != "native" and (refusal := refused_by_vllm(config)):
+        raise ConfigError(f"{refusal}; use rollout.engine=native")
     if settings.engine == "vllm":
         from qerl.rollout.vllm.in_process import VllmSampler
 
@@ -34,6 +41,6 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
 
         sleep = settings.native.sleep
         return ShardedSampler(policy, lambda whole: make_sampler(whole, settings, max_sequences), sleep)
-    if issubclass(kind := native_class(policy.device.type == "cuda"), EngineSampler):
+    if issubclass(kind := native_class(policy.device.type == "cuda", config), EngineSampler):
         return kind(policy, settings.native, max_sequences)
     return kind(policy, max_sequences)

@@ -19,7 +19,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qerl.data.records import Problem
-from qerl.layers.noisy_norm import ROLES
 from qerl.policy.export import export
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
@@ -97,7 +96,7 @@ def test_given_lengths_of_completions_are_refused(sampler):
 
 def add_noise(model, sigma, seed, step):
     for index, layer in enumerate(model.base_model.model.model.layers):
-        for role, name in enumerate(ROLES):
+        for role, name in enumerate(("input_layernorm", "post_attention_layernorm")):
             weight = getattr(layer, name).modules_to_save.default.weight
             weight.data += sigma * standard_normal(seed, step, index, role, len(weight))
 

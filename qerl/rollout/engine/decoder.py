@@ -19,12 +19,9 @@ from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
+from qerl.rollout.served import refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
-
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
-#: Types of rotary embeddings whose frequencies depend on the length of the text.
-_CHANGING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,8 @@ class Decoder:
 
     def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
         config = policy.lm.config
-        _check(config)
+        if refusal := refused_by_engine(config):
+            raise ConfigError(f"{refusal}; the eager sampler serves it")
         self.dtype = policy.lm.dtype
         self.device = policy.device
         self.operations = operations(policy.device)
@@ -205,18 +203,6 @@ class Decoder:
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)
-
-
-def _check(config: Any) -> None:
-    kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
-    if kind not in ARCHITECTURES:
-        raise ConfigError(f"the native engine supports {', '.join(ARCHITECTURES)}, not {kind!r}; use engine=vllm")
-    if rope.get("rope_type") in _CHANGING_ROPE:
-        raise ConfigError(f"the native engine has no {rope['rope_type']} rotary positions; use engine=vllm")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ConfigError("the native engine has no sliding-window attention; use engine=vllm")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise ConfigError("the native engine supports only SiLU as the activation; use engine=vllm")
 
 
 def _block(layer: Any, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:

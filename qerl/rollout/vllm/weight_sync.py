@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
+from qerl.layers import noisy_norm
 from qerl.layers.adapters import POLICY_ADAPTER
-from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm
+from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.layers.structure import structure_of
 from qerl.policy.policy import Policy
 
 _PREFIX = "base_model.model."
@@ -44,21 +44,13 @@ def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def norm_weights(policy: Policy) -> dict[str, Tensor]:
     """`w + z` [features], float32, for both norms of every block, by the weight's name in the base's checkpoint."""
+    names = {place: name for name, place in structure_of(policy.lm.config).noisy_norms().items()}
     return {
-        f"model.layers.{index}.{role}.weight": norm.weight.detach().float() + norm.noise
-        for index, role, norm in _active_norms(policy.lm)
+        f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise
+        for norm in noisy_norms(policy)
     }
 
 
 def noisy_norms(policy: Policy) -> list[NoisyRMSNorm]:
     """The active norms: PEFT's trained copies where there are any."""
-    return [norm for _, _, norm in _active_norms(policy.lm)]
-
-
-def _active_norms(lm: Any) -> Iterator[tuple[int, str, NoisyRMSNorm]]:
-    for index, layer in enumerate(lm.model.layers):
-        for role in ROLES:
-            norm = getattr(layer, role)
-            if isinstance(norm, ModulesToSaveWrapper):
-                norm = norm.modules_to_save[POLICY_ADAPTER]
-            yield index, role, norm
+    return [norms[-1] for norms in noisy_norm.noisy_norms(policy.lm).values()]

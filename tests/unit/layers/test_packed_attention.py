@@ -123,14 +123,17 @@ def test_unpacked_rows_never_use_the_projects_attention(own_way):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
-def test_a_sliding_window_is_refused_on_the_own_way_too(name, own_way):
-    window = {"sliding_window": 4}
+def test_a_sliding_window_is_transformers(name, own_way):
+    window = {"sliding_window": 2}
     if name != "mistral":
         window |= {"use_sliding_window": True, "max_window_layers": 0}
-    _, ours = made(name, **window)
-    with pytest.raises(ValueError, match="use_sliding_window=false"):
-        together(ours)
-    assert not own_way
+    plain, ours = made(name, **window)
+    found, unlimited = together(ours)[0], together(made(name)[1])[0]
+    for piece in ([0, 1, 2, 3], [0, 1, 2, 4, 5, 6], [7, 8]):
+        expected = plain.model(IDS[:, piece]).last_hidden_state[0]
+        torch.testing.assert_close(found[piece], expected, rtol=1e-5, atol=1e-5)
+    assert len(own_way) == 4
+    assert not torch.isclose(found[[2, 6]], unlimited[[2, 6]], atol=1e-3).all()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -113,7 +113,7 @@ def test_the_classes_are_those_that_the_engine_takes():
 @pytest.mark.parametrize(("weights", "product"), [("nf4", "BitsandbytesLinear"), ("bf16", "dense (TorchLinear)")])
 def test_other_formats_on_hopper(machine, weights, product):
     machine((9, 0))
-    assert product in serving(visible_gpus()[0], asked_model("7B", weights).shape, weights).products
+    assert product in serving(visible_gpus()[0], asked_model("7B", weights)).products
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_problem(machine, monkeypatch):

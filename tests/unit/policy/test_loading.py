@@ -131,8 +131,14 @@ def test_index_that_disagrees_with_the_shards(tmp_path):
 
 
 def test_unsupported_architecture(folder):
-    edit_config(folder, model_type="mamba")
-    cheap_error(folder, "model_type='mamba'.*qwen2")
+    edit_config(folder, model_type="qwen3_moe")
+    with pytest.raises(CheckpointError, match=r"model_type='qwen3_moe' isn't supported, .*experts.* nn.Linear"):
+        load_model(folder, torch.bfloat16)
+    edit_config(folder, model_type="nobody")
+    with pytest.raises(CheckpointError, match="has model_type='nobody'"):
+        load_model(folder, torch.bfloat16)
+    edit_config(folder, model_type=None)
+    cheap_error(folder, "has no model_type")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.formats.codecs import quantize
+from qerl.layers.structure import structure_of
 from qerl.policy.policy import lora_config
 from qerl.random_models.checkpoint import model_config
 from qerl.results import roofline
@@ -40,7 +41,8 @@ def test_bytes_of_bf16_weights_are_those_of_the_model(size):
 
 
 def test_bytes_of_the_adapter_are_those_of_peft():
-    peft = get_peft_model(model_of("tiny"), lora_config(AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)))
+    model, adapter = model_of("tiny"), AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
+    peft = get_peft_model(model, lora_config(adapter, structure_of(model.config)))
     adapter = [parameter for parameter in peft.parameters() if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in adapter)
     assert byte_parts("tiny", "nvfp4", RANK, 1, 0)["adapter"] == 2 * count
@@ -66,7 +68,8 @@ def test_cache_read_and_written_is_that_of_transformers():
 def test_flops_are_those_that_pytorch_counts(rank):
     model = model_of("tiny", "cpu")
     if rank:
-        get_peft_model(model, lora_config(AdapterSettings(rank=rank, alpha=rank, train_norms=False)))
+        adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=False)
+        get_peft_model(model, lora_config(adapter, structure_of(model.config)))
     _, counted = run_step(model, SEQUENCES, CONTEXT)
     rotary = 2 * 16  # the new position times the 16 frequencies of a head is a product of matrices there
     assert counted - rotary == step_flops("tiny", rank, SEQUENCES, CONTEXT + 1)  # the new token attends to itself too

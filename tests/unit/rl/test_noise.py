@@ -84,16 +84,16 @@ def test_completions_of_a_step_have_draws_of_their_own():
 
 
 class Block(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, layer):
         super().__init__()
-        self.input_layernorm = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6)
-        self.post_attention_layernorm = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6)
+        self.first = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6, layer=layer, role="attention")
+        self.second = NoisyRMSNorm(torch.nn.Parameter(torch.ones(64)), 1e-6, layer=layer, role="mlp")
 
 
 def noises(**changes):
     """Norm of z of each norm of two blocks at a step with noise, and the report."""
     model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([Block(), Block()])
+    model.layers = torch.nn.ModuleList([Block(0), Block(1)])
     noise = Noise(model, settings("constant", sigma_start=0.25, **changes), seed=5)
     report = noise.set(4, 10)
     norms = [module.noise.norm().item() for module in model.modules() if isinstance(module, NoisyRMSNorm)]

@@ -1,5 +1,7 @@
 """Packed micro-batches against padded sequences through Hugging Face's own forward pass."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,11 +12,13 @@ from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, 
 from qerl.rl.value import add_value, values
 from qerl.rollout.sampler import Completion
 from qerl.settings.training import AdapterSettings, PPOSettings
-from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import edit_config, tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")
 PPO = PPOSettings(rank=4, alpha=8)
+FAMILIES = ("mistral-sliding", "phi3", "gemma3")
 MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+MAKERS |= {name: partial(tiny_family, name=name, sliding_window=4) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +177,16 @@ def test_sampling_with_a_mask_is_that_of_transformers(folder):
     assert NAME not in (folder / "saved/config.json").read_text()
 
 
-def test_a_sliding_window_is_refused(tmp_path):
+def test_a_window_begins_in_the_prompt_and_moves_on(tmp_path):
+    """A Qwen2 with a window in its second layer; a token that both windows passed changes nothing."""
     tiny_qwen2(tmp_path)
-    edit_config(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=None)
-    policy = with_adapter(tmp_path, AdapterSettings(rank=4), "float32", 0, CPU)
-    with pytest.raises(ValueError, match="use_sliding_window=false"):
-        logprobs_and_entropy(policy, micro_batch(samples(), [0], CPU), 1.0)
+    edit_config(tmp_path, use_sliding_window=True, sliding_window=2, max_window_layers=0, layer_types=None)
+    policy = move(with_adapter(tmp_path, AdapterSettings(rank=4), "float32", 0, CPU))
+    [sample] = samples([(4, (5,))])
+    first = Sample([90, *sample.prompt[1:]], sample.completion, 0.0, 0.0)
+    read = [logprobs_and_entropy(policy, micro_batch([s], [0], CPU), 1.0)[0][0].detach() for s in (sample, first)]
+    torch.testing.assert_close(read[0], padded(policy, [sample], 1.0)[0][0].detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(read[0], read[1])
 
 
 # --- splitting ---

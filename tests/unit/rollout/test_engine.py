@@ -281,9 +281,9 @@ def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, not 'gpt2'"),
+        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, mistral, not 'gpt2'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "no dynamic rotary positions"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding-window attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, "no sliding-window attention"),
         ({"hidden_act": "gelu"}, "supports only SiLU"),
     ],
 )

@@ -1,0 +1,284 @@
+"""The structure of a decoder: its linear layers, the norms that feed them, and its attention.
+
+A forward pass of the empty model, on the meta device, shows all of them. No name of a model or of a class decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl.settings.base import UserError
+
+_TRACED = "qerl-structure"
+#: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
+_KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position"}
+
+
+class StructureError(UserError):
+    """A model whose structure this project doesn't handle. The message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What all blocks of a decoder have in common. Names are those within a block."""
+
+    blocks: str
+    """Name of the list of blocks, such as "model.layers"."""
+    linears: tuple[str, ...]
+    """The linear layers, such as "self_attn.q_proj"."""
+    norms: dict[str, str]
+    """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's."""
+    offset: float | None
+    """These norms are (offset + w) x / rms(x) with their weights w: 0 or 1. None if they aren't RMSNorms."""
+    windows: tuple[int | None, ...]
+    """The sliding window of each block's attention, in tokens."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Last parts of the linear layers' names, such as "q_proj"."""
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
+
+    def noisy_norms(self) -> dict[str, tuple[int, str]]:
+        """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
+        if self.offset is None:
+            return {}
+        layers = range(len(self.windows))
+        return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
+
+    def linear_layers(self) -> set[str]:
+        """Full names of the linear layers of all blocks."""
+        return {f"{self.blocks}.{i}.{name}" for i in range(len(self.windows)) for name in self.linears}
+
+
+_found: dict[str, Structure] = {}
+
+
+def structure_of(config: PreTrainedConfig) -> Structure:
+    """The structure of a model. Raises `StructureError` if this project doesn't handle it."""
+    key = json.dumps({**config.to_dict(), "_name_or_path": "", "class": type(config).__name__}, default=str)
+    if key not in _found:
+        _found[key] = _find(empty_model(config, torch.float32).eval())
+    return _found[key]
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The causal LM with all tensors on the meta device, and without transformers' quantization."""
+    config = deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise StructureError(
+            f"transformers has no causal language model for model_type={config.model_type!r}"
+        ) from error
+
+
+@dataclass
+class _Trace:
+    """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
+
+    attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+    def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(output, Tensor):
+            self.inputs[module], self.outputs[module] = inputs[0], output
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: _Trace | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    # Without the argument, packed attention wouldn't get it either. `_window` then finds no call.
+    if packing is not None:
+        packing.attention[module] = settings
+    return query.transpose(1, 2), None
+
+
+AttentionInterface.register(_TRACED, _attend)
+AttentionMaskInterface.register(_TRACED, sdpa_mask)
+
+
+def _find(lm: Any) -> Structure:
+    kind = lm.config.model_type
+    blocks, layers = _blocks(lm, kind)
+    for index, block in enumerate(layers):
+        _check_parameters(block, f"{blocks}.{index}", kind)
+    _check_dropout(lm, kind)
+    trace = _traced(lm, kind)
+    windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
+    _check_windows(lm.config, windows, kind)
+    linears = [tuple(name for name, module in block.named_modules() if _is_linear(module)) for block in layers]
+    norms = [dict(_norms(block, trace)) for block in layers]
+    if len({*linears}) > 1 or any(one != norms[0] for one in norms):
+        raise StructureError(f"model_type={kind!r} has blocks that differ in their layers, which isn't supported")
+    offsets = {_offset(block.get_submodule(name)) for block in layers for name in norms[0].values()}
+    return Structure(blocks, linears[0], norms[0], offsets.pop() if len(offsets) == 1 else None, windows)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
+    """Name and members of the list of transformer blocks."""
+    found = [
+        (name, list(module))
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    ]
+    if len(found) != 1:
+        raise StructureError(f"model_type={kind!r} has {len(found)} lists of transformer blocks, and one is supported")
+    return found[0]
+
+
+def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
+    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm."""
+    for path, module in block.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            leaf = next(module.children(), None) is None and parameter.ndim == 1 and own in ("weight", "bias")
+            if not _is_linear(module) and not leaf:
+                raise StructureError(
+                    f"model_type={kind!r} isn't supported, because {name}.{path}.{own} {list(parameter.shape)} is a "
+                    f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
+                )
+
+
+def _check_dropout(lm: nn.Module, kind: str) -> None:
+    for name, module in lm.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise StructureError(
+                f"model_type={kind!r} has dropout of {module.p} in {name}, which updates don't support; set its "
+                "probability to 0 in config.json"
+            )
+
+
+@torch.no_grad()
+def _traced(lm: Any, kind: str) -> _Trace:
+    """A forward pass over two tokens, with the arguments of `qerl.layers.attention.packed_hidden`."""
+    if "position_ids" not in signature(lm.base_model.forward).parameters:
+        raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass takes no position_ids")
+    if not lm._can_set_attn_implementation():
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because its attention isn't transformers' interface"
+        )
+    lm.set_attn_implementation(_TRACED)
+    for module in lm.modules():
+        if isinstance(getattr(module, "rope_type", None), str):
+            module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
+    trace, last = _Trace(), []
+    for module in lm.modules():
+        module.register_forward_hook(trace.note)
+    lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state))
+    with torch.device("meta"):
+        ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
+        made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    try:
+        output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
+        ) from error
+    _check_head(lm, trace, last[0], output.logits, kind)
+    return trace
+
+
+def _check_head(lm: Any, trace: _Trace, hidden: Tensor, logits: Tensor, kind: str) -> None:
+    """Raise `StructureError` unless the logits are the product of the last hidden states and the head's weight."""
+    head = lm.get_output_embeddings()
+    read = trace.inputs.get(head)
+    same = read is not None and (read is hidden or read._base is hidden)
+    if not same or trace.outputs[head] is not logits or not _is_linear(head) or head.bias is not None:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because its logits aren't the product of the last hidden states and "
+            "the head's weight"
+        )
+
+
+def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None:
+    """The sliding window of a block's attention. Raises `StructureError` if packing can't express its attention."""
+    calls = [trace.attention[module] for module in block.modules() if module in trace.attention]
+    if len(calls) != 1:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
+            "attention interface"
+        )
+    unknown = sorted(key for key, value in calls[0].items() if key not in _KNOWN and value not in (None, False))
+    causal = calls[0].get("is_causal") is not False and all(
+        getattr(module, "is_causal", True) for module in block.modules()
+    )
+    if unknown or not causal:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the attention of {name} "
+            + (f"has {unknown[0]}" if unknown else "isn't causal")
+        )
+    idle = [path for path, module in block.named_modules() if _is_linear(module) and module not in trace.inputs]
+    if idle:
+        raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
+    window = calls[0].get("sliding_window")
+    return None if window is None else int(window)
+
+
+def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], kind: str) -> None:
+    types = getattr(config, "layer_types", None) or []
+    if any(type_ == "sliding_attention" and window is None for type_, window in zip(types, windows, strict=False)):
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the attention of its sliding layers isn't told the window"
+        )
+
+
+def _norms(block: nn.Module, trace: _Trace) -> Iterator[tuple[str, str]]:
+    """Role and name of the block's own norms whose outputs linear layers read."""
+    attention = next(name for name, module in block.named_modules() if module in trace.attention)
+    taken = set()
+    for name, norm in block.named_children():
+        if _is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
+            continue
+        out = trace.outputs.get(norm)
+        readers = [path for path, module in block.named_modules() if _is_linear(module) and trace.inputs[module] is out]
+        roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
+        if roles and min(roles) not in taken:
+            taken.add(min(roles))
+            yield min(roles), name
+
+
+def epsilon_of(norm: nn.Module) -> Any:
+    """What a norm adds to the mean square, as transformers' classes name it; None if there is no such number."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _offset(norm: nn.Module) -> float | None:
+    """The offset of an RMSNorm's weight, found by a computation on numbers; None for another norm."""
+    epsilon = epsilon_of(norm)
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or not isinstance(epsilon, float):
+        return None
+    probe: Any = deepcopy(norm).to_empty(device="cpu").float()
+    numbers = torch.arange(2 * probe.weight.numel(), dtype=torch.float32).reshape(2, -1)
+    weight, x = numbers[0].cos(), numbers.sin() * 0.01
+    probe.weight.data.copy_(weight)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    with torch.no_grad():
+        out = probe(x)
+    fits = (offset for offset in (0.0, 1.0) if torch.allclose(out, (offset + weight) * normed, rtol=1e-5, atol=1e-6))
+    return next(fits, None)
