@@ -1,4 +1,7 @@
-"""Families of models with a small configuration each, from which the table of families and its tests are made."""
+"""The table of families: what serves which models, by the functions that decide it in a run.
+
+A small configuration stands for each family. Tests make a model of it and compare each cell with other libraries.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+
+from qerl.formats.codecs import PACKED_FORMATS
+from qerl.layers.structure import Structure, StructureError, structure_of
+from qerl.quantization.awq import refused_by_awq
+from qerl.rollout.served import refused_by_engine, refused_by_vllm
 
 _SHAPE = {
     "hidden_size": 64,
@@ -47,12 +55,12 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2, Qwen2.5", "dense", {"model_type": "qwen2", "tie_word_embeddings": True}),
-    "qwen3": Family("Qwen3", "dense", {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}),
-    "llama": Family("Llama 3", "dense", {"model_type": "llama", "rope_parameters": _LLAMA_ROPE}),
+    "qwen2": Family("Qwen2, Qwen2.5", "", {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "qwen3": Family("Qwen3 (dense)", "", {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}),
+    "llama": Family("Llama 3", "", {"model_type": "llama", "rope_parameters": _LLAMA_ROPE}),
     "mistral": Family(
         "Mistral (7B from v0.2, Nemo)",
-        "dense",
+        "",
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
     ),
     "mistral-sliding": Family(
@@ -92,3 +100,83 @@ FAMILIES: dict[str, Family] = {
         {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+
+_FORMATS = ", ".join(name.upper() for name in ("bf16", *PACKED_FORMATS))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family's row of the table; `refusal` is the sentence that refuses all of it."""
+
+    name: str
+    about: str
+    weights: str = ""
+    lora: str = ""
+    norms: str = ""
+    engine: bool = False
+    vllm: bool = False
+    refusal: str | None = None
+
+    @property
+    def sampler(self) -> str:
+        """The samplers on a GPU, short."""
+        return ("the engine" if self.engine else "the eager sampler") + (", vLLM" if self.vllm else "")
+
+
+def row(family: Family) -> Row:
+    """What the code does with a family's models."""
+    config = family.config()
+    try:
+        structure = structure_of(config)
+    except StructureError as error:
+        return Row(family.name, family.about, refusal=str(error))
+    return Row(
+        family.name,
+        family.about,
+        f"{_FORMATS}; {'AWQ' if refused_by_awq(structure) is None else 'no AWQ'}",
+        ", ".join(f"`{target}`" for target in structure.targets),
+        _norms(structure),
+        refused_by_engine(config) is None,
+        refused_by_vllm(config) is None,
+    )
+
+
+def _norms(structure: Structure) -> str:
+    names = ", ".join(f"`{name}`" for name in structure.norms.values())
+    return f"{names}, of the form 1 + w" if structure.offset else names
+
+
+def long_table() -> str:
+    """The table of docs/models.md."""
+    head = ["family", "weights", "LoRA", "trained norms, noise", "eager sampler", "engine", "vLLM", "evaluation"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for one in (row(family) for family in FAMILIES.values()):
+        label = f"{one.name}: {one.about}" if one.about else one.name
+        if one.refusal:
+            cells = [label, "refused", *["–"] * 6]
+        else:
+            cells = [label, one.weights, one.lora, one.norms, "✓", _mark(one.engine), _mark(one.vllm), "✓"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def refusals() -> str:
+    """The sentences that refuse families, for docs/models.md."""
+    rows = [row(family) for family in FAMILIES.values()]
+    return "\n".join(f"| {one.name} | {one.refusal} |" for one in rows if one.refusal)
+
+
+def short_table() -> str:
+    """The table of README.md: families with the same samplers in one row."""
+    rows = [row(family) for family in FAMILIES.values()]
+    lines = ["| model | weights that train, sample and are evaluated | sampler on a GPU |", "| --- | --- | --- |"]
+    for sampler in dict.fromkeys(one.sampler for one in rows if not one.refusal):
+        names = "; ".join(one.name for one in rows if one.sampler == sampler and not one.refusal)
+        lines.append(f"| {names} | {_FORMATS} | {sampler} |")
+    lines.append(f"| other decoders of linear layers and attention, untested | {_FORMATS} | the eager sampler |")
+    refused = "; ".join(one.name for one in rows if one.refusal)
+    return "\n".join([*lines, f"| {refused}; other structures | refused by a sentence before anything starts | |"])
+
+
+def _mark(served: bool) -> str:
+    return "✓" if served else "–"

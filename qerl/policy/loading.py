@@ -76,11 +76,11 @@ def load_model(
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
+    norms = checkpoint_structure(folder).noisy_norms()
     headers = read_headers(folder)
     check_layers(folder, headers)
     for difference in differences(folder, headers):
         log.info("%s", difference)
-    norms = checkpoint_structure(folder).noisy_norms()
     model: PreTrainedModel = empty_model(config_of(folder), dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)

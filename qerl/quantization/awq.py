@@ -10,19 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import read_headers
+from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
-from qerl.policy.loading import load_tokenizer
+from qerl.layers.structure import Structure
+from qerl.policy.loading import checkpoint_structure, load_tokenizer
 from qerl.quantization.writer import DENSE, SCHEMES, quiet, write_config, write_shards
 from qerl.settings.models import CalibrationSettings
+from qerl.settings.training import Layer
 
 _HOST = torch.device("cpu")
 
@@ -50,11 +52,23 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
     return texts
 
 
+def refused_by_awq(structure: Structure) -> str | None:
+    """A sentence that says why AWQ doesn't equalise a model of this structure; None if it does."""
+    if set(structure.targets) != set(get_args(Layer)):
+        needed, found = ", ".join(get_args(Layer)), ", ".join(structure.targets)
+        return f"recipe: awq needs the layers {needed}, and the model has {found}"
+    if structure.offset != 0:
+        return "recipe: awq divides the weights of norms, and this model's norms don't multiply by their weights alone"
+    return None
+
+
 def write_equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
     """Write the dense checkpoint `source`, equalised for rounding to `weights_format`, into the new folder `target`.
 
     The model is in host memory and, block by block, on the GPU, if there is one. Returns what it was calibrated on.
     """
+    if refusal := refused_by_awq(checkpoint_structure(source)):
+        raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
     texts = calibration_ids(load_tokenizer(source), calibration)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
     equalise(model, weights_format, texts)

@@ -54,12 +54,15 @@ def quantize_checkpoint(
     `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
     texts.
     """
+    layers = linear_layers(source)
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
         _refuse_what_is_not_finite(headers)
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
-    for layer in linear_layers(source):
+    for layer in layers:
+        if f"{layer}.weight" not in headers:
+            raise CheckpointError(f"{source} lacks {layer}.weight, which its config.json calls for; download it again")
         rows, columns = headers[f"{layer}.weight"].shape
         try:
             tensor_specs(error.of if error else weights_format, (rows, columns))

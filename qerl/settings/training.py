@@ -26,8 +26,11 @@ class AdapterSettings(Settings):
     not of how the batch is split into micro-batches or among processes.
     """
     train_norms: bool = True
-    """Whether the two RMSNorms of each block are trained too, as in the released scripts."""
+    """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
+    scripts."""
     targets: NonEmpty[Layer] = list(get_args(Layer))
+    """The projections that get an adapter. All of them together mean every linear layer of the blocks, whatever its
+    name. A fused layer, such as `qkv_proj`, needs all of its parts here."""
 
 
 class NoiseSettings(Settings):
@@ -45,8 +48,8 @@ class NoiseSettings(Settings):
     """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
     forward pass too."""
     norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
-    """Norms of a block that carry noise: the input norm (`attention`) and the post-attention norm (`mlp`). The paper
-    has both."""
+    """Norms of a block that carry noise: the one that the projections of attention read (`attention`), and the one that
+    those of the MLP read (`mlp`). The paper has both."""
     per: Literal["step", "completion"] = "step"
     """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
     its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many

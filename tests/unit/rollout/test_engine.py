@@ -1,6 +1,7 @@
 """The native engine on the CPU, where the same code runs without graphs, against Hugging Face on the same weights."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
 PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
 CPU = torch.device("cpu")
 MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+MODELS |= {"mistral": partial(tiny_family, name="mistral")}
 
 
 def perturbed(policy):

@@ -1,0 +1,174 @@
+"""Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoints.folder import CheckpointError
+from qerl.formats.codecs import PACKED_FORMATS
+from qerl.layers.packed_linear import PackedLinear
+from qerl.plan.families import FAMILIES
+from qerl.policy.export import write_dense
+from qerl.policy.loading import load_model
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.rl.noise import Noise, standard_normal
+from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError
+from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.tiny import tiny_family
+
+CPU = torch.device("cpu")
+#: The norms whose outputs q, k, v and gate, up read, by family.
+NORMS = {
+    "mistral": ("input_layernorm", "post_attention_layernorm"),
+    "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
+    "phi3": ("input_layernorm", "post_attention_layernorm"),
+    "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
+}
+LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
+SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+#: Shorter and longer than the windows of 8 tokens.
+PROMPTS = [[5, 6, 7], list(range(30, 50)), [9]]
+TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
+families = pytest.mark.parametrize("name", NORMS)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    for name in NORMS:
+        source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
+        for weights in PACKED_FORMATS:
+            quantize_checkpoint(source, root / name / weights, weights)
+    return root
+
+
+def perturbed(policy):
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def stock(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def forced(model, prompt, tokens):
+    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@families
+def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
+    policy, model = load_policy(bases / name / "bf16", None, "float32", CPU), stock(bases / name / "bf16")
+    params = SamplingParams(max_tokens=20, count=2, ignore_eos=True)
+    for prompt, group in zip(PROMPTS, NativeSampler(policy).generate(PROMPTS, params), strict=True):
+        for completion in group:
+            with torch.no_grad():
+                expected = forced(model, prompt, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+@families
+def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(bases, tmp_path, name):
+    """Log-probabilities, and the gradient of every trained tensor, by the names that PEFT gives them."""
+    policy = perturbed(with_adapter(bases / name / "nvfp4", AdapterSettings(rank=4), "float32", 0, CPU))
+    trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
+    assert trained == LAYERS.get(name, SEVEN)
+    policy.save(tmp_path / "adapter")
+    write_dense(bases / name / "nvfp4", tmp_path / "dense", torch.float32)
+    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter", is_trainable=True)
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
+    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    for logprobs in (found, expected):
+        (logprobs * weights).sum().backward()
+    gradients = {part: parameter.grad for part, parameter in peft.named_parameters() if parameter.requires_grad}
+    ours = {part: parameter.grad for part, parameter in policy.trainable()}
+    assert ours.keys() == gradients.keys()
+    assert any(NORMS[name][1] in part for part in ours)
+    for part, gradient in gradients.items():
+        assert gradient.any(), part
+        torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=part)
+
+
+@pytest.mark.parametrize("weights", PACKED_FORMATS)
+@families
+def test_packed_checkpoints_load_in_transformers(bases, name, weights):
+    model = load_model(bases / name / weights, torch.bfloat16)
+    layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert layers == LAYERS.get(name, SEVEN)
+    assert torch.equal(model(TOKENS).logits, stock(bases / name / weights, torch.bfloat16)(TOKENS).logits)
+
+
+@families
+def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
+    """z is an absolute change of a norm's weight, also where the norm is 1 + w."""
+    policy, model = load_policy(bases / name / "bf16", None, "float32", CPU), stock(bases / name / "bf16")
+    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).set(2, 10)
+    for layer, block in enumerate(model.model.layers):
+        for role, norm in enumerate(NORMS[name]):
+            block.get_submodule(norm).weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    with torch.no_grad():
+        found, expected, quiet = (lm(TOKENS).logits for lm in (policy.lm, model, stock(bases / name / "bf16")))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - quiet).norm() > 0.01 * quiet.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3_moe", "Experts, which is neither"),
+        ("qwen3_5", "'linear_attention' in layer_types"),
+        ("gpt_oss", "sinks"),
+    ],
+)
+def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path, name, reason):
+    """The folder has no weights, which would be the next error."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name].config().to_dict()))
+    for refused in (
+        lambda: load_model(tmp_path, torch.float32),
+        lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
+    ):
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
+    def made(*targets):
+        return with_adapter(bases / "phi3/bf16", AdapterSettings(rank=2, targets=targets), "float32", 0, CPU)
+
+    parts = [part for part, _ in made("q_proj", "k_proj", "v_proj").trainable() if ".lora_" in part]
+    assert {part.partition(".lora_")[0].rpartition(".")[2] for part in parts} == {"qkv_proj"}
+    with pytest.raises(ConfigError, match="up_proj without gate_proj, and the model has both in gate_up_proj"):
+        made("up_proj")
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "starcoder2"])
+def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_path, kind):
+    """OLMo 2 has norms after its layers alone, StarCoder 2 LayerNorms with biases and an MLP of two layers."""
+    tiny_family(tmp_path, "qwen2", model_type=kind, bos_token_id=0)
+    with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
+        with_adapter(tmp_path, AdapterSettings(rank=2), "float32", 0, CPU)
+    policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
+    with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
+        Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
+    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
+    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    torch.testing.assert_close(found, torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,24 @@
+"""The tables of families in docs/models.md and README.md are those that the code makes."""
+
+from qerl.plan.families import FAMILIES, row
+from tests.families import pages
+from tests.parity.test_families import NORMS
+
+
+def test_the_pages_have_the_tables_of_the_code():
+    for page, text in pages().items():
+        assert page.read_text() == text, "run `python -m tests.families`"
+
+
+def test_every_family_that_is_not_refused_is_compared_with_other_libraries():
+    compared = {"qwen2", "qwen3", "llama"} | NORMS.keys()  # the former by the tests of each part
+    assert {name for name, family in FAMILIES.items() if row(family).refusal is None} == compared
+
+
+def test_the_rows_of_families_that_differ():
+    """Read off the models' code by hand: which norms feed projections, and which samplers the tests cover."""
+    gemma, phi, windows = (row(FAMILIES[name]) for name in ("gemma3", "phi3", "mistral-sliding"))
+    assert "`pre_feedforward_layernorm`, of the form 1 + w" in gemma.norms
+    assert {*phi.lora.split(", ")} == {"`qkv_proj`", "`o_proj`", "`gate_up_proj`", "`down_proj`"}
+    assert [one.engine or one.vllm for one in (gemma, phi, windows)] == [False] * 3
+    assert row(FAMILIES["mistral"]).engine
