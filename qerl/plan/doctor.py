@@ -41,6 +41,8 @@ from qerl.settings.run import RunSettings
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
 _SAMPLERS = {EngineSampler: "engine with CUDA graphs", NativeSampler: "eager sampler, for small models"}
+#: The products of the eager sampler on a GPU.
+_EAGER = "weights unpacked once a rollout"
 #: The shape that stands for a model if none is named.
 _TYPICAL = "7B"
 
@@ -156,15 +158,17 @@ def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
     shape, weights = model.shape, model.weights
     capability = None if gpu is None else gpu.capability
     dtype = RunSettings.model_fields["dtype"].default
+    sampler = native_class(gpu is not None, model.config)
     operations = operations_name(gpu is not None)
+    by_engine = gpu is None or issubclass(sampler, EngineSampler)
     return Serving(
         device="CPU" if gpu is None else gpu.name,
         capability="" if capability is None else ".".join(map(str, capability)),
         memory_gb=None if gpu is None else gpu.total / 1e9,
         free_gb=None if gpu is None else gpu.free / 1e9,
-        products=_products(capability, shape, weights, DTYPES[dtype]),
-        attention=f"{operations}, in rollouts and updates",
-        sampler=_SAMPLERS[native_class(gpu is not None, model.config)],
+        products=_products(capability, shape, weights, DTYPES[dtype]) if by_engine else f"{weights}: {_EAGER}",
+        attention=f"{operations}, in {'rollouts and updates' if by_engine else 'updates; PyTorch in rollouts'}",
+        sampler=_SAMPLERS[sampler],
         dtype=dtype,
         unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
     )
@@ -240,7 +244,7 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     if gpus and not torch.cuda.is_available():
         problems.append(_BLIND.format(version=torch.__version__))
     if refusal := refused_by_engine(served.config):
-        notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, which takes longer")
+        notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, in more time and memory")
     if refusal := refused_by_vllm(served.config):
         notes.append(refusal)
     elif find_spec("vllm") is None:

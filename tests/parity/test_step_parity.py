@@ -15,9 +15,10 @@ from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.parity.test_grpo_parity import IN_TRL
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_family, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 LONGEST, EOS = 8, 1
 QUESTIONS = ["1+1", "what is 2+3?"]
 #: Lengths differ, two are truncated, and the second group earns the same whatever it says.
@@ -35,7 +36,7 @@ def reward(text: str) -> float:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tiny_qwen2(tmp_path_factory.mktemp("dense"), dtype=torch.float32)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    write_template(folder, TEMPLATE)
     return folder
 
 
@@ -98,6 +99,19 @@ def trl_step(checkpoint, folder, loss_name, mask_truncated):
 def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated
 ):
+    compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated)
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "phi3", "gemma3"])
+def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
+    """With a window of four tokens, which is shorter than prompts with their completions."""
+    folder = tiny_family(tmp_path / "dense", family, sliding_window=4)
+    write_template(folder, TEMPLATE)
+    compare(folder, tmp_path, monkeypatch, "grpo", False)
+
+
+def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
+    """Compare a step's loss, gradients and logged figures with TRL's."""
     values = {
         "model": "m",
         "dataset": "d",

@@ -19,6 +19,7 @@ from qerl.layers.dense_linear import TorchLinear
 from qerl.layers.fused_linear import fuse, product_class
 from qerl.plan import doctor
 from qerl.plan.doctor import asked_model, diagnose, serving, unfit_libraries
+from qerl.plan.families import FAMILIES
 from qerl.policy.policy import choose_device
 from qerl.settings.base import ConfigError
 from tests.tiny import tiny_qwen2
@@ -102,6 +103,21 @@ def test_without_a_gpu_the_cpu_serves(machine):
     assert (device.device, device.sampler) == ("CPU", "eager sampler, for small models")
     assert "TorchLinear" in device.products
     assert "PyTorch" in device.attention
+
+
+def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_path):
+    machine((9, 0))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gemma3"].config().to_dict()))
+    found = diagnose(asked_model(str(tmp_path), None), None)
+    (device,) = found.devices
+    assert (device.sampler, device.products) == (
+        "eager sampler, for small models",
+        "nvfp4: weights unpacked once a rollout",
+    )
+    assert any("engine supports qwen2, qwen3, llama, mistral, not 'gemma3_text'" in note for note in found.notes)
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gpt_oss"].config().to_dict()))
+    with pytest.raises(CheckpointError, match="sinks"):
+        asked_model(str(tmp_path), None)
 
 
 def test_the_classes_are_those_that_the_engine_takes():

@@ -7,10 +7,11 @@ import torch
 
 from qerl.policy.policy import load_policy
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.factory import make_sampler
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import make_sampler, native_class
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings, VllmSettings
-from tests.tiny import tiny_qwen2
+from qerl.settings.rollout import EngineSettings, NativeSettings, VllmSettings
+from tests.tiny import tiny_family, tiny_qwen2
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,17 @@ def test_the_native_sampler_is_the_default(policy):
     sampler = make_sampler(policy, EngineSettings(), max_sequences=3)
     assert isinstance(sampler, NativeSampler)
     assert sampler.max_sequences == 3
+
+
+def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
+    phi = load_policy(tiny_family(tmp_path, "phi3"), None, "float32", torch.device("cpu"))
+    assert native_class(on_gpu=True, config=policy.lm.config) is EngineSampler
+    assert native_class(on_gpu=True, config=phi.lm.config) is NativeSampler
+    with pytest.raises(ConfigError, match="not 'phi3'; the eager sampler serves it"):
+        EngineSampler(phi, NativeSettings())
+    for engine in ("vllm", "vllm-server"):
+        with pytest.raises(ConfigError, match=r"not 'phi3'; use rollout\.engine=native"):
+            make_sampler(phi, EngineSettings(engine=engine))
 
 
 def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):
