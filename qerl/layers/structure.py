@@ -188,9 +188,8 @@ def _traced(lm: Any, kind: str) -> _Trace:
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
     trace, last = _Trace(), []
-    for module in lm.modules():
-        module.register_forward_hook(trace.note)
-    lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state))
+    hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
+    hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
     with torch.device("meta"):
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
@@ -200,6 +199,8 @@ def _traced(lm: Any, kind: str) -> _Trace:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
         ) from error
+    for hook in hooks:
+        hook.remove()
     _check_head(lm, trace, last[0], output.logits, kind)
     return trace
 

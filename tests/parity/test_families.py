@@ -133,7 +133,7 @@ def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     ("name", "reason"),
     [
         ("qwen3_moe", "Experts, which is neither"),
-        ("qwen3_5", "'linear_attention' in layer_types"),
+        ("qwen3_5", "GatedDeltaNet, which is neither"),
         ("gpt_oss", "sinks"),
     ],
 )
