@@ -185,6 +185,6 @@ def test_the_page_has_what_serves_each_generation(machine):
         (gpu,) = visible_gpus()
         packed, nf4, attention, sampler = table[hopper if capability == (9, 0) else others]
         for weights, cell in (("nvfp4", packed), ("mxfp4", packed), ("nf4", nf4)):
-            found = serving(gpu, asked_model("7B", weights).shape, weights)
+            found = serving(gpu, asked_model("7B", weights))
             assert found.products.removeprefix(f"{weights}: ").startswith(cell)
             assert (found.attention.split(",")[0], found.sampler) == (attention, sampler)
