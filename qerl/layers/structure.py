@@ -141,26 +141,26 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
     """Name and members of the list of transformer blocks."""
-    found = [
+    lists = [
         (name, list(module))
         for name, module in lm.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
         and all(isinstance(block, GradientCheckpointingLayer) for block in module)
     ]
-    if len(found) != 1:
-        raise StructureError(f"model_type={kind!r} has {len(found)} lists of transformer blocks, and one is supported")
-    return found[0]
+    if len(lists) != 1:
+        raise StructureError(f"model_type={kind!r} has {len(lists)} lists of transformer blocks, and one is supported")
+    return lists[0]
 
 
 def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm."""
     for path, module in block.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            leaf = next(module.children(), None) is None and parameter.ndim == 1 and own in ("weight", "bias")
+        for part, parameter in module.named_parameters(recurse=False):
+            leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
             if not _is_linear(module) and not leaf:
                 raise StructureError(
-                    f"model_type={kind!r} isn't supported, because {name}.{path}.{own} {list(parameter.shape)} is a "
+                    f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
                 )
 

@@ -55,8 +55,8 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 def refused_by_awq(structure: Structure) -> str | None:
     """A sentence that says why AWQ doesn't equalise a model of this structure; None if it does."""
     if set(structure.targets) != set(get_args(Layer)):
-        needed, found = ", ".join(get_args(Layer)), ", ".join(structure.targets)
-        return f"recipe: awq needs the layers {needed}, and the model has {found}"
+        needed, present = ", ".join(get_args(Layer)), ", ".join(structure.targets)
+        return f"recipe: awq needs the layers {needed}, and the model has {present}"
     if structure.offset != 0:
         return "recipe: awq divides the weights of norms, and this model's norms don't multiply by their weights alone"
     return None
