@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import cache
 from pathlib import Path
 
 from qerl.data.sources import SPLITS, split_file
@@ -11,6 +12,7 @@ from qerl.results import printed
 from qerl.results.paths import (
     CHECKED,
     CHECKPOINT,
+    COLLECTED,
     DATA,
     DATASET,
     EVALUATE,
@@ -28,9 +30,7 @@ from qerl.results.paths import (
     REPORT,
     REPORT_PAGE,
     RESULT,
-    ROLLOUTS,
     RUN,
-    SAMPLES,
     SAMPLES_PAGE,
     SPEED,
     STORED,
@@ -44,6 +44,7 @@ from qerl.results.paths import (
     VERDICT_TABLE,
 )
 from qerl.settings.benches import RolloutBench
+from qerl.settings.data import Split
 from qerl.settings.models import LocalModel
 
 #: The scopes of a study's data: all planned runs, or those that are finished.
@@ -60,6 +61,7 @@ class Files:
         self.results = Path(plan.folder)
         #: The folder of killed jobs' state, outside of the results.
         self.work = Path("work") / plan.config.name
+        self._of_dataset = cache(self._files_of)
 
     def data(self, dataset: str) -> Path:
         """The folder of a prepared data set."""
@@ -69,14 +71,13 @@ class Files:
         """The folders of data sets, by name."""
         return {name: self.data(name) for name in datasets}
 
-    def data_files(self, datasets: Iterable[str]) -> list[str]:
-        """The files of prepared data sets."""
-        folders = [self.data(dataset) for dataset in datasets]
-        return [
-            str(file)
-            for folder in folders
-            for file in (folder / DATASET, *(split_file(folder, split) for split in SPLITS))
-        ]
+    def data_files(self, datasets: Iterable[str], splits: Collection[Split] = SPLITS) -> list[str]:
+        """The files of prepared data sets, or those with these splits."""
+        return [file for dataset in datasets for file in self._of_dataset(dataset, tuple(splits))]
+
+    def _files_of(self, dataset: str, splits: tuple[Split, ...]) -> list[str]:
+        folder = self.data(dataset)
+        return [str(file) for file in (folder / DATASET, *(split_file(folder, split) for split in splits))]
 
     def is_own(self, model: str) -> bool:
         """Whether a model is a local folder of the user."""
@@ -155,13 +156,6 @@ class Files:
         return list(map(str, files))
 
     @property
-    def samples(self) -> list[str]:
-        """All samples that people can read, and what tells their origin."""
-        runs = [self.run(name) / file for name in self._plan.runs for file in (RUN, ROLLOUTS)]
-        evaluations = [self.evaluation(name) / file for name in self._plan.evaluations for file in (RESULT, SAMPLES)]
-        return list(map(str, [*runs, *evaluations]))
-
-    @property
     def samples_page(self) -> Path:
         """The page on which people read samples."""
         return self.results / SAMPLES_PAGE
@@ -170,6 +164,11 @@ class Files:
     def listed(self) -> Path:
         """The file that lists the paths of these results, one per line."""
         return self.results / LISTED
+
+    @property
+    def collected(self) -> Path:
+        """The mark that all these results exist."""
+        return self.results / COLLECTED
 
     @property
     def outcome(self) -> list[str]:

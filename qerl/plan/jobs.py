@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from qerl.data.inputs import content_of, hash_of
+from qerl.data.sources import SPLITS
 from qerl.host.plugins import source_version
 from qerl.jobs.base import Job
 from qerl.jobs.dispatch import function_of
@@ -24,9 +27,12 @@ from qerl.plan.sheets import Plan, PlannedEvaluation
 from qerl.plan.workload import workload_key
 from qerl.provenance.code_version import code_version
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
+from qerl.settings.base import ConfigError
 from qerl.settings.benches import GateSettings, RolloutBench
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import HubModel, PretrainSettings
+
+T = TypeVar("T")
 
 
 class Jobs:
@@ -36,6 +42,7 @@ class Jobs:
         self._plan = plan
         self._config = plan.config
         self.files = Files(plan)
+        self._job = cache(self._new_job)
 
     # --- data and bases
 
@@ -81,11 +88,11 @@ class Jobs:
 
     def checked_run(self, run: str) -> list[str]:
         """The files that mark the check of a run's base with its problems as passed; none if it needs no check."""
-        return self._checked(run_check(self._plan, self._plan.runs[run]))
+        return self._checked(run_check(self._plan, self._plan.runs[run])) if self.checks else []
 
     def checked_evaluation(self, evaluation: str) -> list[str]:
         """The files that mark the check of an evaluation as passed."""
-        return self._checked(evaluation_check(self._plan, self._plan.evaluations[evaluation]))
+        return self._checked(evaluation_check(self._plan, self._plan.evaluations[evaluation])) if self.checks else []
 
     def _checked(self, check: ModelCheck) -> list[str]:
         return [str(self.check(check.id).out)] if check.id in self.checks else []
@@ -107,7 +114,7 @@ class Jobs:
 
     def train(self, id: str) -> TrainJob:
         """Train a run."""
-        run = self._plan.runs[id]
+        run = self._planned(self._plan.runs, "run", id)
         experiment = self._config.experiments[run.experiment]
         return TrainJob(
             id=run.id,
@@ -128,7 +135,7 @@ class Jobs:
 
     def evaluate(self, id: str) -> EvaluateJob:
         """Evaluate a base or a run's policy."""
-        evaluation = self._plan.evaluations[id]
+        evaluation = self._planned(self._plan.evaluations, "evaluation", id)
         tasks = [task for task in self._config.evaluation.tasks if task.dataset in evaluation.tasks]
         return EvaluateJob(
             policy=_planned(evaluation),
@@ -138,6 +145,26 @@ class Jobs:
             data=self.files.data_folders(sorted(evaluation.tasks)),
             out=self.files.evaluation(id),
         )
+
+    def _planned(self, planned: Mapping[str, T], what: str, id: str) -> T:
+        if id not in planned:
+            raise ConfigError(f"{self._config.name} has no {what} {id!r}; `qerl plan` lists its runs")
+        return planned[id]
+
+    def inputs(self, rule: Literal["train", "evaluate"], id: str) -> dict[str, list[str]]:
+        """The files that a run or an evaluation reads, by name."""
+        job = self.of(rule, id)
+        if isinstance(job, TrainJob):
+            read = {"data": self.files.data_files([job.settings.dataset], ["train"]), "checked": self.checked_run(id)}
+            other = job.followed
+        else:
+            assert isinstance(job, EvaluateJob)
+            # A stock task takes its examples from the training split.
+            asked = {split for task in job.settings.tasks for split in (task.split, *(("train",) * bool(task.task)))}
+            splits = [split for split in SPLITS if split in asked]
+            read = {"data": self.files.data_files(job.data, splits), "checked": self.checked_evaluation(id)}
+            other = job.trained
+        return read | {"checkpoint": [str(job.checkpoint)], "other": [str(other)] if other else []}
 
     def profile(self, bench: str) -> RolloutJob | StepJob:
         """Run a bench of rollouts or steps."""
@@ -278,7 +305,10 @@ class Jobs:
         )
 
     def of(self, rule: str, *names: str) -> Job:
-        """The job of a rule."""
+        """The job of a rule. Snakemake asks for each a dozen times."""
+        return self._job(rule, *names)
+
+    def _new_job(self, rule: str, *names: str) -> Job:
         job: Job = getattr(self, rule)(*names)
         return job
 

@@ -30,9 +30,13 @@ class Origins:
         self._plan = plan
         self._jobs = jobs
         self._version = cache(self._new_version)
+        self._deciding = cache(self._all_deciding)
 
     def deciding(self, rule: str, *names: str) -> str:
         """All that decides a job's result, but the code that runs it and the user's files that it reads itself."""
+        return self._deciding(rule, *names)
+
+    def _all_deciding(self, rule: str, *names: str) -> str:
         job = self._jobs.of(rule, *names)
         made = self._made_by(job)
         return f"{job.deciding} {_hash(map(self._version, made))}" if made else job.deciding

@@ -61,6 +61,8 @@ STUDY_PAGE = "exploration.md"
 STUDY_PARTS = "exploration"
 #: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"
+#: The mark that all results exist, from which tables, figures and the report are made.
+COLLECTED = "results.done"
 #: The page on which people read samples. An address within it is `#RUN_OR_EVALUATION/STEP/PROBLEM`, where the step of
 #: an evaluation is the name of its data set. An address may end after any part.
 SAMPLES_PAGE = "samples.html"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,19 +118,26 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert tree.planned(*ARGUMENTS) == {}
 
 
-def test_a_killed_training_is_tried_again_from_its_checkpoint(tree):
+@pytest.mark.parametrize("lost", ["the process", "its node"])
+def test_a_killed_training_is_tried_again_from_its_checkpoint(tree, lost):
+    """By its rule, or, where nothing of the job is left, as after the loss of its node, by Snakemake's `retries`."""
+    shutil.rmtree(tree.folder / OTHER_RUN, ignore_errors=True)
     (tree.folder / "waits").touch()
-    run = start(tree, "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
+    options = ["--retries", "1"] if lost == "its node" else []
+    run = start(tree, *options, "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
     [checkpoint] = wait_for(lambda: list(tree.folder.glob(f"work/micro/{Path(OTHER_RUN).name}/*/step-*.pt")))
-    for job in jobs(tree, "train"):
-        os.kill(job, signal.SIGKILL)
     before = checkpoint.with_name("metrics.jsonl").read_text().splitlines()
+    for job in jobs(tree, "train"):
+        shell = int(Path(f"/proc/{job}/stat").read_text().rpartition(")")[2].split()[1])
+        for process in [shell, job] if lost == "its node" else [job]:
+            os.kill(process, signal.SIGKILL)
     (tree.folder / "waits").unlink()
     output, _ = run.communicate()
     assert run.returncode == 0, output
     after = (tree.folder / OTHER_RUN / "metrics.jsonl").read_text().splitlines()
     assert len(after) == 4 > len(before) > 0
     assert after[0] == before[0]  # with its seconds: the step was not done again
+    assert ("Trying to restart job" in output) == (lost == "its node")
 
 
 def test_a_clock_set_back_is_reported_with_the_command_that_fixes_it(tree):

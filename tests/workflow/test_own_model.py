@@ -68,7 +68,7 @@ def test_all_of_own_models_table_is_planned(tmp_path, tree, monkeypatch):
     results = plan_from({"model": model, "problems": problems}, tmp_path / "own.yaml").folder
     assert tree.planned(*keys, f"{results}/tables/accuracy.md") == {
         **{"prepare_data": 1, "check_model": 2, "quantize": 2, "train": 1, "evaluate": 3},
-        **{"list_results": 1, "tables": 1},
+        **{"list_results": 1, "collect_results": 1, "tables": 1},
     }
 
 

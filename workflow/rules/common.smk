@@ -56,6 +56,9 @@ PLAN = read_plan(config)
 JOBS = Jobs(PLAN)
 ORIGINS = Origins(PLAN, JOBS)
 FILES = JOBS.files
+# Of runs and evaluations there may be ten thousands, and Snakemake reads a constraint at each use of a file's pattern. So
+# theirs doesn't list the names; `Jobs` refuses others.
+NAME = "[^/]+"
 
 
 def one_of(names) -> str:

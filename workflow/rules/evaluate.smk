@@ -3,11 +3,7 @@
 
 rule evaluate:
     input:
-        lambda wildcards: FILES.data_files(JOBS.evaluate(wildcards.evaluation).data),
-        checkpoint=lambda wildcards: str(JOBS.evaluate(wildcards.evaluation).checkpoint),
-        policy=lambda wildcards: str(JOBS.evaluate(wildcards.evaluation).trained or "")
-        or [],
-        checked=lambda wildcards: JOBS.checked_evaluation(wildcards.evaluation),
+        unpack(lambda wildcards: JOBS.inputs("evaluate", wildcards.evaluation)),
     output:
         result=FILES.evaluation("{evaluation}") / paths.RESULT,
         samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,

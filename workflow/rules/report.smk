@@ -13,11 +13,21 @@ rule list_results:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
 
-rule tables:
+# Tables, figures and the report depend on this mark, and not each on every result, of which a plan may have tens of
+# thousands.
+rule collect_results:
     input:
         FILES.stored,
+        FILES.listed,
+    output:
+        touch(FILES.collected),
+    localrule: True
+
+
+rule tables:
+    input:
+        FILES.collected,
         lambda wildcards: printed_files(*wildcards),
-        names=FILES.listed,
     output:
         csv=FILES.tables / "{table}.csv",
         md=FILES.tables / "{table}.md",
@@ -46,8 +56,7 @@ rule tables:
 
 rule samples_page:
     input:
-        FILES.samples,
-        names=FILES.listed,
+        FILES.collected,
     output:
         FILES.samples_page,
     log:
@@ -67,9 +76,8 @@ rule samples_page:
 
 rule figures:
     input:
-        FILES.stored,
+        FILES.collected,
         lambda wildcards: printed_files(*wildcards),
-        names=FILES.listed,
     output:
         png=report(
             FILES.figures / "{figure}.png",
@@ -98,9 +106,8 @@ rule figures:
 # The page that people open: the main table and its figures first, everything else below.
 rule write_report:
     input:
-        FILES.stored,
+        FILES.collected,
         FILES.shown,
-        names=FILES.listed,
     output:
         report(FILES.report, caption="../report/report.rst", category="0 Report"),
     log:

@@ -5,12 +5,7 @@
 
 rule train:
     input:
-        data=lambda wildcards: FILES.data_files(
-            [PLAN.runs[wildcards.run].settings.dataset]
-        ),
-        checkpoint=lambda wildcards: str(JOBS.train(wildcards.run).checkpoint),
-        checked=lambda wildcards: JOBS.checked_run(wildcards.run),
-        followed=lambda wildcards: str(FILES.followed(wildcards.run) or "") or [],
+        unpack(lambda wildcards: JOBS.inputs("train", wildcards.run)),
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,
@@ -22,7 +17,7 @@ rule train:
         "<benchmarks>/train/{run}.tsv"
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: PLAN.runs[wildcards.run].settings.processes
+    threads: lambda wildcards: JOBS.of("train", wildcards.run).settings.processes
     resources:
         mem_mb=2000,
         runtime=2880,

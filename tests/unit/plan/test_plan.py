@@ -424,3 +424,28 @@ def test_trackers_of_a_configuration_are_those_of_every_run_that_names_none():
         "none": [],
     }
     assert Jobs(made).train("e-all-seed0").tracked == Path("results/mini/tracked")
+
+
+def test_names_that_are_not_planned_are_one_sentence():
+    """Rules take any name, because a constraint of ten thousand names would be slow."""
+    jobs = Jobs(planned(values()))
+    for rule, what in (("train", "run"), ("evaluate", "evaluation")):
+        with pytest.raises(ConfigError, match=f"^mini has no {what} 'nope'; `qerl plan` lists its runs$"):
+            jobs.of(rule, "nope")
+
+
+def test_a_run_and_an_evaluation_read_the_splits_that_they_use():
+    given = values()
+    given["evaluation"]["tasks"][1]["split"] = "validation"
+    jobs = Jobs(planned(given))
+    run = "main-nvfp4-lora-seed0"
+    folder = "results/mini/data"
+    read = jobs.inputs("train", run)
+    assert read["data"] == [f"{folder}/arithmetic/{file}" for file in ("dataset.json", "train.jsonl")]
+    assert read["checkpoint"] == ["results/mini/quantize/miniature-nvfp4/checkpoint"]
+    assert (read["other"], read["checked"]) == ([], [])
+    read = jobs.inputs("evaluate", run)
+    assert read["other"] == [f"results/mini/train/{run}/policy"]
+    asked = {f"{folder}/{name}/{split}.jsonl" for name, split in (("arithmetic", "test"), ("numbers", "validation"))}
+    assert asked <= set(read["data"])
+    assert not [file for file in read["data"] if "train" in file]
