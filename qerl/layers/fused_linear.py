@@ -45,10 +45,10 @@ def product_class(
 
     `capability` is the compute capability of the layers' GPU, and None on a CPU.
     """
-    own = kernels == "auto" and is_hopper(capability)
-    if own and serves(weights_format, shapes, dtype):
+    for_hopper = kernels == "auto" and is_hopper(capability)
+    if for_hopper and serves(weights_format, shapes, dtype):
         return W4Linear
-    if not own and PortableLinear.serves(capability, weights_format, shapes, dtype):
+    if not for_hopper and PortableLinear.serves(capability, weights_format, shapes, dtype):
         return PortableLinear
     if BitsandbytesLinear.serves(capability, weights_format, dtype):
         return BitsandbytesLinear

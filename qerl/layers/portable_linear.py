@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qerl.formats import words as layout
 from qerl.formats.words import Words
-from qerl.kernels.portable.variants import Operands
+from qerl.kernels.portable.variants import PortableOperands
 from qerl.layers.adapters import StackedAdapters, unwrap
 from qerl.layers.packed_linear import PackedLinear
 
@@ -42,7 +42,7 @@ class PortableLinear:
         ]
         factors = torch.cat(rows).to(self._words.data.device)
         biased = any(base.bias is not None for base in self._bases)
-        self.operands = Operands(
+        self.operands = PortableOperands(
             words=self._words,
             factors=factors,
             bias=torch.zeros_like(factors) if biased else None,

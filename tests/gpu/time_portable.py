@@ -27,7 +27,7 @@ from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
 from qerl.kernels.portable import launches
-from qerl.kernels.portable.variants import Operands, Tile, tile_for
+from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
 from qerl.kernels.w4a16 import product as hopper
 from qerl.kernels.w4a16.product import Mode
 from qerl.random_models.policy import random_policy
@@ -78,7 +78,7 @@ app = typer.Typer()
 class Both:
     """The same weights for the portable products and for those of Hopper."""
 
-    portable: Operands
+    portable: PortableOperands
     hopper: hopper.Operands
 
 
@@ -92,16 +92,16 @@ def random_operands(shape: Shape) -> Both:
     ups = [(torch.randn(rows, RANK, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows]
     words = word_layout.pack(packed)
     factors = torch.cat([torch.full((n,), f, device=DEVICE) for n, f in zip(words.parts, words.factors, strict=True)])
-    portable = Operands(words, factors, bias, down.flatten(0, 1), torch.block_diag(*(2 * up for up in ups)))
+    portable = PortableOperands(words, factors, bias, down.flatten(0, 1), torch.block_diag(*(2 * up for up in ups)))
     tiles = tile_layout.pack(packed, shape.mode == Mode.SILU)
     return Both(portable, hopper.Operands(tiles, bias, down, ups, (2.0,) * len(ups)))
 
 
-def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, tile: Tile | None) -> None:
+def multiply(operands: PortableOperands, x: Tensor, out: Tensor, mode: Mode, tile: Tile | None) -> None:
     launches.multiply(operands, x, out, mode == Mode.RESIDUAL, mode == Mode.SILU, tile)
 
 
-def error(operands: Operands, x: Tensor, mode: Mode, tile: Tile, before: Tensor, reference: Tensor) -> float:
+def error(operands: PortableOperands, x: Tensor, mode: Mode, tile: Tile, before: Tensor, reference: Tensor) -> float:
     """The relative error against float64; RuntimeError if it is too large, or if two launches differ in a bit."""
     first, second = (before.clone() if mode == Mode.RESIDUAL else torch.full_like(before, torch.nan) for _ in range(2))
     for out in (first, second):
@@ -139,7 +139,7 @@ def compile_share(share: Annotated[str, typer.Option(help="i/n: the i-th of n pa
     """Compile a share of all tiles into Triton's cache."""
     number, count = map(int, share.split("/"))
     jobs = [(shape, rows, tile) for rows, tiles in CANDIDATES.items() for tile in tiles for shape in SHAPES.values()]
-    made: dict[int, Operands] = {}
+    made: dict[int, PortableOperands] = {}
     for shape, rows, tile in jobs[number::count]:
         operands = made.setdefault(id(shape), random_operands(shape).portable)
         x = torch.randn(rows, shape.columns, device=DEVICE).bfloat16()

@@ -11,7 +11,7 @@ from torch import Tensor
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.launch import dependent
 from qerl.kernels.portable.products import SHRINK_ROWS, combine, split_product, whole_product
-from qerl.kernels.portable.variants import Operands, Tile, tile_for
+from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
 
 #: The most ranks of an adapter that a program multiplies at a time.
 _MOST_RANKS = 64
@@ -24,7 +24,12 @@ def _processors(device: torch.device) -> int:
 
 
 def multiply(
-    operands: Operands, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False, tile: Tile | None = None
+    operands: PortableOperands,
+    x: Tensor,
+    out: Tensor,
+    residual: bool = False,
+    silu: bool = False,
+    tile: Tile | None = None,
 ) -> None:
     """Write the product with x [m, columns] to out [m, width], both bfloat16 and contiguous; see `FusedLinear`.
 
@@ -34,7 +39,7 @@ def multiply(
     (_multiply_split if tile.programs else _multiply_whole)(operands, x, out, residual, silu, tile)
 
 
-def _multiply_split(operands: Operands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
+def _multiply_split(operands: PortableOperands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
     words, rank, rows, width = operands.words, operands.rank, *out.shape
     multiplier, offset = words.scale_decode
     blocks, pdl = words.columns // BLOCK_COLUMNS, dependent(x.device)
@@ -54,7 +59,7 @@ def _multiply_split(operands: Operands, x: Tensor, out: Tensor, residual: bool, 
     )  # fmt: skip
 
 
-def _multiply_whole(operands: Operands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
+def _multiply_whole(operands: PortableOperands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
     words, rank, rows, width = operands.words, operands.rank, *out.shape
     multiplier, offset = words.scale_decode
     shrunk = x @ operands.down.T if rank else x

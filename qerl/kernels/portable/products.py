@@ -1,7 +1,7 @@
 """Products of few or many rows with packed weights in Triton: out = W x + b + B (A x).
 
-A program multiplies some rows of W by some rows of x. Codes and scales are decoded in registers, in the layout that the
-tensor cores read, and sums are float32. The result's first dimension is that of W's rows, so that 8 rows of x are
+A program multiplies some rows of W by some rows of x. It decodes codes and scales in registers, in the layout that the
+tensor cores read, and sums in float32. The result's first dimension is that of W's rows, so that 8 rows of x are
 enough for an instruction.
 
 With few rows of x, programs divide W's columns too. They write their sums, and `combine` adds them in order. Programs

@@ -49,7 +49,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Operands:
+class PortableOperands:
     """Weights of layers with the same input, with their biases and adapters."""
 
     words: Words

@@ -12,7 +12,7 @@ from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
-from qerl.kernels.portable.variants import SHARED_BYTES, Operands, tiles
+from qerl.kernels.portable.variants import SHARED_BYTES, PortableOperands, tiles
 from qerl.kernels.prompts import PromptRow, pack
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 
@@ -29,7 +29,7 @@ def zeros(*shape):
 def products():
     for weights_format in ("nvfp4", "mxfp4"):
         words = layout.pack([quantize(torch.randn(256, 256), weights_format)])
-        operands = Operands(words, torch.ones(256), torch.ones(256), zeros(16, 256), zeros(256, 16))
+        operands = PortableOperands(words, torch.ones(256), torch.ones(256), zeros(16, 256), zeros(256, 16))
         for tile in tiles():
             multiply(operands, zeros(tile.m, 256), zeros(tile.m, 128), silu=True, tile=tile)
         multiply(operands, zeros(8, 256), zeros(8, 256), residual=True)
