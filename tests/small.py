@@ -75,7 +75,12 @@ def _small_experiment(experiment: dict[str, Any]) -> dict[str, Any]:
     grid = experiment.get("grid", {}) | {"seed": [0]}
     base = merged(nested(experiment["base"]), RUN)
     # A group size of the grid is small already, and stays what tells the points apart.
-    return experiment | {"base": base if "rollout.group_size" in grid else merged(base, GROUP), "grid": grid}
+    arms = {name: arm | ({"processes": 2} if "processes" in arm else {}) for name, arm in experiment["arms"].items()}
+    return experiment | {
+        "base": base if "rollout.group_size" in grid else merged(base, GROUP),
+        "arms": arms,
+        "grid": grid,
+    }
 
 
 def _small_bench(bench: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from filelock import FileLock
 
 from qerl.checkpoints.folder import (
     RUN_FILE,
@@ -22,6 +23,7 @@ from qerl.data.by_hand import parse_run
 from qerl.data.given import GIVEN, Given, given
 from qerl.host.gpu_lease import alone
 from qerl.host.imports import check_engine, check_installed, check_trackers
+from qerl.host.nodes import own_lock
 from qerl.host.plugins import check as check_function
 from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
@@ -134,15 +136,17 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
     from qerl.prepare.preflight import check_runs
 
     source = _checked_source(settings)
-    with alone(run.folder / WORK):
-        records.write()
-        _write_run_file(settings)
-        if not run.checkpoint.exists():  # settings may have been corrected
-            shutil.rmtree(run.data, ignore_errors=True)
-        make_data(settings)
-        check_runs(source, [(run.data, settings.rollout)])
-        make_base(settings, source)
-        tell_reward(settings)
+    with alone(run.folder / WORK, own_lock(settings.nodes)):
+        # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
+        with FileLock(run.folder / WORK / "parts"):
+            records.write()
+            _write_run_file(settings)
+            if not run.checkpoint.exists():  # settings may have been corrected
+                shutil.rmtree(run.data, ignore_errors=True)
+            make_data(settings)
+            check_runs(source, [(run.data, settings.rollout)])
+            make_base(settings, source)
+            tell_reward(settings)
         _train(run)
 
 
@@ -150,7 +154,7 @@ def _checked_source(settings: RunFile) -> Path:
     """The folder of the model, after all checks that need no work; a model of the hub is downloaded last."""
     from qerl.rl.data_parallel import check_processes
 
-    check_processes(settings.processes)
+    check_processes(settings.processes, settings.nodes)
     if settings.reward.function is not None:
         check_function(settings.reward.function, "reward.function")
         check_unchanged(settings.reward.function)

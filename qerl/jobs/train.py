@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from qerl.host.imports import OPTIONAL
+from qerl.host.nodes import own_lock
 from qerl.jobs.base import Job, Lock, Part
 from qerl.settings.run import UNDECIDING, RunSettings
 
@@ -45,15 +46,15 @@ class TrainJob(Job):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of its processes or of its engine."""
-        return self.settings.gpus
+        """The number of GPUs of its processes on this machine or of its engine."""
+        return self.settings.gpus_of_node
 
     @property
     def lock(self) -> Lock:
         """A lock of the work folder: a training survives a killed Snakemake, and a second would write the same
-        files.
+        files. Of several machines, which may share the folder, each has its own; so has each process of torchrun.
         """
-        return Lock(self.work, "lock")
+        return Lock(self.work, own_lock(self.settings.nodes))
 
     @property
     def undeciding(self) -> Any:

@@ -26,6 +26,8 @@ UNMEASURED = "unmeasured"
 
 #: Dense bf16 FLOP/s of one device, by its data sheet.
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
+#: Bytes of a device's memory, as PyTorch reports them.
+MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
 #: The share of this peak that estimates assume for an update.
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.

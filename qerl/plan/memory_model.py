@@ -182,7 +182,7 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         "adapter_copies": _HALF * _adapter_numbers(shape, -(-settings.rank // 16) * 16),
     }
     free = capacity - CONTEXT - sum(parts.values())
-    alone, wanted = _cache_bytes(shape, settings)
+    alone, wanted = cache_bytes(shape, settings)
     cache = int(min(wanted, max(FREE_SHARE * free, 0)))
     # An update starts without gradients, and without a cache that had all the memory it may use.
     usable = USABLE * (free + adapter - (cache if cache == wanted else 0))
@@ -193,7 +193,7 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         kv_cache=cache,
         kv_cache_wanted=wanted,
         kv_cache_least=alone,
-        prefill=_prefill_bytes(shape, settings, cache < wanted),
+        prefill=prefill_bytes(shape, settings, cache < wanted),
         activations=activations,
         activations_least=_activations(shape, forced, usable)[0],
         recomputed=recomputed,
@@ -224,7 +224,7 @@ def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
     return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
 
 
-def _cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
+def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits."""
     page = shape.layers * 2 * shape.kv_width * PAGE * _HALF
     longest = [[0] * settings.prompt_tokens]
@@ -232,7 +232,7 @@ def _cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     return alone * page, wanted * page
 
 
-def _prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
+def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
     """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
     tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
@@ -245,6 +245,11 @@ def longest_row(settings: StepSettings) -> int:
     groups = ([number] * settings.prompt_tokens for number in range(settings.prompts))
     samples = [Sample(prompt, completion, 0.0, 0.0) for prompt in groups for _ in range(settings.group)]
     return max(row_tokens(samples, row) for row in split(samples, settings.micro_batch_tokens))
+
+
+def activation_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of an update's activations at their peak, where nothing is recomputed by the memory that is free."""
+    return _activations(shape, settings, 0)[0]
 
 
 def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:

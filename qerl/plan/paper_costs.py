@@ -18,7 +18,7 @@ import pandas as pd
 
 from qerl.plan import Plan, PlannedEvaluation, PlannedRun
 from qerl.plan.cost_model import ASSUMED, Costs, PlannedWork, problem_counts, total
-from qerl.plan.run_table import disk_total, omitted, run_work
+from qerl.plan.run_table import disk_total, omitted, run_work, sharded
 from qerl.report.paper import fits, identity
 from qerl.results.names import variant, weights_name
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
@@ -213,6 +213,6 @@ def page(plan: Plan, machine: str) -> str:
         "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
         by_table(plan, machine).to_markdown(index=False, disable_numparse=True),
         f"Estimates. {ASSUMED}",
-        "\n".join(f"* {line}" for line in [disk_total(plan), *omitted(plan)]),
+        "\n".join(f"* {line}" for line in [disk_total(plan), *sharded(plan, machine), *omitted(plan)]),
     ]
     return "\n\n".join(lines) + "\n"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from qerl.host.imports import OPTIONAL, imports
 from qerl.plan import Plan, PlannedRun
-from qerl.plan.cost_model import SIZES, UNMEASURED, Costs, Hours, PlannedWork
+from qerl.plan.cost_model import MEMORY, SIZES, UNMEASURED, Costs, Hours, PlannedWork
 from qerl.plan.files import Files
 from qerl.results.files import read
 from qerl.results.names import weights_name
@@ -106,8 +107,30 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
         f"rollouts: {_sum(runs, 'rollout')} on {machine}",
         f"updates: {_sum(runs, 'update')} on {machine}",
         disk_total(plan),
+        *sharded(plan, machine),
         *omitted(plan),
     ]
+
+
+def sharded(plan: Plan, machine: str) -> list[str]:
+    """Lines with the arms of full fine-tuning on several GPUs, and the number of GPUs that they need by formula."""
+    runs = [run for run in plan.runs.values() if run.settings.method == "full" and run.settings.processes > 1]
+    lines = {(run.experiment, run.arm): _needed(plan, run, machine) for run in runs}
+    return [f"{experiment}, {arm}: {line}" for (experiment, arm), line in lines.items()]
+
+
+def _needed(plan: Plan, run: PlannedRun, machine: str) -> str:
+    with imports(OPTIONAL):
+        # It imports torch, for few configurations.
+        from qerl.plan.sharded_memory import least_gpus, shape_of, sharded_memory
+    shape, capacity = shape_of(plan.config.models[run.settings.model]), MEMORY.get(machine)
+    gpus = run.settings.processes
+    if shape is None or capacity is None:
+        return f"{gpus} GPUs; their memory isn't estimated for this model and machine"
+    verdict = sharded_memory(shape, run.settings, gpus, capacity).verdict(capacity)
+    least = least_gpus(shape, run.settings, capacity)
+    more = "" if verdict == "fits" else f"; it fits on {least}" if least else "; it fits on no number of GPUs"
+    return f"a step {verdict.replace('tight', 'is tight')} by formula on {gpus} GPUs of {capacity / 1e9:.0f} GB{more}"
 
 
 def disk_total(plan: Plan) -> str:

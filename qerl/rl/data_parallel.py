@@ -11,17 +11,23 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object, reduce
+from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore
 
+from qerl.host.nodes import LOST, Watch, by_torchrun, check_torchrun, meeting, node_number
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
 T = TypeVar("T")
+
+#: Seconds for which a machine waits for the others at the start of a run: their bases may be quantized first.
+_MEETING_SECONDS = 3600
 
 
 class Processes:
@@ -65,6 +71,14 @@ class Processes:
         """The largest value of any process."""
         return max(self.gather([value]))
 
+    def from_first(self, value: T | None) -> T | None:
+        """The value of the first process, in every process."""
+        if self.count == 1:
+            return value
+        values: list[T | None] = [value]
+        broadcast_object_list(values)
+        return values[0]
+
     def wait(self) -> None:
         """Wait until all processes are here."""
         self._state.wait_for_everyone()
@@ -76,43 +90,55 @@ class Processes:
             parameter.grad = reduce(gradient, "sum") if self.count > 1 else gradient
 
 
-def check_processes(count: int) -> None:
-    """Raise `ConfigError` with the reason unless a run can start this number of processes here."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def check_processes(count: int, nodes: int = 1) -> None:
+    """Raise `ConfigError` with the reason unless a run can start its processes on this machine, one of `nodes`."""
+    if by_torchrun():
+        check_torchrun(count, nodes)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "a run starts its own processes; set `processes` in its settings, and call it without torchrun"
+            "a run starts its own processes; set `processes` in its settings, and call it without a launcher, or with "
+            "torchrun"
         )
-    gpus = torch.cuda.device_count()
-    if gpus and gpus < count:
-        raise ConfigError(f"processes={count} needs as many GPUs, and this machine has {gpus}; lower processes")
+    elif nodes > 1:
+        meeting(nodes)
+    gpus, here = torch.cuda.device_count(), count // nodes
+    if gpus and gpus < here:
+        raise ConfigError(f"processes={count} needs {here} GPUs here, and this machine has {gpus}; lower processes")
 
 
-def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `count` new processes on this machine, or in this process if `count` is 1."""
-    check_processes(count)
-    if count == 1:
+def run_in_processes(
+    count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, host_timeout: float = 0
+) -> None:
+    """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
+
+    Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
+    was killed, or if a machine didn't answer for `host_timeout` seconds.
+    """
+    check_processes(count, nodes)
+    if by_torchrun():
+        _watched(nodes, host_timeout, True, function, arguments)
+    elif count == 1:
         function(*arguments)
     else:
-        _launch(count, function, arguments)
+        _launch(count, nodes, host_timeout, function, arguments)
 
 
-def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _launch(
+    count: int, nodes: int, host_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     # Imported here, because most runs have one process.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
+    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
+    if nodes > 1:
+        at = meeting(nodes)
+        place = {"rdzv_backend": "static", "rdzv_endpoint": f"{at.address}:{at.port}", "run_id": "qerl"}
+        place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
+    launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
     try:
-        elastic_launch(launch, _start)(count, function, *arguments)
+        elastic_launch(launch, _start)(count // nodes, nodes, host_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -124,14 +150,37 @@ def _launch(count: int, function: Callable[..., None], arguments: tuple[Any, ...
                 f"process {rank} of {count} was killed, possibly because memory ran out; start the run again, with "
                 "fewer processes if so: it continues from its last checkpoint"
             ) from error
+        if failure.exitcode == LOST:
+            raise KilledError(failure.message) from error
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 
-def _start(count: int, function: Callable[..., None], *arguments: Any) -> None:
+def _start(here: int, nodes: int, host_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.host.progress import configure_logging
 
     gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
     configure_logging()
     # The launcher's processes would each take all cores.
-    torch.set_num_threads(max(torch.get_num_threads() // count, 1))
-    function(*arguments)
+    torch.set_num_threads(max(torch.get_num_threads() // here, 1))
+    _watched(nodes, host_timeout, False, function, arguments)
+
+
+def _watched(
+    nodes: int, host_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Call the function, and end this process if another machine of the run is lost meanwhile."""
+    if nodes == 1:
+        function(*arguments)
+        return
+    Processes()  # the store exists when all have met
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=host_timeout))
+    watch = Watch(PrefixStore("watch", store), node_number(), nodes, host_timeout, aloud)
+    if os.environ["LOCAL_RANK"] == "0":
+        watch.start()
+    try:
+        function(*arguments)
+    except RuntimeError:  # that of a collective operation, if a machine was lost
+        watch.settle()
+        raise
+    watch.stop()

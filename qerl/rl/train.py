@@ -15,6 +15,7 @@ from qerl.checkpoints.context import usable_length
 from qerl.checkpoints.folder import check_checkpoint
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
+from qerl.host.nodes import is_first
 from qerl.host.plugins import source_version
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import log
@@ -103,22 +104,26 @@ def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
-    (`qerl.host.gpu_lease.alone`). `job.out` is written only at the end; with `on_failure: row` also if the run is out
+    (`qerl.host.gpu_lease.alone`). On several machines the first one
+    writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
     of memory, over `time_limit` or diverges, or if the run that it follows did so.
     """
     forget(job.work)
-    state = _state_folder(job)
+    state, first = _state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
-        run_in_processes(job.settings.processes, _train, job, state)
+        shared = {"nodes": job.settings.nodes, "host_timeout": job.settings.host_timeout}
+        run_in_processes(job.settings.processes, _train, job, state, **shared)
     except (RuntimeError, MemoryError, ValueError):
         cause = failure(job.work)
         if cause is None or job.on_failure == "stop":
             raise
-        _write_failure(job, cause, state)
+        if first:
+            _write_failure(job, cause, state)
     else:
-        shutil.rmtree(job.work)
+        if first:
+            shutil.rmtree(job.work)
 
 
 def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:

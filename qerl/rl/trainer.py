@@ -202,7 +202,7 @@ class Trainer:
     def _restore(
         self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> list[dict[str, float]] | None:
-        state = self.checkpoints.load(self.policy.device)
+        state = self._stored()
         if state is None:
             return None
         with torch.no_grad():
@@ -211,6 +211,12 @@ class Trainer:
         optimizer.load_state_dict(state["optimizer"])
         rows: list[dict[str, float]] = state["rows"]
         return rows
+
+    def _stored(self) -> dict[str, Any] | None:
+        """The newest state. Machines need not share its folder, so there it is the first process's."""
+        if self.settings.nodes == 1:
+            return self.checkpoints.load(self.policy.device)
+        return self.processes.from_first(self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None)
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""

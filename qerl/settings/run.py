@@ -34,6 +34,8 @@ UNDECIDING: Any = {
     **UNDECIDING_OF_STEPS,
     "gradient_checkpointing": True,
     "processes": True,
+    "nodes": True,
+    "host_timeout": True,
     "rollout": UNDECIDING_OF_ENGINE,
 }
 
@@ -100,12 +102,22 @@ class RunSettings(Settings):
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
     process up to the order in which gradients are added. With `method: full` each process has a shard of weights and
     optimizer, and computes in `dtype`, where one process computes in float32 (docs/scaling.md)."""
+    nodes: PositiveInt = 1
+    """Number of machines that the processes are divided among equally. The run is started on each of them
+    (docs/scaling.md)."""
+    host_timeout: PositiveInt = 120
+    """Seconds after which a machine that doesn't answer is taken for lost, and the run ends on the others."""
     seed: Seed = 0
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the run needs."""
+        """Number of GPUs that the run needs, on all machines."""
         return max(self.processes, self.rollout.engine_gpus)
+
+    @property
+    def gpus_of_node(self) -> int:
+        """Number of GPUs that the run needs on each machine."""
+        return max(self.processes // self.nodes, self.rollout.engine_gpus)
 
     @model_validator(mode="after")
     def _combination_is_possible(self) -> RunSettings:
@@ -131,6 +143,10 @@ class RunSettings(Settings):
             )
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
+        if self.processes % self.nodes or (self.nodes > 1 and self.processes == 1):
+            raise ValueError(
+                f"nodes={self.nodes} machines can't share processes={self.processes} equally; use a multiple of nodes"
+            )
         if self.method == "full" and self.processes > 1:
             self._can_be_sharded()
         if self.loss.name == "ppo" and self.method == "full":

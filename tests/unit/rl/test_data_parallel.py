@@ -132,13 +132,13 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
 
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without torchrun"):
+    with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without a launcher"):
         run_in_processes(2, fail, 0)
 
 
 def test_more_processes_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="processes=2 needs as many GPUs, and this machine has 1"):
+    with pytest.raises(ConfigError, match="processes=2 needs 2 GPUs here, and this machine has 1"):
         run_in_processes(2, fail, 0)
 
 
