@@ -71,6 +71,8 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=packed_dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self._dense: Tensor | None = None
+        #: Whether `dense_weights` may keep the weight unpacked. Those of experts are too many.
+        self.keepable = True
         #: The weights in the layout of the GPU's kernels, after `use_tiles` has replaced the buffers.
         self.tiles: Tiles | Words | None = None
         self._part = 0
@@ -140,18 +142,22 @@ class PackedLinear(nn.Module):
 
 def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """The bytes of memory that `dense_weights` needs."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    layers = _keepable(model)
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+
+
+def _keepable(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear) and module.keepable]
 
 
 @contextmanager
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which every `PackedLinear` of `model` keeps its weight unpacked in `dtype`.
+    """A context in which every `PackedLinear` of `model`, but those of experts, keeps its weight unpacked in `dtype`.
 
     Samplers and updates use it for many passes on the same weights, if there is memory (`unpacked_bytes`). Outputs for
     inputs of `dtype` stay the same, bit for bit.
     """
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    layers = _keepable(model)
     before = [layer._dense for layer in layers]
     try:
         for layer in layers:

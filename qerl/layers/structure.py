@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qerl.layers.experts import Experts, Float32Router, split_experts
 from qerl.settings.base import UserError
 
 _TRACED = "qerl-structure"
@@ -36,7 +37,9 @@ class Structure:
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
     linears: tuple[str, ...]
-    """The linear layers, such as "self_attn.q_proj"."""
+    """The linear layers that can have adapters, such as "self_attn.q_proj"."""
+    experts: tuple[str, ...]
+    """The linear layers of experts, such as "mlp.experts.0.up_proj"."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's."""
     offset: float | None
@@ -57,8 +60,9 @@ class Structure:
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
     def linear_layers(self) -> set[str]:
-        """Full names of the linear layers of all blocks."""
-        return {f"{self.blocks}.{i}.{name}" for i in range(len(self.windows)) for name in self.linears}
+        """Full names of the linear layers of all blocks, those of experts too."""
+        names = (*self.linears, *self.experts)
+        return {f"{self.blocks}.{i}.{name}" for i in range(len(self.windows)) for name in names}
 
 
 _found: dict[str, Structure] = {}
@@ -73,13 +77,15 @@ def structure_of(config: PreTrainedConfig) -> Structure:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The causal LM with all tensors on the meta device, and without transformers' quantization."""
+    """The causal LM with all tensors on the meta device, without transformers' quantization and stacks of experts."""
     config = deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        split_experts(lm)
+        return lm
     except ValueError as error:
         raise StructureError(
             f"transformers has no causal language model for model_type={config.model_type!r}"
@@ -127,12 +133,30 @@ def _find(lm: Any) -> Structure:
     trace = _traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
     _check_windows(lm.config, windows, kind)
-    linears = [tuple(name for name, module in block.named_modules() if _is_linear(module)) for block in layers]
+    linears = [tuple(_linears(block)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
     if len({*linears}) > 1 or any(one != norms[0] for one in norms):
         raise StructureError(f"model_type={kind!r} has blocks that differ in their layers, which isn't supported")
     offsets = {_offset(block.get_submodule(name)) for block in layers for name in norms[0].values()}
-    return Structure(blocks, linears[0], norms[0], offsets.pop() if len(offsets) == 1 else None, windows)
+    of_experts = {name for name in linears[0] if _is_of_expert(layers[0], name)}
+    return Structure(
+        blocks=blocks,
+        linears=tuple(name for name in linears[0] if name not in of_experts),
+        experts=tuple(name for name in linears[0] if name in of_experts),
+        norms=norms[0],
+        offset=offsets.pop() if len(offsets) == 1 else None,
+        windows=windows,
+    )
+
+
+def _linears(block: nn.Module) -> Iterator[str]:
+    return (name for name, module in block.named_modules() if _is_linear(module))
+
+
+def _is_of_expert(block: nn.Module, name: str) -> bool:
+    """Whether a layer is within a module of experts."""
+    parts = name.split(".")
+    return any(isinstance(block.get_submodule(".".join(parts[:end])), Experts) for end in range(1, len(parts)))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -158,7 +182,7 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
-            if not _is_linear(module) and not leaf:
+            if not _is_linear(module) and not isinstance(module, Float32Router) and not leaf:
                 raise StructureError(
                     f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
@@ -209,12 +233,17 @@ def _check_head(lm: Any, trace: _Trace, hidden: Tensor, logits: Tensor, kind: st
     """Raise `StructureError` unless the logits are the product of the last hidden states and the head's weight."""
     head = lm.get_output_embeddings()
     read = trace.inputs.get(head)
-    same = read is not None and (read is hidden or read._base is hidden)
+    same = read is not None and _is_view(read, hidden)
     if not same or trace.outputs[head] is not logits or not _is_linear(head) or head.bias is not None:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because its logits aren't the product of the last hidden states and "
             "the head's weight"
         )
+
+
+def _is_view(tensor: Tensor, of: Tensor | None) -> bool:
+    """Whether a tensor is another one, perhaps in another shape."""
+    return of is not None and (tensor is of or tensor._base is of)
 
 
 def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None:
@@ -257,7 +286,7 @@ def _norms(block: nn.Module, trace: _Trace) -> Iterator[tuple[str, str]]:
         if _is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
             continue
         out = trace.outputs.get(norm)
-        readers = [path for path, module in block.named_modules() if _is_linear(module) and trace.inputs[module] is out]
+        readers = [path for path in _linears(block) if _is_view(trace.inputs[block.get_submodule(path)], out)]
         roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
         if roles and min(roles) not in taken:
             taken.add(min(roles))

@@ -26,6 +26,7 @@ from qerl.kernels.operations import operations_name
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
+from qerl.layers.structure import structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
 from qerl.policy.loading import checkpoint_structure, config_of
@@ -250,7 +251,9 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
     memory = None
-    if model and settings:
+    if model and structure_of(model.config).experts:
+        notes.append("the memory of a mixture of experts isn't predicted")
+    elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
         memory, sentences = _memory(model, settings, capacity)
         tight = bool(capacity) and memory is not None and memory.verdict == "tight"

@@ -90,8 +90,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
-        "experts stacked in one parameter",
-        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "experts, packed one by one; LoRA on attention",
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
     "qwen3_5": Family("Qwen3.5, Qwen3.6 (dense)", "gated delta nets", {"model_type": "qwen3_5_text", "head_dim": 16}),
     "gpt_oss": Family(

@@ -31,6 +31,7 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.host.progress import log
+from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import Structure, StructureError, empty_model, structure_of
 
@@ -71,6 +72,7 @@ def load_model(
 
     Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. With `float32_norms`, the
     norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
+    Routers of experts are float32 always.
     Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
     most one file. Raises `CheckpointError`, which names the file and the fix.
     """
@@ -87,8 +89,9 @@ def load_model(
     slots = _slots(model)
     _check_names(slots, headers, model.config.tie_word_embeddings, folder)
     for name, tensor in stream(headers, device):
-        wide = float32_norms and name.rpartition(".")[0] in norms
-        _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
+        slot = slots[name]
+        wide = isinstance(slot.module, Float32Router) or (float32_norms and name.rpartition(".")[0] in norms)
+        _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
     _tie_head(model, headers)
     _restore_computed_buffers(model, device)
     if (folder / "generation_config.json").exists():
@@ -139,6 +142,7 @@ def _insert_packed(
 ) -> None:
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
+    of_experts = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
     for layer in packed_layers(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
@@ -158,6 +162,7 @@ def _insert_packed(
             )
         except FormatError as error:
             raise CheckpointError(f"{folder}: {layer}: {error}") from None
+        packed.keepable = not layer.startswith(of_experts)
         model.set_submodule(layer, packed)
 
 

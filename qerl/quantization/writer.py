@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -30,6 +31,8 @@ SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 #: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
+#: The part of a layer's name that says of which expert it is.
+_EXPERT = re.compile(r"(?<=\.)experts\.\d+\.")
 _GENERATION = "generation_config.json"
 #: The keys of a source's config.json that `write_config` decides anew.
 _REPLACED = ("torch_dtype", "quantization_config")
@@ -49,8 +52,8 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     tokenizer is not written.
     """
     headers = read_headers(source)
-    packer = _NF4() if weights_format == "nf4" else _FP4(weights_format)
     layers = {f"{layer}.weight" for layer in linear_layers(source)}
+    packer = _NF4() if weights_format == "nf4" else _FP4(weights_format, _other_matrices(headers, layers))
     partners = {name: packer.partners(name) & layers for name in layers}
     led = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,6 +71,14 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
 
     write_shards(headers, target, tensors_of)
     write_config(source, target, packer.describe())
+
+
+def _other_matrices(headers: dict[str, TensorInfo], layers: set[str]) -> list[str]:
+    """The modules of matrices that stay dense and that the library would take for linear layers: head and routers."""
+    blocks = {name.partition(".layers.")[0] for name in layers}
+    matrices = (name for name, info in headers.items() if name not in layers and len(info.shape) == 2)
+    routers = [name for name in matrices if ".layers." in name and name.partition(".layers.")[0] in blocks]
+    return ["lm_head", *(name.removesuffix(".weight") for name in routers)]
 
 
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
@@ -108,25 +119,33 @@ def quiet() -> None:
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 
 
+def _within(expert: re.Match[str] | None, name: str) -> str:
+    """The name of an expert's layer, given the name without the expert."""
+    return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
+
+
 class _FP4:
     """NVFP4 and MXFP4 by llmcompressor's quantization without a model."""
 
-    def __init__(self, weights_format: str) -> None:
+    def __init__(self, weights_format: str, ignore: list[str]) -> None:
         quiet()
         # The imports take seconds, so only a process that quantizes pays for them.
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
         scheme = preset_name_to_scheme(SCHEMES[weights_format], ["Linear"])
-        self._converter = ModelFreePtqConverter(
-            QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
-        )
+        self._converter = ModelFreePtqConverter(QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignore))
 
     def partners(self, name: str) -> set[str]:
-        return self._converter.get_dependencies(name)
+        expert = _EXPERT.search(name)
+        partners = self._converter.get_dependencies(_EXPERT.sub("", name))
+        return {_within(expert, partner) for partner in partners}
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._converter.process(weights)
+        # The library knows by names which layers share a scale, and doesn't know those of experts.
+        expert = _EXPERT.search(next(iter(weights)))
+        packed = self._converter.process({_EXPERT.sub("", name): weight for name, weight in weights.items()})
+        return {_within(expert, name): tensor for name, tensor in packed.items()}
 
     def describe(self) -> dict[str, Any]:
         described = self._converter.update_config(None).model_dump(mode="json")

@@ -16,7 +16,7 @@ from qerl.checkpoints.folder import check_checkpoint, weights_format_of
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.loading import load_model
 from qerl.quantization.checkpoint import quantize_checkpoint
-from tests.tiny import tiny_qwen3
+from tests.tiny import tiny_family, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(7))
 EVERYWHERE = {"targets": "Linear", "ignore": ["lm_head"]}
@@ -80,3 +80,19 @@ def test_scales_of_8_bit_exponents_by_their_own_dtype(tmp_path):
         path,
     )
     assert torch.equal(load_model(folder, torch.bfloat16)(TOKENS).logits, as_bytes)
+
+
+def test_experts_are_packed_as_the_library_packs_them(tmp_path):
+    """Codes, scales and names of a mixture equal those of llmcompressor with a model, and so does what is ignored."""
+    dense = tiny_family(tmp_path / "dense", "qwen3_moe", dtype=torch.bfloat16)
+    quantize_checkpoint(dense, tmp_path / "packed", "nvfp4")
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    ignored = ["lm_head", "re:.*mlp.gate$"]
+    oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=ignored))
+    model.save_pretrained(tmp_path / "library")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "library"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    stated = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert stated["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]

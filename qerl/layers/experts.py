@@ -1,0 +1,87 @@
+"""The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
+
+transformers stacks the weights of a block's experts in two tensors. Checkpoints of the hub, and llmcompressor's and
+ModelOpt's, have three linear layers an expert, and so have these modules, under the same names.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from qerl.layers.mlp import GatedMLP
+
+
+class Experts(nn.ModuleList):
+    """The experts of a block, each a `GatedMLP`. A token's output is the weighted sum of those that it is routed to."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Map hidden [T, H] to the same shape; `chosen` [T, k] are the numbers of the experts, `weights` [T, k].
+
+        One expert after the other computes its tokens, so that one at a time is unpacked.
+        """
+        if hidden.is_meta:  # then no expert's tokens are known, and each computes all
+            return sum((expert(hidden) for expert in self), torch.zeros_like(hidden))
+        out = torch.zeros_like(hidden)
+        for number in chosen.unique().tolist():
+            tokens, places = torch.where(chosen == number)
+            product = self[number](hidden[tokens]) * weights[tokens, places, None]
+            out.index_add_(0, tokens, product.to(out.dtype))
+        return out
+
+
+class Float32Router(nn.Module):
+    """A mixin for transformers' routers that computes scores in float32, whatever the dtype of the model."""
+
+    weight: nn.Parameter
+
+    def forward(self, hidden: Tensor) -> Any:
+        """Scores of the experts for hidden [..., H], as the class computes them: float32, also in an autocast."""
+        kind = hidden.device.type
+        with nullcontext() if hidden.is_meta else torch.autocast(kind, enabled=False):
+            return super().forward(hidden.float())
+
+
+class Float32Qwen3MoeRouter(Float32Router, Qwen3MoeTopKRouter):
+    """The router of Qwen3-MoE."""
+
+
+_ROUTERS: dict[type, type[Float32Router]] = {Qwen3MoeTopKRouter: Float32Qwen3MoeRouter}
+
+
+def split_experts(model: nn.Module) -> None:
+    """Replace stacked experts of an empty model by `Experts`, whose weights are empty too, and routers' classes.
+
+    Stacks of another kind stay, as those with biases or other activations.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) in _ROUTERS:
+            module.__class__ = _ROUTERS[type(module)]
+        elif _is_plain_stack(module):
+            model.set_submodule(name, _split(module))
+
+
+def _is_plain_stack(module: nn.Module) -> bool:
+    """Whether a module stacks experts that compute down(silu(gate(x)) * up(x)), by transformers' description of it."""
+    described = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return (
+        {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
+        and all(getattr(module, key, None) is value for key, value in described.items())
+        and getattr(getattr(module, "_apply_gate", None), "__name__", None) == "_default_apply_gate"
+        and isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+    )
+
+
+def _split(stack: nn.Module) -> Experts:
+    """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
+    down = stack.get_parameter("down_proj")
+    count, hidden, wide = down.shape
+    made: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
+    shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
+    experts = ({name: nn.Linear(*shape, **made) for name, shape in shapes.items()} for _ in range(count))
+    return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
