@@ -429,5 +429,5 @@ def test_damaged_packed_checkpoints_are_errors(checkpoints, tmp_path, weights_fo
 
     refused({key: tensor for key, tensor in tensors.items() if key != scale}, f"lacks 1 tensors.*{scale}")
     refused({**tensors, scale: tensors[scale].to(torch.float32)}, f"{scale} as F32.*calls for")
-    refused({**tensors, f"{layer}.input_global_scale": torch.ones(1)}, "input_global_scale")
+    refused({**tensors, f"{layer}.odd_scale": torch.ones(1)}, "odd_scale")
     refused({**tensors, scale: tensors[scale][:-1].clone()}, f"{scale} as .*calls for")
