@@ -85,8 +85,8 @@ def state(job: PointJob, settings: ShapesSettings) -> str:
     missing, asked = len(_missing(job, settings)), len([*_asked(job)])
     if missing == asked:
         return MISSING
-    found = [(file, _measured(file, settings)) for file in job.files]
-    where = dict.fromkeys("measured" if file == one else "committed" for file, one in found if one)
+    files = [(file, _measured(file, settings)) for file in job.files]
+    where = dict.fromkeys("measured" if file == one else "committed" for file, one in files if one)
     return " and ".join(where) + (f", {missing} of {asked} points {MISSING}" if missing else "")
 
 
