@@ -15,6 +15,8 @@ from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
 
 #: The most ranks of an adapter that a program multiplies at a time.
 _MOST_RANKS = 64
+#: Rows of W, and the most rows of x, whose sums a program adds up; more would leave multiprocessors idle.
+_SUMMED_N, _SUMMED_M = 64, 16
 
 
 @cache
@@ -52,10 +54,11 @@ def _multiply_split(operands: PortableOperands, x: Tensor, out: Tensor, residual
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
         N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **pdl,
     )  # fmt: skip
-    combine[(triton.cdiv(width, 64), row_blocks)](
+    summed_m = min(tile.m, _SUMMED_M)
+    combine[(triton.cdiv(width, _SUMMED_N), triton.cdiv(rows, summed_m))](
         sums, shrunk, operands.factors, _or(operands.bias, sums), operands.up, out, rows, words.rows, width,
         RANK=rank, RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
-        N=64, M=tile.m, num_warps=4, **pdl,
+        N=_SUMMED_N, M=summed_m, num_warps=4, **pdl,
     )  # fmt: skip
 
 
