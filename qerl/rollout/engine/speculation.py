@@ -19,9 +19,9 @@ MOST_ROWS = 128
 #: Rows with which a step takes twice as long as its weights alone take: 1.8 ms at 1 sequence, 3.4 at 64, 5.3 at 128
 #: (7B in NVFP4 on an H200, docs/kernels.md). Decisions by a clock would make roundings depend on the machine's load.
 _DOUBLING_ROWS = 60
-#: What a verification costs beyond its rows, in the same unit: the host waits, drafts and launches
-#: (docs/lab/rollouts.md).
-_VERIFICATION = 0.15
+#: What a verification costs beyond its rows, in the same unit, and what each of its sequences adds: the host waits,
+#: drafts and launches, while the device is idle (0.2 ms and 35 µs, docs/lab/rollouts.md).
+_VERIFICATION, _OF_SEQUENCE = 0.12, 0.02
 #: The first and the longest pause, in plain steps, after a look at the drafts that found none to pay.
 _PAUSES = (1, 128)
 #: Of so many tested tokens so many are taken to be right before any is tested.
@@ -159,9 +159,10 @@ class Speculation:
         gains = list(accumulate((-key[0] for key in sorted(alike) for _ in alike[key]), initial=0.0))
         sequences, taken = len(drafts), [0] * len(drafts)
         best, most = sequences / self._costs[sequences], 0
+        extra_cost = _VERIFICATION + _OF_SEQUENCE * sequences
         for rows in [rows for rows in self._sizes if rows > sequences]:
             extra = min(rows - sequences, len(places))
-            rate = (sequences + gains[extra]) / (self._costs[sequences + extra] + _VERIFICATION)
+            rate = (sequences + gains[extra]) / (self._costs[sequences + extra] + extra_cost)
             if rate > best:
                 best, most = rate, extra
         for place in places[:most]:

@@ -76,6 +76,7 @@ def free_rows(monkeypatch):
     """Rows cost nothing, so that all drafts are verified."""
     monkeypatch.setattr(speculation, "_DOUBLING_ROWS", 1e9)
     monkeypatch.setattr(speculation, "_VERIFICATION", 0)
+    monkeypatch.setattr(speculation, "_OF_SEQUENCE", 0)
     monkeypatch.setattr(speculation, "_PAUSES", (0, 0))
 
 
@@ -183,10 +184,10 @@ def test_rows_that_a_step_has_anyhow_cost_nothing():
 
 
 def test_wrong_drafts_end_speculation_for_ever_longer_pauses():
-    known, sequences = deciding(32)
+    known, sequences = deciding(8)
     tried = []
     for _ in range(200):
-        tried.append(known.tries(32))
+        tried.append(known.tries(8))
         feed = known.feed(sequences) if tried[-1] else None
         if feed is None:
             assert 1 <= known.plain_steps(8) <= 8

@@ -118,6 +118,7 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
         steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
         assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
         assert [decode.batch for decode in run.phases.decode][-1] == 4
+        assert run.drafts is None
         assert 0 < run.phases.prefill < run.seconds
 
 
@@ -174,9 +175,7 @@ def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, mo
     monkeypatch.setattr(
         engine, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
-    changes = {"trace": TRACE, "prompts": 2, "group": 4, "longest": 64}
-    plain, result = measured(tmp_path, engine, **changes), measured(tmp_path, engine, drafts=True, **changes)
-    assert {run.drafts for run in plain.runs} == {None}
+    result = measured(tmp_path, engine, drafts=True, trace=TRACE, prompts=2, group=4, longest=64)
     first, second = (run.drafts for run in result.runs)
     assert first == second  # drafts don't come from the completions of the round before, which are the same
     assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}
