@@ -278,6 +278,7 @@ torch.cuda.set_per_process_memory_fraction = lambda value: share.__setitem__(0, 
 torch.cuda.get_per_process_memory_fraction = lambda: share[0]
 torch.cuda.mem_get_info = lambda: (900, 1000)
 torch.cuda.memory_reserved = torch.cuda.memory_allocated = lambda: 0
+torch.cuda.memory_snapshot = list
 """
 MEMORY = """
 import json
