@@ -15,12 +15,14 @@ from qerl.plan.families import FAMILIES
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.awq import Calibration, write_equalised
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
+from qerl.settings.models import CalibrationSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_family
 
@@ -149,6 +151,14 @@ def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_
         with pytest.raises(CheckpointError, match=reason) as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("phi3", "the model has .*qkv_proj"), ("gemma3", "norms don't multiply")])
+def test_awq_is_refused_where_its_rules_are_not_tested(bases, tmp_path, name, reason):
+    calibration = Calibration(CalibrationSettings(), tmp_path)
+    with pytest.raises(CheckpointError, match=f"{reason}.*; use recipe: rtn"):
+        write_equalised(bases / name / "bf16", tmp_path / "out", "nvfp4", calibration)
+    assert not (tmp_path / "out").exists()
 
 
 def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):

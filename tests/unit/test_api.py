@@ -324,9 +324,11 @@ def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tm
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="no tokenizer"):
         qerl.load(folder)
-    edit_config(folder, model_type="gpt2")
+    other = tiny_qwen2(tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    edit_config(other, model_type="gpt2")
     with pytest.raises(CheckpointError, match="model_type='gpt2'"):
-        qerl.quantize(folder, tmp_path / "out")
+        qerl.quantize(other, tmp_path / "out")
 
 
 def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
