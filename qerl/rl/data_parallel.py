@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from qerl.host.nodes import LOST, Watch, by_torchrun, check_torchrun, meeting, node_number
+from qerl.host.nodes import LOST, HostWatch, by_torchrun, check_torchrun, meeting, node_number
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
@@ -175,7 +175,7 @@ def _watched(
     Processes()  # the store exists when all have met
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=host_timeout))
-    watch = Watch(PrefixStore("watch", store), node_number(), nodes, host_timeout, aloud)
+    watch = HostWatch(PrefixStore("watch", store), node_number(), nodes, host_timeout, aloud)
     if os.environ["LOCAL_RANK"] == "0":
         watch.start()
     try:

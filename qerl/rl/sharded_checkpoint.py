@@ -209,9 +209,9 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler that knows the names of an index alone, and so can't call anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        of_torch = module == "torch" and (name == "Size" or isinstance(found, torch.dtype))
-        of_index = isinstance(found, type) and module == found.__module__ == Metadata.__module__
+        value = super().find_class(module, name)
+        of_torch = module == "torch" and (name == "Size" or isinstance(value, torch.dtype))
+        of_index = isinstance(value, type) and module == value.__module__ == Metadata.__module__
         if of_torch or of_index or (module, name) in _NAMES:
-            return found
+            return value
         raise ResumeError(f"a checkpoint contains {module}.{name} besides tensors and numbers; delete it")
