@@ -107,6 +107,8 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
     launches = list(islice(cycle(calls), LAUNCHES))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Outputs may lie where the caller's stream still reads what it has freed.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for launch in launches:
             launch()
