@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,8 @@ LOST = 75
 #: The port at which machines meet, if MASTER_PORT names none.
 PORT = 29400
 _BEAT_SECONDS = 1.0
+#: The least time that a machine has for its first beat, as machines don't start at once.
+_FIRST_BEAT_SECONDS = 60.0
 #: The last beat of a machine whose part of the run has ended.
 _ENDED = "ended"
 
@@ -103,7 +106,7 @@ class HostWatch:
         self._store, self._node, self._limit, self._aloud = store, node, limit, aloud
         self._others = [other for other in range(nodes) if other != node]
         self._names = {other: f"machine {other}" for other in self._others}
-        self._seen = dict.fromkeys(self._others, time.monotonic())
+        self._seen = dict.fromkeys(self._others, time.monotonic() + max(0.0, _FIRST_BEAT_SECONDS - limit))
         self._done = threading.Event()
 
     def start(self) -> None:
@@ -128,10 +131,11 @@ class HostWatch:
     def _exchange(self) -> None:
         self._store.set(f"name/{self._node}", socket.gethostname())
         beats: dict[int, bytes] = {}
-        count = 0
-        while not self._done.wait(_BEAT_SECONDS):
-            count += 1
+        for count in itertools.count():
+            if self._done.is_set():
+                return
             self._store.set(f"beat/{self._node}", str(count))
+            self._done.wait(_BEAT_SECONDS)
             for other in self._others:
                 if not self._store.check([f"beat/{other}"]):
                     continue

@@ -22,7 +22,7 @@ from qerl.settings.run import RunSettings
 from tests.jobs import SETTINGS, train_job, write_inputs
 
 NEW_NETWORK, NEW_HOSTNAME = 0x40000000, 0x04000000
-LIMIT = 4
+LIMIT = 8
 #: Untrained completions differ in their length alone.
 LENGTHS = {
     "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 24}},
