@@ -108,15 +108,19 @@ class HostWatch:
         self._names = {other: f"machine {other}" for other in self._others}
         self._seen = dict.fromkeys(self._others, time.monotonic() + max(0.0, _FIRST_BEAT_SECONDS - limit))
         self._done = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._judge)]
 
     def start(self) -> None:
         """Begin to beat and to watch."""
-        for work in (self._beat, self._judge):
-            threading.Thread(target=work, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Watch no longer: the run has ended here, which the others may know."""
         self._done.set()
+        for thread in self._threads:
+            if thread.is_alive():  # a beat after the last one would be taken for a machine that stands still
+                thread.join()
         with suppress(RuntimeError):  # machine 0 has ended too
             self._store.set(f"beat/{self._node}", _ENDED)
 
