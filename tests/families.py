@@ -1,11 +1,190 @@
-"""`python -m tests.families` draws the tables of families in docs/models.md and README.md."""
+"""The table of families: what serves which models, by the functions that decide it in a run.
+
+A small configuration stands for each family. Tests make a model of it and compare each cell with other libraries.
+`python -m tests.families` draws the tables of docs/models.md and README.md.
+"""
+
+from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from qerl.plan.families import long_table, refusals, short_table
+from transformers import AutoConfig, PreTrainedConfig
+
+from qerl.formats.codecs import PACKED_FORMATS
+from qerl.layers.structure import Structure, StructureError, structure_of
+from qerl.quantization.awq import refused_by_awq
+from qerl.rollout.served import refused_by_engine, refused_by_vllm
 
 ROOT = Path(__file__).parents[1]
+#: What the small models of all families have; the vocabulary is that of `tests.tiny.tiny_tokenizer`.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "vocab_size": 102,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of the hub: its name, a word on it, and `values` of config.json that make a small model of it."""
+
+    name: str
+    about: str
+    values: dict[str, Any]
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        """The configuration of a small model, with `changes` of its values."""
+        return AutoConfig.for_model(**{**SHAPE, **self.values, **changes})
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2, Qwen2.5", "", {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "qwen3": Family("Qwen3 (dense)", "", {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}),
+    "llama": Family("Llama 3", "", {"model_type": "llama", "rope_parameters": _LLAMA_ROPE}),
+    "mistral": Family(
+        "Mistral (7B from v0.2, Nemo)",
+        "",
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    ),
+    "mistral-sliding": Family(
+        "Mistral 7B v0.1", "sliding window", {"model_type": "mistral", "head_dim": 16, "sliding_window": 8}
+    ),
+    "phi3": Family(
+        "Phi-3, Phi-4",
+        "fused q, k, v and gate, up; part of a head rotates in Phi-4-mini",
+        {
+            "model_type": "phi3",
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gemma3": Family(
+        "Gemma 3 (text: 270M, 1B)",
+        "norms 1 + w before and after, norms of q and k, sliding windows, scaled embedding",
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": _GEMMA_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3-MoE",
+        "experts, packed one by one; LoRA on attention",
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "qwen3_5": Family("Qwen3.5, Qwen3.6 (dense)", "gated delta nets", {"model_type": "qwen3_5_text", "head_dim": 16}),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "attention sinks, experts stacked in one parameter",
+        {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+_FORMATS = ", ".join(name.upper() for name in ("bf16", *PACKED_FORMATS))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family's row of the table; `refusal` is the sentence that refuses all of it."""
+
+    name: str
+    about: str
+    weights: str = ""
+    lora: str = ""
+    norms: str = ""
+    engine: bool = False
+    vllm: bool = False
+    refusal: str | None = None
+
+    @property
+    def sampler(self) -> str:
+        """The samplers on a GPU, short."""
+        return ("the engine" if self.engine else "the eager sampler") + (", vLLM" if self.vllm else "")
+
+
+def row(family: Family) -> Row:
+    """What the code does with a family's models."""
+    config = family.config()
+    try:
+        structure = structure_of(config)
+    except StructureError as error:
+        return Row(family.name, family.about, refusal=str(error))
+    return Row(
+        family.name,
+        family.about,
+        f"{_FORMATS}; {'AWQ' if refused_by_awq(structure) is None else 'no AWQ'}",
+        ", ".join(f"`{target}`" for target in structure.targets),
+        _norms(structure),
+        refused_by_engine(config) is None,
+        refused_by_vllm(config) is None,
+    )
+
+
+def _norms(structure: Structure) -> str:
+    names = ", ".join(f"`{name}`" for name in structure.norms.values())
+    return f"{names}, of the form 1 + w" if structure.offset else names
+
+
+def long_table() -> str:
+    """The table of docs/models.md."""
+    head = ["family", "weights", "LoRA", "trained norms, noise", "eager sampler", "engine", "vLLM", "evaluation"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for one in (row(family) for family in FAMILIES.values()):
+        label = f"{one.name}: {one.about}" if one.about else one.name
+        if one.refusal:
+            cells = [label, "refused", *["–"] * 6]
+        else:
+            cells = [label, one.weights, one.lora, one.norms, "✓", _mark(one.engine), _mark(one.vllm), "✓"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def refusals() -> str:
+    """The sentences that refuse families, for docs/models.md."""
+    rows = [row(family) for family in FAMILIES.values()]
+    return "\n".join(f"| {one.name} | {one.refusal} |" for one in rows if one.refusal)
+
+
+def short_table() -> str:
+    """The table of README.md: families with the same samplers in one row."""
+    rows = [row(family) for family in FAMILIES.values()]
+    lines = ["| model | weights that train, sample and are evaluated | sampler on a GPU |", "| --- | --- | --- |"]
+    for sampler in dict.fromkeys(one.sampler for one in rows if not one.refusal):
+        names = "; ".join(one.name for one in rows if one.sampler == sampler and not one.refusal)
+        lines.append(f"| {names} | {_FORMATS} | {sampler} |")
+    lines.append(f"| other decoders of linear layers and attention, untested | {_FORMATS} | the eager sampler |")
+    refused = "; ".join(one.name for one in rows if one.refusal)
+    return "\n".join([*lines, f"| {refused}; other structures | refused by a sentence before anything starts | |"])
+
+
+def _mark(served: bool) -> str:
+    return "✓" if served else "–"
 
 
 def pages() -> dict[Path, str]:

@@ -23,16 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qerl.plan.families import FAMILIES
-
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-}
+from tests.families import FAMILIES, SHAPE
 
 #: A chat template: what was said, and a colon.
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
@@ -71,7 +62,7 @@ def _build(make: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrain
 
 
 def _settings(overrides: dict[str, Any]) -> dict[str, Any]:
-    return {**SHAPE, "vocab_size": 2 + len(string.printable), "eos_token_id": 1, "pad_token_id": 0, **overrides}
+    return {**SHAPE, **overrides}
 
 
 def tiny_qwen2(
@@ -107,7 +98,7 @@ def tiny_llama(
 
 
 def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
-    """Write a random model of a key of `qerl.plan.families.FAMILIES` with its tokenizer."""
+    """Write a random model of a key of `tests.families.FAMILIES` with its tokenizer."""
     config = FAMILIES[name].config(**changes)
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from qerl.checkpoints.folder import CheckpointError
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
-from qerl.plan.families import FAMILIES
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
@@ -24,6 +23,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.families import FAMILIES
 from tests.tiny import tiny_family
 
 CPU = torch.device("cpu")

@@ -26,7 +26,8 @@ from qerl.layers.attention import NAME, attend, packed_hidden
 from qerl.layers.packed_attention import PackedAttention, fuse_attentions
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.training import AdapterSettings
-from tests.tiny import SHAPE, tiny_qwen2
+from tests.families import SHAPE
+from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -44,7 +45,7 @@ def made(name, **overrides):
     """transformers' model with random norms and biases, and a copy with the project's attention."""
     model, config, settings = MODELS[name]
     torch.manual_seed(0)
-    plain = model(config(**SHAPE, vocab_size=102, **settings | overrides))
+    plain = model(config(**SHAPE, **settings | overrides))
     for parameter in plain.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1, 0.2)

@@ -19,9 +19,9 @@ from qerl.layers.dense_linear import TorchLinear
 from qerl.layers.fused_linear import fuse, product_class
 from qerl.plan import doctor
 from qerl.plan.doctor import asked_model, diagnose, serving, unfit_libraries
-from qerl.plan.families import FAMILIES
 from qerl.policy.policy import choose_device
 from qerl.settings.base import ConfigError
+from tests.families import FAMILIES
 from tests.tiny import tiny_qwen2
 
 #: Which class multiplies packed weights, by compute capability (docs/kernels.md).

@@ -1,7 +1,6 @@
 """The tables of families in docs/models.md and README.md are those that the code makes."""
 
-from qerl.plan.families import FAMILIES, row
-from tests.families import pages
+from tests.families import FAMILIES, pages, row
 from tests.parity.test_families import NORMS
 
 
