@@ -84,7 +84,8 @@ class Host:
 def hosts(tmp_path):
     made = []
     try:
-        made += [Host(number, write_inputs(tmp_path / str(number))) for number in (0, 1)]
+        for number in (0, 1):
+            made.append(Host(number, write_inputs(tmp_path / str(number))))
         ip("link", "add", made[0].link, "type", "veth", "peer", "name", made[1].link)
         for host in made:
             host.connect()
