@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from qerl.jobs.base import Job, Lock, Part
+from qerl.settings.rollout import Kernels
 
 
 class PointJob(Job):
@@ -36,6 +37,8 @@ class Decoding(Part):
     size: str
     weights: str
     rank: int
+    kernels: Kernels
+    """Those of this project's engine; `auto` for the other engines."""
     prompt: int
     tokens: int
 
@@ -143,6 +146,7 @@ class Work(Part):
 class GrpoStep(Part):
     """This project's settings of the step."""
 
+    kernels: Kernels
     recompute: bool | Literal["auto"]
     """`gradient_checkpointing` of a run."""
     micro_batch_tokens: int

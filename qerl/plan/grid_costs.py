@@ -16,12 +16,11 @@ from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.jobs.shapes import DecodeJob, Decoding, GrpoStepJob, PointJob, PromptsJob, RolloutMixJob, TrlStepJob, Work
 from qerl.plan.cost_model import STAND_IN, Hours, total
 from qerl.results.files import read
+from qerl.results.names import with_kernels
 from qerl.results.schema.speed import DecodeResult, GrpoStepResult, Kind, PromptsResult, RolloutMixResult
 
 #: Seconds of start-up and of what the first call compiles, by the rollouts of docs/results/h200.md. TRL starts vLLM.
 START = {"native": 27.0, "qerl": 27.0, "transformers": 27.0, "vllm": 133.0, "trl": 133.0}
-#: The engine of each system that makes steps.
-ENGINES = {"qerl": "native", "trl": "vllm"}
 #: Timed runs of a decode point: three, short ones up to nine until they took 5 s (`qerl.bench.decode.points`).
 REPEATS, MOST_REPEATS, LONG = 3, 9, 5.0
 #: Seconds of a piece of 7B's work in a system that has no committed point, such as a decode step of transformers.
@@ -54,22 +53,24 @@ class GridCosts:
             points = [self._point(part.work, count) for part in job.parts for count in part.sequences]
             return _once(START[job.engine], measured=True) + total(points)
         if isinstance(job, GrpoStepJob | TrlStepJob):
-            return self._steps(job.work, "trl" if isinstance(job, TrlStepJob) else "qerl")
+            if isinstance(job, TrlStepJob):
+                return self._steps(job.work, "trl", "vllm")
+            return self._steps(job.work, "qerl", with_kernels("native", job.settings.kernels))
         asked, times, engine = _whole(job)
         return _once(START[engine], measured=True) + total(self._price(piece, times) for piece in asked)
 
-    def _steps(self, work: Work, system: str) -> Hours:
+    def _steps(self, work: Work, system: str, engine: str) -> Hours:
         """The hours of steps: their rollouts decode like the engine's points, and their updates read all tokens."""
         policy = (work.size, work.weights, work.rank)
         tokens = work.completions * (work.prompt_tokens + work.completion_tokens)
-        rollout = Timed(f"decode {ENGINES[system]}", *policy, work.completions)
+        rollout = Timed(f"decode {engine}", *policy, work.completions)
         decoded = self._price(rollout, work.completion_tokens, grows=False)
         step = decoded + self._price(Timed(f"update {system}", *policy, tokens))
         return _once(START[system], measured=True) + total([step] * (1 + work.repeats))
 
     def _point(self, work: Decoding, sequences: int) -> Hours:
         """The hours of a decode point: a warm-up and repeats, beside each of which the prompts are timed alone."""
-        policy = (work.engine, work.size, work.weights, work.rank)
+        policy = (with_kernels(work.engine, work.kernels), work.size, work.weights, work.rank)
         step = self._price(Timed(f"decode {policy[0]}", *policy[1:], sequences), work.tokens, grows=False)
         prompts = self._price(Timed(f"prefill {policy[0]}", *policy[1:], sequences * work.prompt))
         taken = 3600 * (step.measured + step.estimated + prompts.measured + prompts.estimated)
@@ -77,14 +78,21 @@ class GridCosts:
         return total([step, prompts] * (1 + repeats) + [prompts] * repeats)
 
     def _price(self, piece: Timed, times: int = 1, grows: bool = True) -> Hours:
-        """The hours of a piece of work that is done so many times."""
-        alike = [known for known in self._known if known.what == piece.what]
+        """The hours of a piece of work that is done so many times.
+
+        The GPU's own kernels ("decode native") stand in for others ("decode native-portable") without a point.
+        """
+        alike = self._alike(piece.what) or self._alike(piece.what.partition("-")[0])
         if not alike:
             return _once(times * UNKNOWN * _parameters(piece.size) / _parameters("7B"), measured=False)
         nearest = min(alike, key=lambda known: _distance(known, piece))
         seconds = times * nearest.seconds * _parameters(piece.size) / _parameters(nearest.size)
-        same = (nearest.size, nearest.weights) == (piece.size, piece.weights)
+        same = (nearest.what, nearest.size, nearest.weights) == (piece.what, piece.size, piece.weights)
         return _once(seconds * piece.amount / nearest.amount if grows else seconds, same)
+
+    def _alike(self, what: str) -> list[Timed]:
+        """The committed pieces of some work, such as "decode native-portable"."""
+        return [known for known in self._known if known.what == what]
 
 
 def _once(seconds: float, measured: bool) -> Hours:
@@ -152,5 +160,5 @@ def _decoded(result: DecodeResult) -> Iterator[Timed]:
     for point in result.points:
         if point.samples and point.prompt_seconds is not None:
             count = point.sequences
-            yield Timed(f"decode {result.engine}", *policy, count, count / median(point.samples))
-            yield Timed(f"prefill {result.engine}", *policy, count * result.prompt, point.prompt_seconds)
+            yield Timed(f"decode {result.serving}", *policy, count, count / median(point.samples))
+            yield Timed(f"prefill {result.serving}", *policy, count * result.prompt, point.prompt_seconds)

@@ -24,10 +24,11 @@ from qerl.jobs.shapes import (
     Work,
 )
 from qerl.results.files import read
-from qerl.results.names import decode_name, step_name
+from qerl.results.names import decode_name, step_name, with_kernels
 from qerl.results.schema.speed import DecodeResult, PromptsResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
+from qerl.settings.rollout import Kernels
 from qerl.settings.run import RunSettings
 
 #: The word in `state` for points that aren't measured yet.
@@ -126,18 +127,26 @@ def _out(folder: Path, id: str) -> Path:
 
 
 def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, DecodeJob]]:
-    """A job for each engine, size and format, and with vLLM for each rank, which it is started for."""
+    """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started for."""
     parts: dict[str, dict[str, DecodePart]] = {}
     for grid in grids:
-        for size, weights, rank, prompt in product(grid.sizes, grid.weights, grid.ranks, grid.prompt):
-            _check(grid.engine, size, weights)
-            policy = f"decode-{grid.engine}-{size}-{weights}"
-            id = decode_name(grid.engine, size, weights, rank, prompt, grid.tokens)
+        policies = product(grid.kernels, grid.sizes, grid.weights, grid.ranks, grid.prompt)
+        for kernels, size, weights, rank, prompt in policies:
+            _check(grid.engine, size, weights, kernels)
+            engine = with_kernels(grid.engine, kernels)
+            policy = f"decode-{engine}-{size}-{weights}"
+            id = decode_name(engine, size, weights, rank, prompt, grid.tokens)
             shared = parts.setdefault(f"{policy}-r{rank}" if grid.engine == "vllm" else policy, {})
             if id in shared:
                 raise _twice(id)
             work = Decoding(
-                engine=grid.engine, size=size, weights=weights, rank=rank, prompt=prompt, tokens=grid.tokens
+                engine=grid.engine,
+                size=size,
+                weights=weights,
+                rank=rank,
+                kernels=kernels,
+                prompt=prompt,
+                tokens=grid.tokens,
             )
             shared[id] = DecodePart(file=_file_of(id), work=work, sequences=grid.sequences)
     for id, shared in parts.items():
@@ -192,10 +201,10 @@ def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | Tr
     caps: list[float | None] = [*grid.memory_gb] or [None]
     policies = product(grid.sizes, grid.weights, grid.ranks)
     batches = product(grid.prompts, grid.group_size, grid.equal_groups)
-    for (size, weights, rank), (prompts, group, equal), recompute, cap in product(
-        policies, batches, grid.recompute, caps
+    for (size, weights, rank), (prompts, group, equal), kernels, recompute, cap in product(
+        policies, batches, grid.kernels, grid.recompute, caps
     ):
-        _check(grid.system, size, weights)
+        _check(grid.system, size, weights, kernels)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
             raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
         asked = Work(
@@ -209,9 +218,9 @@ def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | Tr
             equal_groups=equal,
             repeats=grid.repeats,
         )
-        id = _step_id(grid.system, asked, recompute, cap)
+        id = _step_id(with_kernels(grid.system, kernels), asked, recompute, cap)
         if grid.system == "qerl":
-            yield id, GrpoStepJob(work=asked, settings=_own(grid, recompute, cap), out=_out(folder, id))
+            yield id, GrpoStepJob(work=asked, settings=_own(grid, kernels, recompute, cap), out=_out(folder, id))
         else:
             yield id, TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True), out=_out(folder, id))
 
@@ -224,10 +233,10 @@ def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) 
     return step_name(system, work.size, work.weights, work.rank, lengths, f"{equal}{name}{limit}")
 
 
-def _own(grid: StepGrid, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
+def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
     default: int = RunSettings.model_fields["micro_batch_tokens"].default
     tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
-    return GrpoStep(recompute=recompute, micro_batch_tokens=tokens, kv_cache_gib=None, memory_gb=cap)
+    return GrpoStep(kernels=kernels, recompute=recompute, micro_batch_tokens=tokens, kv_cache_gib=None, memory_gb=cap)
 
 
 def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:
@@ -243,8 +252,10 @@ def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:
     )
 
 
-def _check(system: str, size: str, weights: str) -> None:
+def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> None:
     if size not in ARCHITECTURES:
         raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(ARCHITECTURES)}")
     if weights in _MISSING.get(system, ()):
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
+    if kernels != "auto" and system not in ("native", "qerl"):
+        raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")

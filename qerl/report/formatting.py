@@ -60,6 +60,11 @@ def times(value: float) -> str:
     return f"{value:.2f}×"
 
 
+def or_reason(text: Callable[[float], str]) -> Callable[[float | str], str]:
+    """A formatter of values that leaves a reason why there is none as it is."""
+    return lambda value: value if isinstance(value, str) else text(value)
+
+
 def weights_label(weights: str) -> str:
     """The label of weights: BF16, NF4, MXFP4, NVFP4 or NVFP4-AWQ."""
     return weights.upper()

@@ -145,7 +145,7 @@ def _alike(steps: pd.DataFrame) -> list[Row]:
 
 
 def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:
-    ours = [step for step in steps if step["system"].startswith("qerl") and _is(step, size, "nvfp4")]
+    ours = [step for step in steps if step["system"].startswith("qerl ") and _is(step, size, "nvfp4")]
     return [step for step in ours if step["recompute"] == recompute]
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
-from qerl.report.formatting import cell_text, present, three_digits, times
+from qerl.report.formatting import cell_text, or_reason, present, three_digits, times
 from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.grid_tables import (
@@ -26,6 +26,7 @@ from qerl.report.grid_tables import (
 from qerl.report.lead_figure import speeds, write_lead
 from qerl.report.mixes import write_mixes
 from qerl.report.paper_missing import write_missing
+from qerl.report.portable import write_portable
 from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
@@ -56,8 +57,9 @@ def write_shapes(job: ShapesJob) -> None:
 def write_all(files: Sequence[Path], out: Path) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
 
-    For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths>,
-    adapters-... and lead-<lengths>, with figures decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
+    For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., portable-...,
+    crossover-<lengths>, adapters-... and lead-<lengths>. Their figures are decode-rank<rank>-<lengths> and
+    crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
     steps, memory, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without a row
     are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing. Raises
@@ -120,6 +122,7 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
     _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
     lead = f"Decode speed of the native engine over vLLM's at the same rank, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(ratio_table(points, size), out / f"ratio-{of}", lead, points, times)
+    write_portable(points, size, _lengths(points), out / f"portable-{of}")
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
@@ -147,9 +150,5 @@ def _write_counts(
     keys = [column for column in table if str(column).partition("_")[0] not in counts]
     shown = present(table[keys])
     for count in counts:
-        shown[count] = [cell_text(row, count, _or_reason(text)) for row in table.to_dict("records")]
+        shown[count] = [cell_text(row, count, or_reason(text)) for row in table.to_dict("records")]
     write_table(table, stem, caption_text(title, points[["machine", "commit"]]), shown)
-
-
-def _or_reason(text: Callable[[float], str]) -> Callable[[float | str], str]:
-    return lambda value: value if isinstance(value, str) else text(value)

@@ -15,13 +15,13 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from qerl.report.drawing import HEIGHT, figure_axes, format_colour
 from qerl.report.formatting import weights_label
 from qerl.report.grid_tables import count_columns
-from qerl.results.schema.speed import ENGINES
+from qerl.results.schema.speed import SERVING
 from qerl.results.schema.stored import OK
 
-_NAMES = {"native": "native", "vllm": "vLLM", "transformers": "transformers"}
-_LINES = dict(zip(ENGINES, ("-", "--", ":"), strict=True))
-_MARKERS = dict(zip(ENGINES, ("o", "s", "^"), strict=True))
-_ENGINE_COLOURS = dict(zip(ENGINES, ("#222222", "#b5541c", "#7a7a7a"), strict=True))
+_NAMES = dict(zip(SERVING, ("native", "native, portable kernels", "vLLM", "transformers"), strict=True))
+_LINES = dict(zip(SERVING, ("-", "-.", "--", ":"), strict=True))
+_MARKERS = dict(zip(SERVING, ("o", "D", "s", "^"), strict=True))
+_ENGINE_COLOURS = dict(zip(SERVING, ("#222222", "#2c7fb8", "#b5541c", "#7a7a7a"), strict=True))
 _GREY = "#a8a8a8"
 
 

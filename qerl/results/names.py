@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qerl.settings.models import Recipe
+from qerl.settings.rollout import Kernels
 
 #: Columns that identify an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
@@ -25,14 +26,23 @@ def training_name(method: str, schedule: str) -> str:
     return method + ("" if schedule == "off" else "+aqn")
 
 
+def with_kernels(system: str, kernels: Kernels) -> str:
+    """An engine or a system with its kernels, unless the GPU chooses them: native or native-portable."""
+    return system if kernels == "auto" else f"{system}-{kernels}"
+
+
 def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
-    """The name of a file of decode points; prompt and decoded tokens are per sequence."""
+    """The name of a file of decode points; prompt and decoded tokens are per sequence.
+
+    engine: with its kernels, by `with_kernels`.
+    """
     return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
 
 
 def step_name(system: str, size: str, weights: str, rank: int, work: str, variant: str) -> str:
     """The name of a file of GRPO steps.
 
-    work: prompts, completions of each, and their tokens, as in "1x8-256x2048". variant: what is recomputed, and limits.
+    system: with its kernels, by `with_kernels`. work: prompts, completions of each, and their tokens, as in
+    "1x8-256x2048". variant: what is recomputed, and limits.
     """
     return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"

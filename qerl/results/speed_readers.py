@@ -16,6 +16,7 @@ from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flo
 from qerl.results.schema.speed import (
     ENGINES,
     SECONDS,
+    SERVING,
     DecodeResult,
     GrpoStepResult,
     MixRun,
@@ -36,8 +37,8 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
     """One row per point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
 
     Times are in ms, memory is in GB, and `tokens_per_second` is the median with its quartiles. They are NaN for a
-    failed point, as is the floor without ceilings. Raises ResultError without points, and if two files have the same
-    point.
+    failed point, as is the floor without ceilings. `engine` is the engine with its kernels. Raises ResultError without
+    points, and if two files have the same point.
     """
     rows = [row for path in paths for row in _point_rows(read(DecodeResult, path))]
     if not rows:
@@ -117,7 +118,7 @@ def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
-    identity = job.model_dump(include={"engine", "size", "weights", "rank", "prompt", "tokens"})
+    identity = {"engine": job.serving} | job.model_dump(include={"size", "weights", "rank", "prompt", "tokens"})
     for point in job.points:
         samples = point.samples or [np.nan]
         middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
@@ -189,7 +190,7 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
-    orders = {"size": [*ARCHITECTURES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    orders = {"size": [*ARCHITECTURES], "engine": SERVING, "weights": get_args(WeightFormat)}
     numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
     return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
 

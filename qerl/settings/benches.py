@@ -11,7 +11,7 @@ from pydantic import (
 
 from qerl.settings.base import FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
 from qerl.settings.models import WeightFormat
-from qerl.settings.rollout import EngineSettings
+from qerl.settings.rollout import EngineSettings, Kernels
 
 
 class RolloutBench(EngineSettings):
@@ -78,6 +78,8 @@ class DecodeGrid(Settings):
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""
+    kernels: NonEmpty[Kernels] = ["auto"]
+    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
     """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
     number."""
@@ -126,6 +128,8 @@ class StepGrid(Settings):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[PositiveInt] = [16]
+    kernels: NonEmpty[Kernels] = ["auto"]
+    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
     recompute: NonEmpty[bool | Literal["auto"]] = [True]
     """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []

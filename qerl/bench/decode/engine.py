@@ -16,16 +16,16 @@ from qerl.random_models.policy import random_policy, with_random_adapter
 from qerl.results.schema.speed import DecodePoint
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.rollout import Kernels, NativeSettings
 
-#: The KV cache is unbounded, so a point whose sequences don't fit is out of memory. With a bound, sequences would
-#: queue, and the point would measure a smaller batch.
-_SETTINGS = NativeSettings(kv_cache_gib=2.0**20)
+#: GiB of the KV cache, which no point reaches, so a point whose sequences don't fit is out of memory. With a bound,
+#: sequences would queue, and the point would measure a smaller batch.
+_UNBOUNDED = 2.0**20
 
 
-def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> DecodePoint:
+def measure(policy: Policy, sequences: int, prompt: int, tokens: int, kernels: Kernels) -> DecodePoint:
     """Measure the point with this number of sequences."""
-    sampler = EngineSampler(policy, _SETTINGS, sequences)
+    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=kernels), sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True))
@@ -36,9 +36,9 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int) -> DecodeP
     return timing.point(sequences, sampler.served, weight_bytes(policy), peak_memory_bytes())
 
 
-def sync_seconds(policy: Policy, count: int = 20) -> list[float]:
+def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
     """Seconds of each of `count` syncs after a first one, which also sets up buffers."""
-    sampler = EngineSampler(policy, NativeSettings(), 1)
+    sampler = EngineSampler(policy, NativeSettings(kernels=kernels), 1)
     taken = []
     for _ in range(count + 1):
         with seconds() as one:
@@ -57,7 +57,7 @@ def measure_points(job: DecodeJob) -> None:
 
             def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Measure:
                 policy = adapted.enter_context(with_random_adapter(base(), work.rank))
-                points.note_syncs(sync_seconds(policy) if work.rank else [])
-                return lambda count: measure(policy, count, work.prompt, work.tokens)
+                points.note_syncs(sync_seconds(policy, work.kernels) if work.rank else [])
+                return lambda count: measure(policy, count, work.prompt, work.tokens, work.kernels)
 
             points.run(part.sequences, load)

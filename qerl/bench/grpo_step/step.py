@@ -34,6 +34,7 @@ from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
+from qerl.results.names import with_kernels
 from qerl.results.paths import METRICS
 from qerl.results.schema.speed import SECONDS, EngineStepSettings, StepMemory, TimedStep
 from qerl.results.schema.stored import NO_MEMORY
@@ -89,7 +90,7 @@ def _settings(work: Work, asked: GrpoStep) -> RunSettings:
             "prompts": work.prompts,
             "group_size": work.group,
             "sampling": {"max_tokens": work.completion_tokens},
-            "native": {"kv_cache_gib": asked.kv_cache_gib},
+            "native": {"kv_cache_gib": asked.kv_cache_gib, "kernels": asked.kernels},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},
         "steps": steps_of(work),
@@ -159,7 +160,7 @@ def measure_step(job: GrpoStepJob) -> None:
     if asked.memory_gb is not None:
         cap_memory(asked.memory_gb)
     settings = EngineStepSettings(**asked.model_dump())
-    system = f"qerl {work.weights.upper()} LoRA"
+    system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
             sampler, steps, memory = _measure(work, _settings(work, asked), Path(folder))

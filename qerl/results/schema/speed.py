@@ -7,11 +7,15 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.results.names import with_kernels
 from qerl.results.schema.stored import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.settings.models import WeightFormat
+from qerl.settings.rollout import Kernels
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
+#: The engines with their kernels, as tables name them; only this project's has a choice.
+SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get_args(Kernels)), *ENGINES[1:])
 
 
 def _known_shape(size: str) -> str:
@@ -66,13 +70,14 @@ class DecodePoint(MeasuredPoint):
 
 
 class DecodeResult(Stored):
-    """points/decode-*.json, with one file per (engine, size, weights, rank); there are no ceilings on a CPU."""
+    """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
 
     bench: Literal["decode"]
     engine: Engine
     size: Size
     weights: WeightFormat
     rank: int
+    kernels: Kernels = "auto"
     prompt: int
     tokens: int
     sync_seconds: list[float] = Field([])
@@ -80,6 +85,11 @@ class DecodeResult(Stored):
     gpu: GpuStates | None = None
     points: list[DecodePoint]
     provenance: Provenance
+
+    @property
+    def serving(self) -> str:
+        """The engine with its kernels, one of SERVING."""
+        return with_kernels(self.engine, self.kernels)
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -261,6 +271,7 @@ class StepWork(Stored):
 class EngineStepSettings(Stored):
     """This project's own settings of a step."""
 
+    kernels: Kernels = "auto"
     recompute: bool | str
     micro_batch_tokens: int
     kv_cache_gib: Number | None

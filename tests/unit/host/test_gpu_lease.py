@@ -236,7 +236,7 @@ def measure_points(job):
 
 def rule(out: Path, *options: str) -> list[str]:
     """The command of a job that measures points."""
-    work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, prompt=1, tokens=1)
+    work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, kernels="auto", prompt=1, tokens=1)
     job = DecodeJob(parts=[DecodePart(file="points.json", work=work, sequences=[1])], out=out)
     return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
 

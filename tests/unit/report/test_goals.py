@@ -69,7 +69,8 @@ def changed(file: Path, **values) -> Path:
 def test_steps_are_compared_at_the_same_work(tmp_path):
     under_a_cap = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "auto"), memory_gb=24)
     trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
-    others = [changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
+    portable = step_file(tmp_path, "qerl-portable NVFP4 LoRA", "7B", [1.0, 1.0], "auto")
+    others = [portable, changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
     others.append(changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [5.0, 5.0], "auto"), equal_groups=0.5))
     own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
     steps = speed_readers.load_steps([under_a_cap, *reversed(others), own])

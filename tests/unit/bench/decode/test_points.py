@@ -24,8 +24,8 @@ from qerl.random_models.policy import random_policy
 from qerl.results.schema.speed import GpuState
 from qerl.settings.base import ConfigError
 
-SETTINGS = {"size": "tiny", "rank": 4, "prompt": 4, "tokens": 5}
-NAMES = {"bench", "engine", "size", "weights", "rank", "prompt", "tokens", "ceilings", "gpu", "points", "provenance"}
+SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
+NAMES = {"bench", "engine", "weights", *SETTINGS, "ceilings", "gpu", "points", "provenance"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
 POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_bytes", "weight_bytes"}
 #: Weights of q and o, k and v, gate, up and down in both blocks.
@@ -140,6 +140,7 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
 
 def job(**other):
     values = {"engine": "native", "size": "7B", "weights": "nvfp4", "rank": 16, "prompt": 128, "tokens": 256}
+    values |= {"kernels": "auto"}
     return Decoding(**values | other)
 
 
@@ -159,7 +160,10 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "other",
-    [{"engine": "vllm"}, {"size": "3B"}, {"weights": "nf4"}, {"rank": 0}, {"prompt": 64}, {"tokens": 64}],
+    [
+        *({"engine": "vllm"}, {"size": "3B"}, {"weights": "nf4"}, {"rank": 0}, {"kernels": "portable"}),
+        *({"prompt": 64}, {"tokens": 64}),
+    ],
     ids=lambda other: next(iter(other)),
 )
 def test_points_of_other_settings_are_refused(written, other):

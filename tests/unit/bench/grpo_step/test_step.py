@@ -29,7 +29,8 @@ WORK = {
 
 def measure(out, repeats=2, work=WORK, **settings):
     """Do a job on the tiny shape."""
-    values = {"recompute": "auto", "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": None}
+    values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
+    values |= {"kv_cache_gib": None, "memory_gb": None}
     work = Work(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
     grpo_step.measure_step(GrpoStepJob(work=work, settings=GrpoStep(**values | settings), out=out))
 
@@ -166,6 +167,15 @@ def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_pat
     assert json.loads(out.read_text())["status"] == "out of memory"
     assert "the update ran out of GPU memory; lower micro_batch_tokens" in caplog.text
     assert "sleep: true" in caplog.text
+
+
+def test_the_portable_kernels_reach_the_sampler(tmp_path, monkeypatch, written):
+    asked = []
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: asked.append(rollout) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(tmp_path / "out.json", kernels="portable")
+    assert asked[0].native.kernels == "portable"
 
 
 def test_questions_have_the_length_that_was_asked_for(tokenizer):
