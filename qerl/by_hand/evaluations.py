@@ -16,7 +16,7 @@ from qerl.host.imports import check_installed
 from qerl.prepare.run_parts import DATA, whole
 from qerl.provenance.files import check_writable
 from qerl.results.files import read, read_rows
-from qerl.results.paths import DATASET, RESULT, SAMPLES
+from qerl.results.paths import DATASET, OUTCOMES, RESULT, SAMPLES
 from qerl.results.schema.evaluation import OwnEvaluationResult, SampleRow
 from qerl.settings.base import ConfigError, check_seed, parse
 from qerl.settings.data import AnswerForm, DatasetSettings
@@ -141,7 +141,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, f"{RESULT}.partial"}
+    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
     data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):

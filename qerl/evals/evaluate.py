@@ -19,8 +19,8 @@ from qerl.evals import grader
 from qerl.evals.policy import STOCK_COLUMNS, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 from qerl.provenance.version import VERSION
 from qerl.results.pass_at_k import KS, pass_at_k
-from qerl.results.paths import SAMPLES
-from qerl.results.schema.evaluation import SampleRow, TaskScore
+from qerl.results.paths import OUTCOMES, SAMPLES
+from qerl.results.schema.evaluation import OutcomeRow, SampleRow, TaskScore
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
@@ -45,33 +45,57 @@ def evaluate(
     """Score the policy on the problems of every task (paper section 4.1: temperature 0.6, top-p 0.95, noise-free).
 
     `datasets` maps the names in `settings.tasks` to folders made by `qerl.data.sources`. The completion of repeat r
-    depends only on (settings.seed, problem, r). All samples are written to `out` (samples.jsonl); the score of each
-    task is returned under its name. Prompts that leave no room for `max_tokens` in the model's `context` are an error.
+    depends only on (settings.seed, problem, r). All samples are written to `out` (samples.jsonl), and each problem's
+    right ones are counted in outcomes.jsonl. The score of each task is returned under its name. Prompts that leave no
+    room for `max_tokens` in the model's `context` are an error.
     """
     tasks = [(task, open_task(task, datasets)) for task in settings.tasks]
     out.mkdir(parents=True, exist_ok=True)
     scores: dict[str, TaskScore] = {}
-    with (out / SAMPLES).open("w") as file:
+    with (out / SAMPLES).open("w") as samples, (out / OUTCOMES).open("w") as counted:
         for task, dataset in tasks:
             sampling, count = settings.sampling_of(task), settings.repeats_of(task)
             params = SamplingParams(**sampling.model_dump(), count=count, seed=settings.seed)
             policy = EvaluatedPolicy(sampler, tokenizer, params, context)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
-            file.writelines(json.dumps(row.content()) + "\n" for row in rows)
-            scores[task.label] = score = _score(rows, task, dataset, sampling)
+            outcomes = outcomes_of(rows, dataset.format == "countdown")
+            for file, lines in ((samples, rows), (counted, outcomes)):
+                file.writelines(json.dumps(line.content()) + "\n" for line in lines)
+            scores[task.label] = score = _score(rows, outcomes, task, sampling)
             progress(f"{task.label}: {score.accuracy:.1%} of {len(rows)} completions correct")
     return scores
 
 
+def outcomes_of(rows: Sequence[SampleRow], has_ways: bool) -> list[OutcomeRow]:
+    """The right completions of each problem of one task; distinct formulas are counted if the task `has_ways`."""
+    drawn = Counter(row.problem for row in rows)
+    right = Counter(row.problem for row in rows if row.correct)
+    ways: dict[str, set[str]] = {problem: set() for problem in drawn}
+    for row in rows if has_ways else ():
+        if row.correct and row.extracted is not None:
+            ways[row.problem].add(solution_key(row.extracted))
+    return [
+        OutcomeRow(
+            dataset=rows[0].dataset,
+            problem=problem,
+            right=right[problem],
+            drawn=count,
+            distinct=len(ways[problem]) if has_ways else None,
+        )
+        for problem, count in drawn.items()
+    ]
+
+
 def _score(
-    rows: Sequence[SampleRow], task: TaskSettings, dataset: EvaluationSet, sampling: SamplingSettings
+    rows: Sequence[SampleRow], outcomes: Sequence[OutcomeRow], task: TaskSettings, sampling: SamplingSettings
 ) -> TaskScore:
     repeats = sorted({row.repeat for row in rows})
     flexible = [row.flexible for row in rows if row.flexible is not None]
+    distinct = [outcome.distinct for outcome in outcomes if outcome.distinct is not None]
     return TaskScore(
         harness=task.harness,
         harness_version=VERSION if task.harness == "qerl" else version(task.harness),
-        problems=sum(row.repeat == repeats[0] for row in rows),
+        problems=len(outcomes),
         repeats=len(repeats),
         accuracy=fmean(row.correct for row in rows),
         accuracies=[fmean(row.correct for row in rows if row.repeat == r) for r in repeats],
@@ -80,28 +104,17 @@ def _score(
         agreement=fmean(row.agrees for row in rows),
         completion_tokens=fmean(row.tokens for row in rows),
         truncated=fmean(not row.finished for row in rows),
-        pass_at=_pass_at(rows, len(repeats)),
-        distinct_solutions=_distinct_solutions(rows) if dataset.format == "countdown" else None,
+        pass_at=_pass_at(outcomes, len(repeats)),
+        distinct_solutions=fmean(distinct) if distinct else None,
         task=task.task,
         sampling=sampling,
     )
 
 
-def _pass_at(rows: Sequence[SampleRow], repeats: int) -> dict[int, float]:
+def _pass_at(outcomes: Sequence[OutcomeRow], repeats: int) -> dict[int, float]:
     """The mean pass@k over problems, for each k up to the number of completions."""
-    right = Counter({row.problem: 0 for row in rows})
-    for row in rows:
-        right[row.problem] += row.correct
-    return {k: float(pass_at_k(list(right.values()), repeats, k).mean()) for k in KS if k <= repeats}
-
-
-def _distinct_solutions(rows: Sequence[SampleRow]) -> float:
-    """The mean number of distinct right formulas of a problem."""
-    distinct: dict[str, set[str]] = {row.problem: set() for row in rows}
-    for row in rows:
-        if row.correct and row.extracted is not None:
-            distinct[row.problem].add(solution_key(row.extracted))
-    return fmean(map(len, distinct.values()))
+    right = [outcome.right for outcome in outcomes]
+    return {k: float(pass_at_k(right, repeats, k).mean()) for k in KS if k <= repeats}
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:

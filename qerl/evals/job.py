@@ -13,7 +13,7 @@ from qerl.jobs.evaluate import EvaluateJob
 from qerl.layers.noisy_norm import noise_norm
 from qerl.policy.policy import Policy, load_policy
 from qerl.results.files import write
-from qerl.results.paths import RESULT, SAMPLES
+from qerl.results.paths import OUTCOMES, RESULT, SAMPLES
 from qerl.results.schema.evaluation import evaluation_of
 from qerl.rl.failures import failed
 from qerl.rollout.factory import make_sampler
@@ -28,7 +28,8 @@ def evaluate_policy(job: EvaluateJob) -> None:
     about = job.policy.model_dump(mode="json")
     if job.trained and (status := failed(job.trained)):
         job.out.mkdir(parents=True, exist_ok=True)
-        (job.out / SAMPLES).write_text("")
+        for name in (SAMPLES, OUTCOMES):
+            (job.out / name).write_text("")
         write(job.out / RESULT, evaluation_of(about, job.settings.seed, tasks={}, status=status))
         log.warning("not evaluated: the run is %s", status)
         return
@@ -42,7 +43,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
 def score_policy(
     policy: Policy, settings: EvaluationSettings, row: dict[str, Any], datasets: dict[str, Path], out: Path
 ) -> None:
-    """Score a policy, noise-free, on every task of `settings`; `out` gets samples.jsonl, then result.json."""
+    """Score a policy, noise-free, on every task of `settings`; `out` gets samples, outcomes, and then result.json."""
     sampler = make_sampler(policy, settings)
     context = usable_length(policy.lm.config.to_dict(), settings)
     tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info, context)

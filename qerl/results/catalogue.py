@@ -12,6 +12,7 @@ from qerl.results.files import ResultError, read, read_rows
 from qerl.results.schema.evaluation import (
     EvaluationResult,
     MergedExport,
+    OutcomeRow,
     OwnEvaluationResult,
     SampleRow,
     StoredPolicyResult,
@@ -47,7 +48,7 @@ _BY_NAME: dict[str, Schema] = {
     paths.NUMERICS: NumericsResult,
     paths.SPEED: SpeedResult,
 }
-_ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow}
+_ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
 _BENCHES: dict[str, Schema] = {
     "decode": DecodeResult,
     "grpo_step": GrpoStepResult,

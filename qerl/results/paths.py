@@ -13,6 +13,8 @@ ROLLOUTS = "rollouts"
 WORK = "work"
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
+#: The right completions of each problem of an evaluation.
+OUTCOMES = "outcomes.jsonl"
 REPORT = "report.json"
 PRETRAIN = "pretrain.json"
 MERGED = "merged.json"

@@ -7,6 +7,7 @@ rule evaluate:
     output:
         result=FILES.evaluation("{evaluation}") / paths.RESULT,
         samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,
+        outcomes=FILES.evaluation("{evaluation}") / paths.OUTCOMES,
     log:
         "<logs>/evaluate/{evaluation}.log",
     benchmark:

@@ -30,6 +30,7 @@ rule gate_stored:
     output:
         result=FILES.stored_evaluation("{stored}") / paths.RESULT,
         samples=FILES.stored_evaluation("{stored}") / paths.SAMPLES,
+        outcomes=FILES.stored_evaluation("{stored}") / paths.OUTCOMES,
     log:
         "<logs>/gates/stored/{stored}.log",
     wildcard_constraints:

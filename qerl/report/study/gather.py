@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.data.countdown import solution_key
 from qerl.jobs.study import GatherJob
 from qerl.results.files import ResultError, read, read_rows
 from qerl.results.names import weights_name
 from qerl.results.paths import METRICS as METRICS_FILE
-from qerl.results.paths import RESULT, RUN, SAMPLES
-from qerl.results.schema.evaluation import EvaluationResult, SampleRow
+from qerl.results.paths import OUTCOMES as OUTCOMES_FILE
+from qerl.results.paths import RESULT, RUN
+from qerl.results.schema.evaluation import EvaluationResult, OutcomeRow
 from qerl.results.schema.stored import OK, Provenance
 from qerl.results.schema.study import BASE, METRICS, OUTCOMES, RUNS, STEPS, StudyHeader
 from qerl.results.schema.training import RunResult, StepMetrics
@@ -127,24 +127,12 @@ def _outcomes(job: GatherJob, run: str, file: Path, scored: EvaluationResult) ->
     """The right completions of each problem of an evaluation; none for a failed run."""
     if scored.status != OK:
         return []
-    ways = {task for task, score in scored.tasks.items() if score.distinct_solutions is not None}
-    right: dict[tuple[str, str], int] = {}
-    drawn: dict[tuple[str, str], int] = {}
-    ways_of: dict[tuple[str, str], set[str]] = {}
-    for row in read_rows(SampleRow, file.parent / SAMPLES):
-        key = row.dataset, row.problem
-        drawn[key] = drawn.get(key, 0) + 1
-        right[key] = right.get(key, 0) + row.correct
-        if row.correct and row.dataset in ways and row.extracted is not None:
-            ways_of.setdefault(key, set()).add(solution_key(row.extracted))
+    rows = sorted(read_rows(OutcomeRow, file.parent / OUTCOMES_FILE), key=lambda row: (row.dataset, row.problem))
     return [
         {
             "run": run,
-            **dict(zip(("task", "split"), job.tasks[task], strict=True)),
-            "problem": problem,
-            "right": right[task, problem],
-            "drawn": drawn[task, problem],
-            "distinct": len(ways_of.get((task, problem), ())) if task in ways else None,
+            **dict(zip(("task", "split"), job.tasks[row.dataset], strict=True)),
+            **row.model_dump(exclude={"dataset"}),
         }
-        for task, problem in sorted(drawn)
+        for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Schemas of an evaluation's files: samples.jsonl, one row per completion, and result.json."""
+"""Schemas of an evaluation's files: samples.jsonl (completions), outcomes.jsonl (problems) and result.json."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ class SampleRow(Stored):
     agrees: bool
     tokens: int
     finished: bool
+
+
+class OutcomeRow(Stored):
+    """A line of outcomes.jsonl: `right` of a problem's `drawn` completions are right, in `distinct` ways.
+
+    `distinct` is None unless the data set is in the format countdown.
+    """
+
+    dataset: str
+    problem: str
+    right: int
+    drawn: int
+    distinct: int | None = None
 
 
 class TaskScore(Stored):

@@ -183,6 +183,10 @@ def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, co
     assert score.pass_at[64] == 1
     assert score.pass_at[8] == pytest.approx(1 - comb(64 - right, 8) / comb(64, 8))
     assert (score.problems, score.agreement, score.distinct_solutions) == (PROBLEMS, 1, 1)
+    asked = [problem.id for problem in read_split(countdown, "test")]
+    counted = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    assert [row.pop("problem") for row in counted] == asked
+    assert counted == [{"dataset": "countdown", "right": right, "drawn": 64, "distinct": 1}] * PROBLEMS
 
 
 def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from qerl.jobs.study import GatheredExperiment, GatherJob
 from qerl.report.study.gather import gather_study, gathered
 from qerl.results.files import ResultError, write, write_rows
-from qerl.results.schema.evaluation import EvaluationResult, SampleRow, TaskScore
+from qerl.results.schema.evaluation import EvaluationResult, OutcomeRow, TaskScore
 from qerl.results.schema.stored import Machine, Provenance, Quartiles
 from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
 from qerl.results.study import read_study
@@ -15,8 +15,8 @@ from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 
 STAMP = Provenance(commit="d" * 40, dirty=False, machine=Machine(label="m"), versions={"torch": "2"}, time="2026")
-#: Completions of a problem by task: formula and whether it is right. Two of the right ones are one solution.
-ANSWERS = {"countdown": [("1+2", 1), ("2+1", 1), ("3", 1), ("2-1", 0)], "checks": [("1+2", 1), ("9", 0), (None, 0)]}
+#: A problem's right completions, all of them, and distinct solutions by task.
+COUNTS = {"countdown": (3, 4, 2), "checks": (1, 3, None)}
 
 
 def store_run(folder: Path, name: str, experiment: str, status: str = "ok", steps: int = 3) -> list[Path]:
@@ -36,26 +36,22 @@ def store_run(folder: Path, name: str, experiment: str, status: str = "ok", step
 
 
 def store_evaluation(folder: Path, name: str, run: str | None, status: str = "ok") -> list[Path]:
-    answers = ANSWERS if status == "ok" else {}
-    rows = [sample(task, n, answer, right) for task in answers for n, (answer, right) in enumerate(answers[task])]
+    counts = COUNTS if status == "ok" else {}
+    rows = [
+        OutcomeRow(dataset=task, problem="p1", right=right, drawn=drawn, distinct=distinct)
+        for task, (right, drawn, distinct) in counts.items()
+    ]
     scores = {
-        task: TaskScore(harness="qerl", problems=1, repeats=len(given), accuracy=0.5,
-                        distinct_solutions=2.0 if task == "countdown" else None)
-        for task, given in answers.items()
-    }  # fmt: skip
+        task: TaskScore(harness="qerl", problems=1, repeats=drawn, accuracy=right / drawn)
+        for task, (right, drawn, _) in counts.items()
+    }
     of_run = {"run": run, "arm": run and "bf16", "experiment": run and "e", "varied": {}}
     result = EvaluationResult(
         eval=name, model="tiny", weights="bf16", tasks=scores, status=status, provenance=STAMP, **of_run
     )
     write(folder / "evaluate" / name / "result.json", result)
-    write_rows(folder / "evaluate" / name / "samples.jsonl", rows)
+    write_rows(folder / "evaluate" / name / "outcomes.jsonl", rows)
     return [folder / "evaluate" / name / "result.json"]
-
-
-def sample(task: str, repeat: int, answer: str | None, right: int) -> SampleRow:
-    texts = {"prompt": "", "completion": answer or "", "extracted": answer, "gold": "3"}
-    of_one = {"dataset": task, "harness": "qerl", "problem": "p1", "repeat": repeat, "tokens": 3}
-    return SampleRow(**texts, **of_one, correct=right, agrees=True, finished=True)
 
 
 def job(folder: Path, paths: list[Path], **changes) -> GatherJob:
