@@ -1,12 +1,14 @@
 """Data parallelism: the processes of a run, started by torchrun's launcher and connected by accelerate.
 
-Every process has the whole policy. It samples and scores its share of a step's problems, receives all completions,
-computes its share of the micro-batches, and sums gradients with the others before the optimizer's step.
+Every process has the whole policy. It samples and scores its share of a step's problems (`qerl.rl.sharing`) and
+receives all completions. It computes its share of the micro-batches, and sums gradients with the others before the
+optimizer's step.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import uuid
@@ -28,6 +30,10 @@ T = TypeVar("T")
 
 #: Seconds for which a machine waits for the others at the start of a run: their bases may be quantized first.
 _MEETING_SECONDS = 3600
+#: Seconds for which a process waits for an answer of the store in which processes count together.
+_ANSWER_SECONDS = 120
+#: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
+_COUNTERS = itertools.count()
 
 
 class Processes:
@@ -51,14 +57,19 @@ class Processes:
         """Whether this is the process that writes files."""
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
-        """This process's contiguous part of `items`, and the index of its first item."""
-        first, end = (len(items) * rank // self.count for rank in (self.rank, self.rank + 1))
-        return first, items[first:end]
-
     def gather(self, parts: list[T]) -> list[T]:
-        """The parts of all processes in the order of their ranks, which is the inverse of `share`."""
+        """The parts of all processes in the order of their ranks."""
         return list(gather_object(parts)) if self.count > 1 else parts
+
+    def counter(self) -> Callable[[int], int]:
+        """A count that all processes share: a function that adds to it and returns the sum, at first 0.
+
+        Every process must ask for it alike, but may call it when it likes: no process waits for another.
+        """
+        # torchrun restarts processes on the store that it had.
+        name = f"counter/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_COUNTERS)}"
+        store = _store(_ANSWER_SECONDS)
+        return lambda more: int(store.add(name, more))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over the processes."""
@@ -173,9 +184,7 @@ def _watched(
         function(*arguments)
         return
     Processes()  # the store exists when all have met
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=host_timeout))
-    watch = HostWatch(PrefixStore("watch", store), node_number(), nodes, host_timeout, aloud)
+    watch = HostWatch(PrefixStore("watch", _store(host_timeout)), node_number(), nodes, host_timeout, aloud)
     if os.environ["LOCAL_RANK"] == "0":
         watch.start()
     try:
@@ -184,3 +193,9 @@ def _watched(
         watch.settle()
         raise
     watch.stop()
+
+
+def _store(seconds: float) -> TCPStore:
+    """The store at which the processes have met, with a limit to the time of its answers."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from qerl.data.prompts import check_lengths, longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
+from qerl.host.profiling import seconds
 from qerl.policy.policy import Policy
 from qerl.rl.advantages import differ, group_advantages
 from qerl.rl.data_parallel import Processes
 from qerl.rl.rewards import Answer, reward_parts, total
 from qerl.rl.sequence_packing import Sample
-from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.rl.sharing import ExpectedLengths, part_of
+from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.rollout import RolloutSettings
 from qerl.settings.run import RunSettings
@@ -106,7 +109,10 @@ class Behaviour:
 
 
 class Collector:
-    """Draws the batch of a step from a sampler. It has no state that a resumed run would need."""
+    """Draws the batch of a step from a sampler.
+
+    It has no state that a resumed run would need: expected lengths decide which process draws a group, and not what.
+    """
 
     def __init__(self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task) -> None:
         if not task.problems:
@@ -116,6 +122,7 @@ class Collector:
         self.sampler = sampler
         self.task = task
         self.processes = Processes()
+        self._lengths = ExpectedLengths()
 
     def collect(self, step: int, position: int, behaviour: Behaviour | None = None) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.
@@ -127,49 +134,77 @@ class Collector:
         rollout = self.settings.rollout
         behaviour = behaviour or Behaviour(rollout.sampling.temperature)
         drawn: list[Group] = []
+        idle = [0.0] * self.processes.count
         for round_ in range(1 + rollout.resample):
             missing = rollout.prompts - sum(group.informative for group in drawn)
             if round_ == 0 or missing > 0:
                 start = position + len(drawn)
-                drawn += self._draw(range(start, start + missing), step, round_, behaviour)
+                groups, waited = self._draw(range(start, start + missing), step, round_, behaviour)
+                drawn += groups
+                idle = [sum(times) for times in zip(idle, waited, strict=True)]
         chosen = drawn
         if rollout.resample:
             chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
         metrics = {"problems": position + len(drawn), **_metrics(drawn)}
+        if len(idle) > 1:
+            metrics |= {"seconds/idle": statistics.fmean(idle), "seconds/idle_max": max(idle)}
         return Rollout(self._samples(chosen), metrics, drawn, chosen)
 
-    def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> list[Group]:
+    def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> tuple[list[Group], list[float]]:
+        """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         seed, problems = self.settings.seed, self.task.problems
-        first, drawn_places = self.processes.share(positions)
-        chosen = [problems[problem_index(len(problems), seed, place)] for place in drawn_places]
+        chosen = [problems[problem_index(len(problems), seed, place)] for place in positions]
         prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
         sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
             **sampling,
             count=self.settings.rollout.group_size,
             seed=step_seed(seed, step, round_),
-            first=first,
+            part=self._part(chosen, prompts, behaviour),
         )
-        groups = self._generate(prompts, params, len(positions), behaviour.perturb)
-        return self.processes.gather([self._score(*group) for group in zip(prompts, groups, chosen, strict=True)])
+        with seconds() as busy:
+            completions = self._generate(prompts, params, behaviour.perturb)
+            drawn = [
+                (number, self._score(prompts[number], completions[number], chosen[number]))
+                for number in range(len(prompts))
+                if completions[number]
+            ]
+        return self._exchange(drawn, busy.value, len(prompts))
+
+    def _part(self, chosen: list[Problem], prompts: list[list[int]], behaviour: Behaviour) -> BatchPart | None:
+        """The groups that this process draws; None if it is the only one."""
+        if self.processes.count == 1:
+            return None
+        most = max(self.sampler.max_sequences // self.settings.rollout.group_size, 1)
+        if behaviour.perturb:  # each number of a group is drawn by a call of its own, so none is taken over
+            most = len(prompts)
+        lengths = [self._lengths.of(p.id, len(prompt)) for p, prompt in zip(chosen, prompts, strict=True)]
+        return part_of(self.processes.rank, self.processes.count, lengths, most, self.processes.counter)
+
+    def _exchange(self, drawn: list[tuple[int, Group]], busy: float, count: int) -> tuple[list[Group], list[float]]:
+        """All groups in their order, in every process, and the seconds for which each waited."""
+        parts = self.processes.gather([(drawn, busy)])
+        groups = dict(numbered for part, _ in parts for numbered in part)
+        if len(groups) != count or count != sum(len(part) for part, _ in parts):
+            raise RuntimeError(f"{count} groups were shared out and other ones came back: a defect of qerl")
+        for group in groups.values():
+            self._lengths.see(group.problem.id, len(group.prompt), [len(c.token_ids) for c in group.completions])
+        longest = max(busy for _, busy in parts)
+        return [groups[number] for number in range(count)], [longest - busy for _, busy in parts]
 
     def _generate(
-        self, prompts: list[list[int]], params: SamplingParams, batch: int, perturb: Callable[[int], None] | None
+        self, prompts: list[list[int]], params: SamplingParams, perturb: Callable[[int], None] | None
     ) -> list[list[Completion]]:
-        """The completions of each prompt; with `perturb` one number of all groups at a time, each with its noise.
-
-        `batch` is the number of prompts in all processes, so that no two draws share a key.
-        """
-        if not prompts:
-            return []
+        """The completions of each prompt; with `perturb` one number of all groups at a time, each with its noise."""
         if perturb is None:
             return self.sampler.generate(prompts, params)
         numbers = []
         for number in range(params.count):
             perturb(number)
-            single = replace(params, count=1, first=params.first + number * batch)
-            numbers.append([completion for [completion] in self.sampler.generate(prompts, single)])
-        return [list(group) for group in zip(*numbers, strict=True)]
+            # No two draws share a key.
+            single = replace(params, count=1, first=params.first + number * len(prompts))
+            numbers.append(self.sampler.generate(prompts, single))
+        return [list(chain(*singles)) for singles in zip(*numbers, strict=True)]
 
     def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from qerl.layers.attention import use_attend
 from qerl.layers.packed_linear import PackedLinear, dense_weights
 from qerl.policy.policy import Policy
-from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, stop_tokens
 
 #: The tokens among which a draw with top-p is made, if those that it may take are all among them.
 _FEW = 64
@@ -149,23 +149,27 @@ class NativeSampler:
             raise ValueError("a prompt has no tokens; give each at least one")
         if self.policy.lm.config._attn_implementation == "sdpa":
             use_attend(self.policy.lm)  # the same numbers, on CPUs in less time
-        completions: list[list[Completion]] = []
+        completions: list[list[Completion]] = [[] for _ in prompts]
         stride = max(self.max_sequences // params.count, 1)
+        part = params.part or BatchPart(range(len(prompts)), lambda most: ())
         with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
-            for start in range(0, len(prompts), stride):
-                completions += self._generate_batch(prompts[start : start + stride], params, start)
+            for numbers in part.batches(stride):
+                drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
+                for number, group in zip(numbers, drawn, strict=True):
+                    completions[number] = group
         return completions
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, start: int
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, numbers: Sequence[int]
     ) -> list[list[Completion]]:
-        """Completions of a part of the prompts, the first of which has index `start`."""
-        total, first = len(prompts) * params.count, (params.first + start) * params.count
-        draws = np.stack([uniforms(params.seed, first + row, params.max_tokens) for row in range(total)])
+        """Completions of some of the prompts, which have the indices `numbers`."""
+        sequences = [(number, completion) for number in numbers for completion in range(params.count)]
+        keys = [(params.first + number) * params.count + completion for number, completion in sequences]
+        draws = np.stack([uniforms(params.seed, key, params.max_tokens) for key in keys])
         uniform = torch.from_numpy(draws).to(self.policy.device)
-        records = [_Record(params.limit(start + p, c)) for p in range(len(prompts)) for c in range(params.count)]
+        records = [_Record(params.limit(*sequence)) for sequence in sequences]
         stops = stop_tokens(self.policy, params)
-        replay = self._replay(params, start, len(prompts))
+        replay = self._replay(params, numbers)
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
@@ -177,13 +181,13 @@ class NativeSampler:
                 break
             logits = self._decode(batch, tokens, alive)
         done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]
-        return [done[i : i + params.count] for i in range(0, total, params.count)]
+        return [done[i : i + params.count] for i in range(0, len(done), params.count)]
 
-    def _replay(self, params: SamplingParams, start: int, prompts: int) -> torch.Tensor | None:
-        """Tokens [sequences, longest] that come in place of drawn ones, for prompts from `start` on."""
+    def _replay(self, params: SamplingParams, numbers: Sequence[int]) -> torch.Tensor | None:
+        """Tokens [sequences, longest] that come in place of drawn ones, for the prompts of these indices."""
         if params.replay is None:
             return None
-        traces = [torch.tensor(trace) for group in params.replay[start : start + prompts] for trace in group]
+        traces = [torch.tensor(trace) for number in numbers for trace in params.replay[number]]
         return torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from qerl.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """The prompts of a batch that one of several samplers draws, by their indices.
+
+    It begins with `initial`; without any it draws nothing. Once it has room it draws those that `more` returns, at most
+    as many as are asked for, until that returns none. Prompts that it doesn't draw have empty lists of completions.
+    """
+
+    initial: Sequence[int]
+    more: Callable[[int], Sequence[int]]
+
+    def batches(self, most: int) -> Iterator[Sequence[int]]:
+        """The prompts in batches of at most `most`, for a sampler that ends a batch before it begins the next."""
+        for start in range(0, len(self.initial), most):
+            yield self.initial[start : start + most]
+        while taken := self.more(most):
+            yield taken
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,8 @@ class SamplingParams:
     #: Tokens of each completion of each prompt, which replace the drawn ones and get the policy's log-probabilities.
     #: They end a completion as `lengths` do.
     replay: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    #: The prompts to draw; None draws all.
+    part: BatchPart | None = None
 
     def limit(self, prompt: int, completion: int) -> int:
         """The number of tokens after which a completion ends, unless a stop token ends it earlier."""
@@ -55,6 +76,11 @@ class Completion:
 
 class Sampler(Protocol):
     """Draws completions from a policy, each until one of the policy's stop tokens or `max_tokens`."""
+
+    @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences that are decoded together; others wait."""
+        ...
 
     @property
     def served(self) -> str:

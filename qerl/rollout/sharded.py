@@ -38,6 +38,11 @@ class ShardedSampler:
         return f"{self._ready.served}, gathered from shards"
 
     @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences that are decoded together."""
+        return self._ready.max_sequences
+
+    @property
     def _ready(self) -> Sampler:
         if self._sampler is None:
             self.sync()

@@ -59,6 +59,11 @@ class _Watched:
     peaks: list[int] = field(default_factory=list)
 
     @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences that the measured sampler decodes together."""
+        return self.sampler.max_sequences
+
+    @property
     def served(self) -> str:
         """Description of the measured sampler."""
         return self.sampler.served

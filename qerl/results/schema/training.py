@@ -23,7 +23,8 @@ class StepMetrics(Stored):
 
     `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
     `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
-    `mismatch/` and `ess/`.
+    `mismatch/` and `ess/`. `seconds/idle` is of several processes: for how long a rank waited in the rollout for the
+    others, as the mean of all ranks, and as the longest.
     """
 
     step: int
@@ -65,6 +66,8 @@ class StepMetrics(Stored):
     update_rate: Number = _named("tokens_per_second/update")
     sync_seconds: Number = _named("seconds/sync")
     rollout_seconds: Number = _named("seconds/rollout")
+    idle_seconds: Number | None = _maybe("seconds/idle")
+    idle_seconds_max: Number | None = _maybe("seconds/idle_max")
     update_seconds: Number = _named("seconds/update")
     step_seconds: Number = _named("seconds/step")
     memory_bytes: Number

@@ -84,8 +84,8 @@ class EngineSampler:
         """
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
-        if not prompts:
-            return []
+        if not prompts or (params.part and not params.part.initial):
+            return [[] for _ in prompts]
         self.sync()
         try:
             completions = self._generate(prompts, params)
@@ -120,7 +120,8 @@ class EngineSampler:
         if speculation is not None:
             self.drafts = speculation.counts
             for prompt, group in zip(prompts, completions, strict=True):
-                self.earlier.add(prompt, [c.token_ids[:-1] if c.finished else c.token_ids for c in group])
+                if group:
+                    self.earlier.add(prompt, [c.token_ids[:-1] if c.finished else c.token_ids for c in group])
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
@@ -140,7 +141,7 @@ class EngineSampler:
         """The existing pool if it suffices, else a new one."""
         sequences = self.max_sequences
         if not self.settings.batch_invariant:
-            sequences = min(sequences, len(prompts) * params.count)
+            sequences = min(sequences, len(params.part.initial if params.part else prompts) * params.count)
         alone, wanted = pages_for(prompts, params.max_tokens, sequences)
         if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):
             self.release()

@@ -103,29 +103,40 @@ class Scheduler:
         #: Downloads in flight: the slots' positions, and the tokens and log-probabilities of sequences.
         self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
         self._fetched: deque[tuple[Sequence[_Sequence], Download]] = deque()
-        groups = [self._group(number, list(prompt)) for number, prompt in enumerate(prompts)]
+        self._prompts = prompts
+        #: Whether groups may wait that no sampler has taken.
+        self._more = params.part is not None
+        groups = map(self._group, params.part.initial if params.part else range(len(prompts)))
         # The longest prompts first, so that the batch's tail is short.
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
-    def _group(self, number: int, prompt: list[int]) -> _Group:
-        count, first = self._params.count, self._params.first * self._params.count
+    def _group(self, number: int) -> _Group:
+        prompt, count, first = list(self._prompts[number]), self._params.count, self._params.first * self._params.count
         places = [(number * count + c, self._params.limit(number, c)) for c in range(count)]
         return _Group(prompt, deque(_Sequence(place, first + place, prompt, limit) for place, limit in places))
 
+    def _waits(self) -> bool:
+        """Whether a group waits to enter; without one, a group is taken that waits for any sampler of the batch."""
+        if not self._queue and self._more and self._params.part:
+            taken = self._params.part.more(1)
+            self._queue.extend(map(self._group, taken))
+            self._more = len(taken) > 0
+        return len(self._queue) > 0
+
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[Completion]]:
-        """Draw all completions; returns them in the order of the prompts."""
-        while self._queue or self._active:
+        """Draw all completions, or those of the part; returns them in the order of the prompts."""
+        while self._active or self._waits():
             self._admit()
             if not self._verify():
                 self._decode()
                 self._collect()
         self._catch_up()
         self.clock.end("between")
-        count = self._params.count
-        done = [self._done[index] for index in range(len(self._done))]
-        completions = [Completion(s.tokens, s.logprobs, s.tokens[-1] in stops) for s in done]
-        return [completions[start : start + count] for start in range(0, len(completions), count)]
+        groups: list[list[Completion]] = [[] for _ in self._prompts]
+        for index, s in sorted(self._done.items()):
+            groups[index // self._params.count].append(Completion(s.tokens, s.logprobs, s.tokens[-1] in stops))
+        return groups
 
     # --- sequences enter ---
 
@@ -134,7 +145,7 @@ class Scheduler:
         fresh: list[_Group] = []
         starting: list[tuple[_Sequence, _Group]] = []
         copies: list[tuple[int, int]] = []
-        while self._queue and self._free and self._has_room(self._queue[0], len(starting)):
+        while self._free and self._waits() and self._has_room(self._queue[0], len(starting)):
             group = self._queue[0]
             if not group.pages:
                 group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))

@@ -96,6 +96,11 @@ class VllmSampler:
         log.info("completions come from %s", self.served)
 
     @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences that are decoded together; others wait."""
+        return self.settings.max_sequences
+
+    @property
     def served(self) -> str:
         """Description of engine, kernel and weights, for results."""
         return f"vLLM {self._vllm.__version__}, {self.kernel} on {self.weights}"

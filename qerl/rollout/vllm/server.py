@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -47,6 +48,11 @@ class VllmServerSampler:
         self.sync()
 
     @property
+    def max_sequences(self) -> int:
+        """No bound: the server has a queue of its own, and every process of a run asks the same server."""
+        return sys.maxsize
+
+    @property
     def served(self) -> str:
         """Description of engine and model, for results."""
         return f"vLLM server, {self._model}"
@@ -59,10 +65,13 @@ class VllmServerSampler:
                 f"a vLLM server returns log-probabilities at temperature 1, not {params.temperature:g}; "
                 "set sampling.temperature to 1 or 0, or use engine=vllm"
             )
-        requests = [self._request(prompt, params, params.first + index) for index, prompt in enumerate(prompts)]
+        numbers = range(len(prompts)) if params.part is None else params.part.initial
+        requests = [self._request(prompts[number], params, params.first + number) for number in numbers]
         with ThreadPoolExecutor(self.settings.max_sequences) as pool:
             answers = list(pool.map(lambda request: self._send("/v1/completions", request), requests))
-        groups = [[_completion(choice) for choice in answer["choices"]] for answer in answers]
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for number, answer in zip(numbers, answers, strict=True):
+            groups[number] = [_completion(choice) for choice in answer["choices"]]
         # vLLM refuses to draw the same greedy completion several times.
         return groups if params.temperature else [group * params.count for group in groups]
 

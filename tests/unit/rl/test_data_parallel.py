@@ -142,16 +142,6 @@ def test_more_processes_than_gpus_is_an_error(monkeypatch):
         run_in_processes(2, fail, 0)
 
 
-def test_shares_are_whole_and_in_order(monkeypatch):
-    shares = []
-    for rank in range(3):
-        monkeypatch.setattr(Processes, "count", 3)
-        monkeypatch.setattr(Processes, "rank", rank)
-        shares.append(Processes().share(range(10, 18)))
-    assert [first for first, _ in shares] == [0, 2, 5]
-    assert [item for _, share in shares for item in share] == list(range(10, 18))
-
-
 def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
     """safetensors takes "cuda" for the first GPU, whichever is current: both processes would share it and hang."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

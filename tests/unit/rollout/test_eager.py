@@ -10,7 +10,7 @@ from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler, draw
-from qerl.rollout.sampler import SamplingParams, refuse_lengths
+from qerl.rollout.sampler import BatchPart, SamplingParams, refuse_lengths
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_qwen2
 
@@ -63,6 +63,14 @@ def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy):
     whole = NativeSampler(policy).generate(PROMPTS, params)
     pieces = NativeSampler(policy, max_sequences=4).generate(PROMPTS, params)
     assert [[c.token_ids for c in group] for group in whole] == [[c.token_ids for c in group] for group in pieces]
+    waiting = [[3], []]
+    part = replace(params, part=BatchPart([2, 0], lambda most: waiting.pop(0)))
+    begun = NativeSampler(policy, max_sequences=4).generate(PROMPTS, part)
+    assert begun[1] == [] != begun[3]
+    assert all(
+        not group or [c.token_ids for c in group] == [c.token_ids for c in all_]
+        for group, all_ in zip(begun, whole, strict=True)
+    )
     other = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, count=4, seed=5))
     assert [c.token_ids for c in whole[0]] != [c.token_ids for c in other[0]]
     assert len({tuple(c.token_ids) for c in whole[0]}) > 1

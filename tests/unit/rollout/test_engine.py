@@ -15,7 +15,7 @@ from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine import scheduler
 from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
@@ -134,6 +134,11 @@ def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy, set
     assert tokens(sampler_of(policy, **settings).generate(PROMPTS, params)) == whole
     second = sampler_of(policy).generate(PROMPTS[2:], SamplingParams(max_tokens=40, count=4, seed=3, first=2))
     assert tokens(second) == whole[2:]
+    for own, waiting in (([2], [0, 3]), ([], [1])):
+        drawn = {*own, *waiting} if own else set()
+        part = BatchPart(own, lambda most, left=list(waiting): [left.pop(0)] if left else [])
+        groups = tokens(sampler_of(policy, **settings).generate(PROMPTS, replace(params, part=part)))
+        assert groups == [group if number in drawn else [] for number, group in enumerate(whole)]
     other = tokens(sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=40, count=4, seed=5)))
     assert other[0] != whole[0]
     assert len({tuple(row) for row in whole[0]}) > 1
