@@ -45,6 +45,14 @@ _GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
 
+_QWEN_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -98,7 +106,22 @@ FAMILIES: dict[str, Family] = {
         "experts, packed one by one; LoRA on attention",
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
-    "qwen3_5": Family("Qwen3.5, Qwen3.6 (dense)", "gated delta nets", {"model_type": "qwen3_5_text", "head_dim": 16}),
+    "qwen3_5": Family(
+        "Qwen3.5, Qwen3.6 (dense, text)",
+        "gated delta nets, whose layers stay BF16; attention with a gate; norms 1 + w",
+        {
+            "model_type": "qwen3_5_text",
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "initializer_range": 0.06,
+            "pad_token_id": None,  # whose embedding would be zero, so that padding would leave no trace anyway
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "rope_parameters": _QWEN_ROPE,
+        },
+    ),
     "gpt_oss": Family(
         "gpt-oss",
         "attention sinks, experts stacked in one parameter",

@@ -18,7 +18,7 @@ from qerl.formats.errors import FormatError
 from qerl.settings.base import UserError
 
 #: The supported values of `layer_types` in config.json.
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qerl.layers.delta_net import PackedDeltaNet, pack_delta_nets
 from qerl.layers.experts import Experts, Float32Router, split_experts
 from qerl.settings.base import UserError
 
@@ -32,20 +33,25 @@ class StructureError(UserError):
 
 @dataclass(frozen=True)
 class Structure:
-    """What all blocks of a decoder have in common. Names are those within a block."""
+    """What the blocks of a decoder consist of. Names are those within a block."""
 
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
     linears: tuple[str, ...]
-    """The linear layers that can have adapters, such as "self_attn.q_proj"."""
+    """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them."""
     experts: tuple[str, ...]
     """The linear layers of experts, such as "mlp.experts.0.up_proj"."""
+    packed: tuple[tuple[str, ...], ...]
+    """The linear layers of each block that are quantized: all but those of delta nets."""
     norms: dict[str, str]
-    """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's."""
+    """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
+
+    A delta net stands where other blocks have attention, and its norm has that role.
+    """
     offset: float | None
     """These norms are (offset + w) x / rms(x) with their weights w: 0 or 1. None if they aren't RMSNorms."""
     windows: tuple[int | None, ...]
-    """The sliding window of each block's attention, in tokens."""
+    """The sliding window of each block's attention, in tokens; None also for a delta net."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -59,10 +65,9 @@ class Structure:
         layers = range(len(self.windows))
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
-    def linear_layers(self) -> set[str]:
-        """Full names of the linear layers of all blocks, those of experts too."""
-        names = (*self.linears, *self.experts)
-        return {f"{self.blocks}.{i}.{name}" for i in range(len(self.windows)) for name in names}
+    def packed_layers(self) -> set[str]:
+        """Full names of the linear layers that are quantized."""
+        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(self.packed) for name in names}
 
 
 _found: dict[str, Structure] = {}
@@ -77,7 +82,10 @@ def structure_of(config: PreTrainedConfig) -> Structure:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The causal LM with all tensors on the meta device, without transformers' quantization and stacks of experts."""
+    """The causal LM on the meta device, without transformers' quantization and stacks of experts.
+
+    Its delta nets compute packed rows.
+    """
     config = deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -85,6 +93,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
         split_experts(lm)
+        pack_delta_nets(lm)
         return lm
     except ValueError as error:
         raise StructureError(
@@ -135,14 +144,17 @@ def _find(lm: Any) -> Structure:
     _check_windows(lm.config, windows, kind)
     linears = [tuple(_linears(block)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
-    if len({*linears}) > 1 or any(one != norms[0] for one in norms):
+    kinds = {(_delta_net(block), names) for block, names in zip(layers, linears, strict=True)}
+    if len(kinds) > len({net for net, _ in kinds}) or any(one != norms[0] for one in norms):
         raise StructureError(f"model_type={kind!r} has blocks that differ in their layers, which isn't supported")
     offsets = {_offset(block.get_submodule(name)) for block in layers for name in norms[0].values()}
-    of_experts = {name for name in linears[0] if _is_of_expert(layers[0], name)}
+    every = dict.fromkeys(name for names in linears for name in names)
+    experts = [name for name in linears[0] if _is_within(layers[0], name, Experts)]
     return Structure(
         blocks=blocks,
-        linears=tuple(name for name in linears[0] if name not in of_experts),
-        experts=tuple(name for name in linears[0] if name in of_experts),
+        linears=tuple(name for name in every if name not in experts),
+        experts=tuple(experts),
+        packed=tuple(tuple(_packed(block)) for block in layers),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
@@ -153,10 +165,19 @@ def _linears(block: nn.Module) -> Iterator[str]:
     return (name for name, module in block.named_modules() if _is_linear(module))
 
 
-def _is_of_expert(block: nn.Module, name: str) -> bool:
-    """Whether a layer is within a module of experts."""
+def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    """Whether a module is one of a class, or within one."""
     parts = name.split(".")
-    return any(isinstance(block.get_submodule(".".join(parts[:end])), Experts) for end in range(1, len(parts)))
+    return any(isinstance(block.get_submodule(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+
+
+def _delta_net(block: nn.Module) -> str | None:
+    """Name of the block's delta net."""
+    return next((name for name, module in block.named_modules() if isinstance(module, PackedDeltaNet)), None)
+
+
+def _packed(block: nn.Module) -> Iterator[str]:
+    return (name for name in _linears(block) if not _is_within(block, name, PackedDeltaNet))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -182,7 +203,8 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
-            if not _is_linear(module) and not isinstance(module, Float32Router) and not leaf:
+            known = isinstance(module, (nn.Linear, Float32Router)) or _is_within(block, path, PackedDeltaNet)
+            if not known and not leaf:
                 raise StructureError(
                     f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
@@ -249,13 +271,14 @@ def _is_view(tensor: Tensor, of: Tensor | None) -> bool:
 def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None:
     """The sliding window of a block's attention. Raises `StructureError` if packing can't express its attention."""
     calls = [trace.attention[module] for module in block.modules() if module in trace.attention]
-    if len(calls) != 1:
+    if len(calls) + (_delta_net(block) is not None) != 1:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
             "attention interface"
         )
-    unknown = sorted(key for key, value in calls[0].items() if key not in _KNOWN and value not in (None, False))
-    causal = calls[0].get("is_causal") is not False and all(
+    settings = calls[0] if calls else {}
+    unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
+    causal = settings.get("is_causal") is not False and all(
         getattr(module, "is_causal", True) for module in block.modules()
     )
     if unknown or not causal:
@@ -266,7 +289,7 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
     idle = [path for path, module in block.named_modules() if _is_linear(module) and module not in trace.inputs]
     if idle:
         raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
-    window = calls[0].get("sliding_window")
+    window = settings.get("sliding_window")
     return None if window is None else int(window)
 
 
@@ -280,7 +303,7 @@ def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], ki
 
 def _norms(block: nn.Module, trace: _Trace) -> Iterator[tuple[str, str]]:
     """Role and name of the block's own norms whose outputs linear layers read."""
-    attention = next(name for name, module in block.named_modules() if module in trace.attention)
+    attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
     taken = set()
     for name, norm in block.named_children():
         if _is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:

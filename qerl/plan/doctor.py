@@ -26,7 +26,7 @@ from qerl.kernels.operations import operations_name
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.structure import structure_of
+from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
 from qerl.policy.loading import checkpoint_structure, config_of
@@ -200,6 +200,13 @@ def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
     return next(fitting, None)
 
 
+def _unpredicted(structure: Structure) -> str | None:
+    """What a model is whose memory isn't predicted; None if it is."""
+    if structure.experts:
+        return "a mixture of experts"
+    return "a model of delta nets" if len({*structure.packed}) > 1 else None
+
+
 def unfit_libraries(extra: str = "") -> list[Library]:
     """The libraries that the package or one of its extras requires, if they are missing, too old or too new."""
     unfit = []
@@ -251,8 +258,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
     memory = None
-    if model and structure_of(model.config).experts:
-        notes.append("the memory of a mixture of experts isn't predicted")
+    if model and (kind := _unpredicted(structure_of(model.config))):
+        notes.append(f"the memory of {kind} isn't predicted")
     elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
         memory, sentences = _memory(model, settings, capacity)

@@ -42,7 +42,7 @@ def linear_layers(source: Path) -> set[str]:
     """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`."""
     from qerl.policy.loading import checkpoint_structure
 
-    return checkpoint_structure(source).linear_layers()
+    return checkpoint_structure(source).packed_layers()
 
 
 def write_packed(source: Path, target: Path, weights_format: str) -> None:
@@ -53,7 +53,8 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     """
     headers = read_headers(source)
     layers = {f"{layer}.weight" for layer in linear_layers(source)}
-    packer = _NF4() if weights_format == "nf4" else _FP4(weights_format, _other_matrices(headers, layers))
+    others = _other_matrices(headers, layers)
+    packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
     partners = {name: packer.partners(name) & layers for name in layers}
     led = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,6 +157,10 @@ class _FP4:
 class _NF4:
     """NF4 with double quantization by bitsandbytes."""
 
+    def __init__(self, ignore: list[str]) -> None:
+        # Without a list transformers leaves the head dense by itself.
+        self._ignore = ignore if len(ignore) > 1 else None
+
     def partners(self, name: str) -> set[str]:
         return set()
 
@@ -174,5 +179,6 @@ class _NF4:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=DENSE,
+            llm_int8_skip_modules=self._ignore,
         )
         return scheme.to_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -73,6 +74,11 @@ def _search(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[-1] - 1)
 
 
+def _select(cache: DynamicCache, rows: torch.Tensor) -> None:
+    """Make the rows of a cache those of the given numbers, also in layers with recurrent states."""
+    cache.reorder_cache(cast(torch.LongTensor, rows))
+
+
 @dataclass
 class _Batch:
     """Sequences that are decoded together; their number falls as sequences finish."""
@@ -88,7 +94,7 @@ class _Batch:
         index = alive.nonzero()[:, 0]
         self.rows, self.tokens, self.positions = self.rows[index], self.tokens[index], self.positions[index]
         self.mask = self.mask[index]
-        self.cache.batch_select_indices(index)
+        _select(self.cache, index)
 
 
 @dataclass
@@ -199,8 +205,8 @@ class NativeSampler:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.policy.lm.config)
         logits = self._forward(ids, positions, mask, cache)
-        cache.batch_repeat_interleave(count)
         rows = torch.arange(len(prompts) * count, device=device)
+        _select(cache, rows // count)
         last = (lengths - 1).repeat_interleave(count)
         batch = _Batch(rows, rows, last, mask.repeat_interleave(count, 0), cache)
         return batch, logits.repeat_interleave(count, 0)

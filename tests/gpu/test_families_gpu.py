@@ -34,9 +34,9 @@ def forced(model, samples):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
-    window = {} if name == "mistral" else {"sliding_window": 24}
+    window = {} if name in ("mistral", "qwen3_5") else {"sliding_window": 24}
     tiny_family(tmp_path, name, dtype=torch.bfloat16, **SHAPE, **window)
     policy = load_policy(tmp_path, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())

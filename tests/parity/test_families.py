@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from qerl.checkpoints.folder import CheckpointError
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
+from qerl.layers.structure import Structure
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
@@ -34,11 +35,18 @@ NORMS = {
     "phi3": ("input_layernorm", "post_attention_layernorm"),
     "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
 }
-LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
-#: The layers that get an adapter, where others are packed too.
-ADAPTED = LAYERS | {"qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"}}
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
+#: The layers that get an adapter, where others are packed.
+ADAPTED = LAYERS | {
+    "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "qwen3_5": SEVEN | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"},
+}
+#: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
+#: by 5e-5.
+TOLERANCE = {"qwen3_5": 1e-4}
 #: Shorter and longer than the windows of 8 tokens.
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
@@ -80,12 +88,13 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
         for completion in group:
             with torch.no_grad():
                 expected = forced(model, prompt, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
 
 
 @families
 def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(bases, tmp_path, name):
     """Log-probabilities, and the gradient of every trained tensor, by the names that PEFT gives them."""
+    tolerance = TOLERANCE.get(name, 1e-5)
     policy = perturbed(with_adapter(bases / name / "nvfp4", AdapterSettings(rank=4), "float32", 0, CPU))
     trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
     assert trained == ADAPTED.get(name, SEVEN)
@@ -93,12 +102,12 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     write_dense(bases / name / "nvfp4", tmp_path / "dense", torch.float32)
     peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
-        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
     drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
     found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
     expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=tolerance)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     for logprobs in (found, expected):
         (logprobs * weights).sum().backward()
@@ -108,7 +117,8 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     assert any(NORMS[name][1] in part for part in ours)
     for part, gradient in gradients.items():
         assert gradient.any(), part
-        torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=part)
+        near = tolerance * gradient.abs().max().item()
+        torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=near, msg=part)
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
@@ -118,6 +128,22 @@ def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert layers == LAYERS.get(name, SEVEN)
     assert torch.equal(model(TOKENS).logits, stock(bases / name / weights, torch.bfloat16)(TOKENS).logits)
+
+
+def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypatch):
+    """As some published files have it; here these layers stay dense."""
+    every = {f"model.layers.0.linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    monkeypatch.setattr(Structure, "packed_layers", lambda _: every)
+    quantize_checkpoint(bases / "qwen3_5/bf16", tmp_path / "packed", "nvfp4")
+    policy = perturbed(with_adapter(tmp_path / "packed", AdapterSettings(rank=2), "float32", 0, CPU))
+    assert {part for part, module in policy.lm.named_modules() if isinstance(module, PackedLinear)} == {
+        f"{part}.base_layer" for part in every
+    }
+    policy.save(tmp_path / "adapter")
+    write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
+    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
 
 
 @families
@@ -130,14 +156,13 @@ def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
             block.get_submodule(norm).weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
     with torch.no_grad():
         found, expected, quiet = (lm(TOKENS).logits for lm in (policy.lm, model, stock(bases / name / "bf16")))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
     assert (found - quiet).norm() > 0.01 * quiet.norm()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("qwen3_5", "GatedDeltaNet, which is neither|'linear_attention' in layer_types"),
         ("gpt_oss", "sinks"),
     ],
 )

@@ -1,0 +1,144 @@
+"""Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
+
+In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
+transformers' own functions compute the convolution and the recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, softplus
+from torch.nn.utils.rnn import pad_sequence
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5GatedDeltaNet,
+    causal_conv1d_fn,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from qerl.kernels.packed_sequences import Packing
+
+
+class PackedDeltaNet(nn.Module):
+    """A mixin for transformers' gated delta nets that computes packed rows too, and the recurrence in float32.
+
+    In the shapes P are pieces or sequences, T tokens, C channels of the convolution, H heads and D features of a value.
+    """
+
+    # Attributes of the base class, whose types transformers doesn't tell.
+    A_log: Any
+    dt_bias: Any
+    conv1d: Any
+    conv_kernel_size: Any
+    activation: Any
+    norm: Any
+    layer_idx: Any
+    key_dim: Any
+    value_dim: Any
+    head_k_dim: Any
+    head_v_dim: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """Map hidden_states [P, T, hidden] to the same shape; `attention_mask` [P, T] is 0 on padding.
+
+        Zero inputs leave a state at zero, so padding before a prompt doesn't count.
+        """
+        if attention_mask is not None:
+            hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
+        mixed, z, b, a = (self.get_submodule(f"in_proj_{part}")(hidden_states) for part in ("qkv", "z", "b", "a"))
+        decay = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias)
+        packing = settings.get("packing")
+        if isinstance(packing, Packing):
+            out = self._over_row(mixed[0], decay[0], b[0].sigmoid(), packing)
+        else:
+            out = self._after_cache(mixed, decay, b.sigmoid(), cache_params)
+        normed = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+        return self.get_submodule("out_proj")(normed.reshape(*hidden_states.shape[:-1], -1))
+
+    def _after_cache(self, mixed: Tensor, decay: Tensor, beta: Tensor, cache: Any) -> Tensor:
+        """The outputs [P, T, H, D] of tokens that follow those in a cache, which gets the new states."""
+        if cache is None:
+            return self._mix(mixed, decay, beta, None)[0]
+        follows = cache.has_previous_state(self.layer_idx, state_idx=0)
+        state = cache.layers[self.layer_idx].recurrent_states[0] if follows else None
+        row = cache.update_conv_state(mixed.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+        out, state = self._mix(row.transpose(1, 2), decay, beta, state)
+        cache.update_recurrent_state(state, self.layer_idx)
+        return out
+
+    def _over_row(self, mixed: Tensor, decay: Tensor, beta: Tensor, packing: Packing) -> Tensor:
+        """The outputs [L, H, D] of a row: all prompts as one padded batch, then all completions.
+
+        Padding has no decay and no beta, so it doesn't change a state.
+        """
+        width = self.conv_kernel_size - 1
+        pieces = [row.split(packing.lengths) for row in (mixed, decay, beta)]
+        first = [place for place, prompt in enumerate(packing.prompts) if prompt is None]
+        second = {place: first.index(prompt) for place, prompt in enumerate(packing.prompts) if prompt is not None}
+        mixed, decay, beta = _padded(pieces, first)
+        out, state = self._mix(mixed, decay, beta, None)
+        outs = dict(zip(first, out, strict=True))
+        if second:
+            of_prompt = torch.tensor([*second.values()], device=mixed.device)
+            ends = torch.stack([pad(pieces[0][place], (0, 0, width, 0))[-width:] for place in first])
+            mixed, decay, beta = _padded(pieces, second)
+            mixed = torch.cat([ends.index_select(0, of_prompt), mixed], 1)
+            out, _ = self._mix(mixed, decay, beta, state.index_select(0, of_prompt))
+            outs |= dict(zip(second, out, strict=True))
+        return torch.cat([outs[place][:length] for place, length in enumerate(packing.lengths)])
+
+    def _mix(self, mixed: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The outputs [P, T, H, D] and the last states of T tokens; `decay` and `beta` are [P, T, H].
+
+        mixed [P, T, C] may have earlier tokens too, which the convolution reads. Without them it reads zeros.
+        """
+        tokens = decay.shape[1]
+        with nullcontext() if mixed.is_meta else torch.autocast(mixed.device.type, enabled=False):
+            weight = self.conv1d.weight.squeeze(1)
+            row = causal_conv1d_fn(mixed.transpose(1, 2), weight, self.conv1d.bias, activation=self.activation)
+            parts = row[..., -tokens:].transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], -1)
+            sizes = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
+            query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
+            query, key = (heads.repeat_interleave(value.shape[2] // heads.shape[2], 2) for heads in (query, key))
+            rule = torch_chunk_gated_delta_rule if state is None or tokens > 1 else torch_recurrent_gated_delta_rule
+            out, last = rule(
+                query,
+                key,
+                value,
+                g=decay,
+                beta=beta,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+        return out, last
+
+
+def _padded(rows: list[tuple[Tensor, ...]], places: Iterable[int]) -> list[Tensor]:
+    """The pieces `places` of each row as one batch, with zeros after shorter pieces."""
+    return [pad_sequence([pieces[place] for place in places], batch_first=True) for pieces in rows]
+
+
+class PackedQwen3_5DeltaNet(PackedDeltaNet, Qwen3_5GatedDeltaNet):
+    """The gated delta net of Qwen3.5."""
+
+
+_PACKED: dict[type, type[PackedDeltaNet]] = {Qwen3_5GatedDeltaNet: PackedQwen3_5DeltaNet}
+
+
+def pack_delta_nets(model: nn.Module) -> None:
+    """Change every gated delta net of a known class to its subclass for packed rows; weights and names stay."""
+    for module in model.modules():
+        if type(module) in _PACKED:
+            module.__class__ = _PACKED[type(module)]
