@@ -1,4 +1,4 @@
-"""Architectures of Qwen2.5's models. The workflow reads them on every call, so this module imports no large library."""
+"""Architectures of known models. The workflow reads them on every call, so this module imports no large library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class Architecture(NamedTuple):
     tied_embeddings: bool
 
 
+#: Sizes of Qwen2.5, and 8B with the widths of Qwen3-8B, whose norms of q and k it lacks.
 ARCHITECTURES = {
     "tiny": Architecture(64, 2, 2, 1, 128, 151936, True),
     "small": Architecture(512, 4, 4, 2, 1024, 151936, True),
     "1.5B": Architecture(1536, 28, 12, 2, 8960, 151936, True),
     "3B": Architecture(2048, 36, 16, 2, 11008, 151936, True),
     "7B": Architecture(3584, 28, 28, 4, 18944, 152064, False),
+    "8B": Architecture(4096, 36, 32, 8, 12288, 151936, False),
     "14B": Architecture(5120, 48, 40, 8, 13824, 152064, False),
     "32B": Architecture(5120, 64, 40, 8, 27648, 152064, False),
 }

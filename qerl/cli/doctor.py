@@ -11,7 +11,7 @@ from rich.text import Text
 from qerl.cli.console import console, print_table
 from qerl.host.screen import quiet
 from qerl.settings.models import WeightFormat
-from qerl.settings.rollout import RolloutSettings, SamplingSettings
+from qerl.settings.rollout import NativeSettings, RolloutSettings, SamplingSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings
 
@@ -43,6 +43,10 @@ def doctor(
         int, typer.Option(min=1, help="Tokens of a forward and backward pass.")
     ] = _MICRO_BATCH,
     recompute: Annotated[Recompute, typer.Option(help="`gradient_checkpointing` of the run.")] = "auto",
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0, help="`rollout.native.kv_cache_gib` of the run.")
+    ] = NativeSettings.model_fields["kv_cache_gib"].default,
+    sleep: Annotated[bool, typer.Option("--sleep", help="`rollout.native.sleep` of the run.")] = False,
     memory_gb: Annotated[
         float | None,
         typer.Option(min=1, help="Ask about a GPU of this memory, in 10^9 bytes, instead of the one here."),
@@ -64,6 +68,8 @@ def doctor(
             max_tokens=max_tokens,
             recompute="auto" if recompute == "auto" else recompute == "true",
             micro_batch_tokens=micro_batch_tokens,
+            kv_cache_gib=kv_cache_gib,
+            sleep=sleep,
         )
         diagnosis = state.diagnose(asked, settings, memory_gb)
     if as_json:
@@ -103,6 +109,7 @@ def _memory_rows(memory: PredictedMemory) -> list[dict[str, str]]:
         "adapter, its gradient and the sampler's copy": memory.adapter + memory.gradients + memory.adapter_copies,
         "optimizer": memory.optimizer,
         f"KV cache{cached}": memory.kv_cache,
+        "CUDA graphs" + (", released with the cache before the update" if memory.released else ""): memory.graphs,
         f"update's activations, {memory.recomputed} blocks recomputed": memory.activations,
         "peak of the rollout": memory.rollout_peak,
         "peak of the update": memory.update_peak,

@@ -151,6 +151,8 @@ class GrpoStep(Part):
     """`gradient_checkpointing` of a run."""
     micro_batch_tokens: int
     kv_cache_gib: float | None
+    sleep: bool
+    """Whether the KV cache is released after each rollout."""
     memory_gb: float | None
     """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 

@@ -302,7 +302,10 @@ def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple
     return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {_LOWER}"]
 
 
-_LOWER = "lower --prompts, --max-tokens, --micro-batch-tokens or --rank, or take a smaller model"
+_LOWER = (
+    "lower --micro-batch-tokens, or --kv-cache-gib with --sleep, which cost time; lower --prompts, --max-tokens or "
+    "--rank; or take a smaller model"
+)
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

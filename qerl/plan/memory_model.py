@@ -16,17 +16,20 @@ from qerl.kernels.geometry import PAGE
 from qerl.layers.linear_logprobs import COLUMNS, ROWS
 from qerl.rl.activation_checkpointing import USABLE, recomputed_blocks
 from qerl.rl.sequence_packing import Sample, row_tokens, split
+from qerl.rollout.engine.cuda_graphs import bucket_of
 from qerl.rollout.engine.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.engine.prefill import BUCKETS
 from qerl.rollout.engine.scheduler import pages_for
 from qerl.rollout.sampler import Completion
+from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import OptimizerSettings
 
 Verdict = Literal["fits", "tight", "doesn't fit"]
 #: Bytes of CUDA's context, which PyTorch's allocator doesn't count.
 CONTEXT = 500_000_000
-#: Bytes of a rollout besides its cache and prefill: workspaces of libraries, CUDA graphs and logits, as on an H200.
-WORKSPACE = 400_000_000
+#: Bytes of a rollout besides its cache, prefill and CUDA graphs: workspaces of libraries, as on an H200.
+WORKSPACE = 300_000_000
 #: Bytes of an activation, a dense weight or a cached key: bfloat16.
 _HALF = 2
 #: Weights of an 8-bit optimizer's block, which share a float32 scale for each of the two states (bitsandbytes).
@@ -102,6 +105,8 @@ class StepSettings:
     max_tokens: int
     recompute: bool | Literal["auto"]
     micro_batch_tokens: int = RunSettings.model_fields["micro_batch_tokens"].default
+    kv_cache_gib: float | None = NativeSettings.model_fields["kv_cache_gib"].default
+    sleep: bool = NativeSettings.model_fields["sleep"].default
     optimizer: str = OptimizerSettings.model_fields["name"].default
 
 
@@ -120,6 +125,10 @@ class PredictedMemory:
     """The KV cache with which no sequence waits."""
     kv_cache_least: int
     """The KV cache of one sequence of the greatest length."""
+    released: bool
+    """Whether cache and CUDA graphs are released before the update."""
+    graphs: int
+    """The memory that is reserved for CUDA graphs."""
     prefill: int
     """The rollout's activations of prompts; a sequence that waited for pages counts as a prompt."""
     activations: int
@@ -139,16 +148,16 @@ class PredictedMemory:
     @property
     def rollout_peak(self) -> int:
         """The peak of a rollout."""
-        return self.resident + self.kv_cache + self.prefill + WORKSPACE
+        return self.resident + self.kv_cache + self.graphs + self.prefill + WORKSPACE
 
     @property
     def update_peak(self) -> int:
-        """The peak of an update. A cache that is smaller than wanted is released before it."""
-        return self.resident + self._kept_cache + self.activations
+        """The peak of an update."""
+        return self.resident + self._kept + self.activations
 
     @property
-    def _kept_cache(self) -> int:
-        return self.kv_cache if self.kv_cache == self.kv_cache_wanted else 0
+    def _kept(self) -> int:
+        return 0 if self.released else self.kv_cache + self.graphs
 
     @property
     def peak(self) -> int:
@@ -158,7 +167,7 @@ class PredictedMemory:
     @property
     def least(self) -> int:
         """The peak of the step, if `auto` recomputed every block."""
-        return max(self.rollout_peak, self.resident + self._kept_cache + self.activations_least)
+        return max(self.rollout_peak, self.resident + self._kept + self.activations_least)
 
     @property
     def verdict(self) -> Verdict:
@@ -183,9 +192,11 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
     }
     free = capacity - CONTEXT - sum(parts.values())
     alone, wanted = cache_bytes(shape, settings)
-    cache = int(min(wanted, max(FREE_SHARE * free, 0)))
+    most = max(FREE_SHARE * free, 0) if settings.kv_cache_gib is None else settings.kv_cache_gib * 2**30
+    cache, graphs = int(min(wanted, most)), graph_bytes(shape, settings)
     # An update starts without gradients, and without a cache that had all the memory it may use.
-    usable = USABLE * (free + adapter - (cache if cache == wanted else 0))
+    released = settings.sleep or (cache < wanted and settings.kv_cache_gib is None)
+    usable = USABLE * (free + adapter - (0 if released else cache + graphs))
     activations, recomputed = _activations(shape, settings, usable)
     forced = replace(settings, recompute=True) if settings.recompute == "auto" else settings
     return PredictedMemory(
@@ -193,6 +204,8 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         kv_cache=cache,
         kv_cache_wanted=wanted,
         kv_cache_least=alone,
+        released=released,
+        graphs=graphs,
         prefill=prefill_bytes(shape, settings, cache < wanted),
         activations=activations,
         activations_least=_activations(shape, forced, usable)[0],
@@ -232,9 +245,24 @@ def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     return alone * page, wanted * page
 
 
+def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of the tensors of the largest decode graph and of the largest graph of prompts.
+
+    All graphs share one pool, which nothing else can use (`qerl.host.profiling.allocatable_bytes`).
+    """
+    rows = bucket_of(settings.prompts * settings.group)
+    prompts = min(BUCKETS[-1], settings.prompts * settings.prompt_tokens)
+    return _block_bytes(shape, rows + prompts) + rows * shape.vocabulary * _HALF
+
+
 def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
     """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
     tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
+    return _block_bytes(shape, tokens)
+
+
+def _block_bytes(shape: ModelShape, tokens: int) -> int:
+    """Bytes of the tensors of a block that the engine computes."""
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
     return _HALF * tokens * widths
 

@@ -35,6 +35,8 @@ from qerl.settings.run import RunSettings
 MISSING = "missing"
 #: By system, the weight formats that it doesn't support, or not with random weights.
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
+#: Keys of a step that only this project has.
+_ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
 
 
 def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
@@ -194,8 +196,8 @@ def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]
 
 
 def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
-    if grid.memory_gb and grid.system == "trl":
-        raise ConfigError("shapes: memory_gb can't cap TRL's memory; remove memory_gb from that entry")
+    if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
+        raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
     if "auto" in grid.recompute and grid.system == "trl":
         raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
@@ -236,7 +238,14 @@ def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) 
 def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
     default: int = RunSettings.model_fields["micro_batch_tokens"].default
     tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
-    return GrpoStep(kernels=kernels, recompute=recompute, micro_batch_tokens=tokens, kv_cache_gib=None, memory_gb=cap)
+    return GrpoStep(
+        kernels=kernels,
+        recompute=recompute,
+        micro_batch_tokens=tokens,
+        kv_cache_gib=grid.kv_cache_gib,
+        sleep=grid.sleep,
+        memory_gb=cap,
+    )
 
 
 def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:

@@ -19,6 +19,7 @@ from qerl.plan.memory_model import (
     Verdict,
     activation_bytes,
     cache_bytes,
+    graph_bytes,
     prefill_bytes,
     weight_bytes,
 )
@@ -95,7 +96,7 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
         gradients=GRADIENT * numbers // gpus,
         whole=whole,
         kept=0 if run.rollout.native.sleep else whole + (cache if cache == wanted else 0),
-        rollout=cache + wide * prefill_bytes(shape, settings, interrupts=True) + WORKSPACE,
+        rollout=cache + wide * (prefill_bytes(shape, settings, True) + graph_bytes(shape, settings)) + WORKSPACE,
         activations=wide * activation_bytes(shape, settings),
         # Of this block and the next one, with the gradients of one, which are reduced as float32.
         gathered=(2 * half + half + GRADIENT) * block + 2 * half * outside,

@@ -91,7 +91,7 @@ def random_weight(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Normal bfloat16 values; a vector, which is a norm's weight, has ones."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    return (torch.randn(shape, device=device) * _STD).bfloat16()
+    return torch.randn(shape, device=device).mul_(_STD).bfloat16()  # in place: a head needs gigabytes in float32
 
 
 def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:

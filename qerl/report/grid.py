@@ -9,6 +9,7 @@ import pandas as pd
 
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
+from qerl.report.caps import write_caps
 from qerl.report.formatting import cell_text, or_reason, present, three_digits, times
 from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
@@ -61,9 +62,9 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     crossover-<lengths>, adapters-... and lead-<lengths>. Their figures are decode-rank<rank>-<lengths> and
     crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
-    steps, memory, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without a row
-    are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing. Raises
-    ResultError without any file.
+    steps, memory, caps, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without
+    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing.
+    Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
@@ -134,6 +135,7 @@ def _write_steps(steps: pd.DataFrame, out: Path) -> None:
         "than it could use is released before the update, so that the highest peak may be the rollout's"
     )
     write_table(memory_table(steps), out / "memory", caption_text(parts, steps[["machine", "commit"]]))
+    write_caps(steps, out / "caps")
 
 
 def _lengths(points: pd.DataFrame) -> str:

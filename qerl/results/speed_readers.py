@@ -18,6 +18,7 @@ from qerl.results.schema.speed import (
     SECONDS,
     SERVING,
     DecodeResult,
+    EngineStepSettings,
     GrpoStepResult,
     MixRun,
     PromptsResult,
@@ -52,7 +53,8 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
 def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """One row per file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
 
-    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions.
+    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions. `cache_share`,
+    `recomputed`, `micro_batch_tokens` and `set` tell, as text, what this project's step did without for memory.
 
     Where a system came to no result there are no numbers, and `status` says why.
     """
@@ -166,12 +168,25 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
+        **_given_up(job),
         "status": job.status,
         "repeats": len(job.steps),
         "samples": [step.step for step in job.steps],
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,
+    }
+
+
+def _given_up(job: GrpoStepResult) -> dict[str, Any]:
+    """What this project's step did without for memory, and the settings by which it did; empty where not stored."""
+    given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStepSettings) else None
+    chosen = [f"KV cache of {ours.kv_cache_gib:g} GiB"] if ours and ours.kv_cache_gib is not None else []
+    return {
+        "cache_share": f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
+        "recomputed": f"{given.recomputed} of {given.blocks}" if given else "",
+        "micro_batch_tokens": ours.micro_batch_tokens if ours else "",
+        "set": ", ".join([*chosen, *(["released"] if ours and ours.sleep else [])]),
     }
 
 

@@ -102,11 +102,14 @@ class Recomputation:
         self.policy = policy
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._kept: float | None = None
+        #: The most blocks that were recomputed for a forward pass.
+        self.most = 0
 
     def choose(self, tokens: int) -> int:
         """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
         count = self._needed(tokens, free_bytes())
         _recompute_first(self.policy.lm, count)
+        self.most = max(self.most, count)
         return count
 
     def keeps_logits(self, tokens: int) -> bool:

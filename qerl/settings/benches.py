@@ -74,7 +74,7 @@ class DecodeGrid(Settings):
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
-    """Sizes of the model: 1.5B, 3B, 7B, 14B or 32B (`qerl.checkpoints.architectures`)."""
+    """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.architectures`)."""
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""
@@ -134,6 +134,10 @@ class StepGrid(Settings):
     """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []
     """Caps on the GPU's memory in GB, one job each, for this project only. Without a cap, a job may use all memory."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """`native.kv_cache_gib` of a run, for this project only."""
+    sleep: bool = False
+    """`native.sleep` of a run, for this project only."""
     prompts: NonEmpty[PositiveInt] = [16]
     """Numbers of prompts per step."""
     group_size: NonEmpty[PositiveInt] = [8]

@@ -36,8 +36,9 @@ from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.names import with_kernels
 from qerl.results.paths import METRICS
-from qerl.results.schema.speed import SECONDS, EngineStepSettings, StepMemory, TimedStep
+from qerl.results.schema.speed import SECONDS, EngineStepSettings, GivenUp, StepMemory, TimedStep
 from qerl.results.schema.stored import NO_MEMORY
+from qerl.rl.activation_checkpointing import blocks
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.train import prepared
@@ -95,7 +96,7 @@ def _settings(work: Work, asked: GrpoStep) -> RunSettings:
             "prompts": work.prompts,
             "group_size": work.group,
             "sampling": {"max_tokens": work.completion_tokens},
-            "native": {"kv_cache_gib": asked.kv_cache_gib, "kernels": asked.kernels},
+            "native": {"kv_cache_gib": asked.kv_cache_gib, "sleep": asked.sleep, "kernels": asked.kernels},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},
         "steps": steps_of(work),
@@ -148,15 +149,32 @@ def _memory(trainer: Trainer, peak: float, cache: int) -> StepMemory:
     return memory_of(peak, cache, parts)
 
 
-def _measure(work: Work, settings: RunSettings, folder: Path) -> tuple[str, list[TimedStep], StepMemory]:
-    """The sampler's description, the timed steps, and the memory at their highest peak."""
+def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
+    """What the steps did without; None for the eager sampler, which has no cache to bound."""
+    if not isinstance(sampler, EngineSampler):
+        return None
+    count, chosen = len(blocks(trainer.policy.lm)), trainer.updater.recomputation
+    everything = trainer.settings.gradient_checkpointing is True
+    return GivenUp(
+        kv_cache_bytes=sampler.cache_bytes,
+        kv_cache_wanted_bytes=sampler.cache_wanted_bytes,
+        recomputed=chosen.most if chosen else count * everything,
+        blocks=count,
+    )
+
+
+def _measure(
+    work: Work, settings: RunSettings, folder: Path
+) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
+    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without."""
     policy = _policy(work, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
     timed = [_step(trainer, watched, work, number) for number in range(1, 1 + steps_of(work))][WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
-    return watched.served, timed, _memory(trainer, peak, watched.cache_bytes(part))
+    memory = _memory(trainer, peak, watched.cache_bytes(part))
+    return watched.served, timed, memory, _given_up(trainer, watched.sampler)
 
 
 def measure_step(job: GrpoStepJob) -> None:
@@ -168,8 +186,8 @@ def measure_step(job: GrpoStepJob) -> None:
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
-            sampler, steps, memory = _measure(work, _settings(work, asked), Path(folder))
+            sampler, steps, memory, given_up = _measure(work, _settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
         return write_failure(job.out, system, work, settings, NO_MEMORY)
-    write_steps(job.out, system, sampler, work, settings, steps, memory)
+    write_steps(job.out, system, sampler, work, settings, steps, memory, given_up)

@@ -21,6 +21,7 @@ from qerl.jobs.shapes import Work
 from qerl.results.files import write
 from qerl.results.schema.speed import (
     EngineStepSettings,
+    GivenUp,
     GrpoStepResult,
     StepMemory,
     StepWork,
@@ -120,11 +121,12 @@ def write_steps(
     settings: SystemSettings,
     steps: Sequence[TimedStep],
     memory: StepMemory,
+    given_up: GivenUp | None = None,
 ) -> None:
     """Write a result: the timed steps, the memory at their highest peak, and the settings.
 
     `system` is a short name for tables, `sampler` describes the sampler and its weights, and `settings` are the
-    system's.
+    system's. `given_up` is what this project's engine and update did without.
     """
     if len(steps) != work.repeats:
         raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
@@ -138,6 +140,7 @@ def write_steps(
         warmup_steps=WARMUP,
         steps=tuple(steps),
         memory=memory,
+        given_up=given_up,
         provenance=Provenance.of_now(),
     )
     write(out, result)

@@ -275,6 +275,7 @@ class EngineStepSettings(Stored):
     recompute: bool | str
     micro_batch_tokens: int
     kv_cache_gib: Number | None
+    sleep: bool = False
     memory_gb: Number | None = None
 
 
@@ -320,6 +321,18 @@ class StepMemory(Stored):
     device_bytes: Number | None
 
 
+class GivenUp(Stored):
+    """What a step gave up for memory: the cache and kept activations that more memory would have allowed.
+
+    With less than the wanted cache some sequences wait for others. `recomputed` are the most blocks of a micro-batch.
+    """
+
+    kv_cache_bytes: Number
+    kv_cache_wanted_bytes: Number
+    recomputed: int
+    blocks: int
+
+
 class GrpoStepResult(Stored):
     """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
@@ -332,6 +345,7 @@ class GrpoStepResult(Stored):
     warmup_steps: int = 0
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
+    given_up: GivenUp | None = None
     provenance: Provenance
 
 

@@ -46,6 +46,8 @@ class EngineSampler:
         self._bounded = False
         #: Bytes of the latest KV cache, whether it is released or not.
         self.cache_bytes = 0
+        #: Bytes of a KV cache with which no sequence of the latest rollout would wait.
+        self.cache_wanted_bytes = 0
         #: Time of the latest rollout by phase.
         self.phases = RolloutPhases()
         #: Counts of the latest rollout's drafts; None if it has none.
@@ -147,6 +149,8 @@ class EngineSampler:
             self.release()
             self._pool = self._new_pool(alone, wanted, params.max_tokens, sequences)
         if self._pool.pages.count < alone:
+            if self.settings.kv_cache_gib is None:
+                raise torch.OutOfMemoryError(f"a sequence needs {alone} pages, and memory has {self._pool.pages.count}")
             raise ConfigError(
                 f"a sequence of {(alone - 2) * PAGE} tokens needs {alone} pages of the KV cache, which has "
                 f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
@@ -168,7 +172,7 @@ class EngineSampler:
         decoder.reach(pages_each * PAGE)
         state = DecodeState.empty(sequences, tokens, pages_each, decoder.device)
         cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
-        self.cache_bytes = cache.nbytes
+        self.cache_bytes, self.cache_wanted_bytes = cache.nbytes, wanted * page_bytes
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         whole = self.settings.batch_invariant

@@ -1,10 +1,19 @@
 """The memory model against measured peaks of GRPO steps on an H200: 7B, 14B and 32B."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qerl.plan.memory_model import CONTEXT, ModelShape, StepSettings, longest_row, step_memory, weight_bytes
+from qerl.plan.memory_model import (
+    CONTEXT,
+    ModelShape,
+    StepSettings,
+    graph_bytes,
+    longest_row,
+    step_memory,
+    weight_bytes,
+)
 from qerl.random_models.checkpoint import model_config
 from qerl.results.files import read
 from qerl.results.schema.speed import GrpoStepResult
@@ -76,6 +85,22 @@ def test_auto_recomputes_more_blocks_on_smaller_gpus():
     counts = [step_memory(SEVEN, ASKED, size * 1e9).recomputed for size in (180, 80, 48, 24)]
     assert counts == sorted(counts)
     assert counts[0] == 0 < counts[-1] <= SEVEN.layers
+
+
+def test_a_smaller_cache_that_sleeps_makes_room_on_a_small_gpu():
+    tight = replace(ASKED, micro_batch_tokens=4 * 1152)
+    small = replace(tight, kv_cache_gib=1.75, sleep=True)
+    ends = [step_memory(SEVEN, asked, 12e9 + CONTEXT) for asked in (tight, small, replace(small, sleep=False))]
+    assert [memory.verdict for memory in ends[:2]] == ["tight", "fits"]
+    assert ends[1].kv_cache == 1.75 * 2**30 < ends[0].kv_cache
+    assert [memory.released for memory in ends] == [True, True, False]  # a set cache is kept
+    assert ends[2].least - ends[2].resident >= ends[2].kv_cache + ends[2].graphs
+
+
+def test_graphs_have_the_logits_of_a_step_and_the_tensors_of_a_block():
+    # Of 128 sequences and of 1,024 tokens of prompts: x, its norm, q with k and v, attention's result, gate times up.
+    widths = 3584 + 3584 + (3584 + 2 * 512) + 3584 + 18944
+    assert graph_bytes(SEVEN, ASKED) == 2 * ((128 + 1024) * widths + 128 * 152064)
 
 
 def test_what_cannot_fit_does_not():

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from qerl.report import grid, grid_figures, grid_tables
+from qerl.report import caps, grid, grid_figures, grid_tables
 from qerl.report.lead_figure import THEMES
 from qerl.report.portable import portable_table
 from qerl.results import speed_readers
@@ -257,6 +257,30 @@ def test_peaks_of_rollout_and_update_are_the_highest_of_all_steps(tmp_path):
     assert (memory["rollout peak/gb"], memory["update peak/gb"]) == (20.0, 17.0)
 
 
+def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
+    whole = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
+    result, files = json.loads(whole.read_text()), [whole]
+    given = {"kv_cache_bytes": 3e9, "kv_cache_wanted_bytes": 9e9, "recomputed": 28, "blocks": 28}
+    limits = {"memory_gb": 12, "kv_cache_gib": 2, "sleep": True}
+    for cap, told in (
+        (16, {"given_up": given}),
+        (12, {"given_up": given}),
+        (8, {"status": OUT_OF_MEMORY, "memory": None}),
+    ):
+        capped = result | told | {"settings": result["settings"] | limits | {"memory_gb": cap}}
+        capped |= {"steps": []} if "status" in told else {"steps": [step | {"step": 16.0} for step in result["steps"]]}
+        files.append(write_json(tmp_path / f"{cap}.json", capped))
+    table = caps.cap_table(speed_readers.load_steps(files))
+    assert list(table["cap"]) == ["8 GB", "12 GB", "16 GB"]
+    failed, small, larger = table.to_dict("records")
+    assert (failed["status"], failed["speed"], failed["goal"]) == (OUT_OF_MEMORY, "", "")
+    assert (small["KV cache"], small["recomputed"], small["micro-batch"]) == ("33%", "28 of 28", 16384)
+    assert (small["set"], small["speed"], small["goal"]) == ("KV cache of 2 GiB, released", 10 / 16, "met")
+    assert (larger["step_seconds"], larger["goal"]) == (16.0, "")
+    grid.write_all(files, tmp_path / "out")
+    assert "0.62× [0.62×, 0.62×]" in (tmp_path / "out/caps.md").read_text()
+
+
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
@@ -354,7 +378,7 @@ def test_a_step_that_failed_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"size": "8B"}, "`size`: size '8B' is unknown"),
+        ({"size": "9B"}, "`size`: size '9B' is unknown"),
         ({"ceilings": {}}, "copy"),
         ({"tokens": None}, "`tokens`"),
     ],

@@ -192,6 +192,12 @@ def test_a_sequence_that_the_cache_cannot_hold_is_one_sentence(policy):
         sampler_of(policy, pages=5).generate(PROMPTS, SamplingParams(max_tokens=60))
 
 
+def test_memory_that_cannot_hold_a_sequence_is_out_of_memory(policy, monkeypatch):
+    monkeypatch.setattr(EngineSampler, "_cache_bytes", lambda self: 0)
+    with pytest.raises(torch.OutOfMemoryError, match="the rollout ran out of GPU memory; lower max_tokens"):
+        sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=60))
+
+
 def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
     numbers = np.random.default_rng(0)
     lengths = numbers.integers(1, 150, size=250)

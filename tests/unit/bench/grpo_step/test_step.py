@@ -30,7 +30,7 @@ WORK = {
 def measure(out, repeats=2, work=WORK, **settings):
     """Do a job on the tiny shape."""
     values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
-    values |= {"kv_cache_gib": None, "memory_gb": None}
+    values |= {"kv_cache_gib": None, "sleep": False, "memory_gb": None}
     work = Work(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
     grpo_step.measure_step(GrpoStepJob(work=work, settings=GrpoStep(**values | settings), out=out))
 
@@ -138,7 +138,25 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     # Prompts have two pages, of which each completion writes into its own copy of the second.
     assert result["memory"]["kv_cache_bytes"] >= (2 + 8) * page
     assert result["memory"]["kv_cache_bytes"] % page == 0
+    given = result["given_up"]
+    assert given["kv_cache_bytes"] == given["kv_cache_wanted_bytes"] == result["memory"]["kv_cache_bytes"]
+    assert (given["recomputed"], given["blocks"]) == (0, 2)
     assert result["steps"][0]["grad_norm"] > 0
+
+
+def test_a_bounded_cache_is_less_than_the_wanted_one(tmp_path, monkeypatch, written):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+    out = tmp_path / "out.json"
+    measure(out, repeats=1, kv_cache_gib=12 * 16384 / 2**30, sleep=True, recompute=True)
+    result = json.loads(out.read_text())
+    assert result["given_up"] == {
+        "kv_cache_bytes": 12 * 16384,
+        "kv_cache_wanted_bytes": (8 * 3 + 4) * 16384,  # two pages and one to copy for each, and one sequence more
+        "recomputed": 2,
+        "blocks": 2,
+    }
+    assert result["settings"]["sleep"]
 
 
 @pytest.mark.parametrize("given_back", [False, True])
