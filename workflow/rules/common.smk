@@ -21,6 +21,7 @@ from qerl.plan import check_engines, fitting
 from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
 from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
+from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
 from qerl.plan.stored import store
 from qerl.plan.workflow import workflow_plan
@@ -42,6 +43,8 @@ def refuse_what_cannot_run() -> None:
         environments = workflow.deployment_settings.deployment_method
         if not environments:  # else jobs have environments of their own
             check_engines(PLAN)
+        if workflow.local_exec:
+            check_machines(PLAN)
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
@@ -116,3 +119,17 @@ def gpus(rule: str):
 def whole(rule: str):
     """The same in percent of a GPU. A profile may give jobs of one GPU a part of it (profiles/shared)."""
     return lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus
+
+
+def settings_of(run: str):
+    """The settings of a run."""
+    return PLAN.runs[run].settings
+
+
+def of_machines() -> dict:
+    """The resources of runs on several machines."""
+    values = resources_of_machines(PLAN)
+    return {
+        name: lambda wildcards, value=value: value(wildcards.run)
+        for name, value in values.items()
+    }

@@ -1,6 +1,6 @@
 # Reinforcement learning, one job per run. Checkpoints are in work/, outside of the outputs; a killed job continues from them.
 # A job ended by SIGKILL (137) runs up to three times, as long as its Snakemake lives (the shell's parent). Any other error is
-# final, because it would only occur again.
+# final, because it would only occur again. A run on several machines is one job of SLURM, and `srun` starts it on each.
 
 
 rule train:
@@ -17,18 +17,22 @@ rule train:
         "<benchmarks>/train/{run}.tsv"
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: JOBS.of("train", wildcards.run).settings.processes
+    threads:
+        lambda wildcards: settings_of(wildcards.run).processes
+        // settings_of(wildcards.run).nodes
     resources:
+        **of_machines(),
         mem_mb=2000,
         runtime=2880,
-        gpu=gpus("train"),
+        gpu=lambda wildcards: settings_of(wildcards.run).gpus,
         gpu_percent=whole("train"),
     params:
         job=job("train"),
         decides=decides("train"),
         code=code("train"),
+        launcher=lambda wildcards, input: launcher(settings_of(wildcards.run)),
     shell:
         "for try in 1 2 3; do"
-        " python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
+        " {params.launcher} python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
