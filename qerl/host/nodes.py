@@ -94,7 +94,7 @@ def is_first(nodes: int, environment: Mapping[str, str] = os.environ) -> bool:
     return nodes == 1 or node_number(environment) == 0
 
 
-class HostWatch:
+class NodeWatch:
     """Watches the machines of a run. Each has a beat in the store, which its first process counts up.
 
     If one stands still for `limit` seconds, the process ends with the status `LOST` and a sentence that names it. This

@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from qerl.host.nodes import LOST, HostWatch, by_torchrun, check_torchrun, meeting, node_number
+from qerl.host.nodes import LOST, NodeWatch, by_torchrun, check_torchrun, meeting, node_number
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
@@ -118,24 +118,24 @@ def check_processes(count: int, nodes: int = 1) -> None:
 
 
 def run_in_processes(
-    count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, host_timeout: float = 0
+    count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, node_timeout: float = 0
 ) -> None:
     """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
 
     Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
-    was killed, or if a machine didn't answer for `host_timeout` seconds.
+    was killed, or if a machine didn't answer for `node_timeout` seconds.
     """
     check_processes(count, nodes)
     if by_torchrun():
-        _watched(nodes, host_timeout, True, function, arguments)
+        _watched(nodes, node_timeout, True, function, arguments)
     elif count == 1:
         function(*arguments)
     else:
-        _launch(count, nodes, host_timeout, function, arguments)
+        _launch(count, nodes, node_timeout, function, arguments)
 
 
 def _launch(
-    count: int, nodes: int, host_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
+    count: int, nodes: int, node_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     # Imported here, because most runs have one process.
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -149,7 +149,7 @@ def _launch(
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
     try:
-        elastic_launch(launch, _start)(count // nodes, nodes, host_timeout, function, *arguments)
+        elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -166,25 +166,25 @@ def _launch(
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 
-def _start(here: int, nodes: int, host_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
+def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.host.progress import configure_logging
 
     gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
     configure_logging()
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))
-    _watched(nodes, host_timeout, False, function, arguments)
+    _watched(nodes, node_timeout, False, function, arguments)
 
 
 def _watched(
-    nodes: int, host_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
+    nodes: int, node_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Call the function, and end this process if another machine of the run is lost meanwhile."""
     if nodes == 1:
         function(*arguments)
         return
     Processes()  # the store exists when all have met
-    watch = HostWatch(PrefixStore("watch", _store(host_timeout)), node_number(), nodes, host_timeout, aloud)
+    watch = NodeWatch(PrefixStore("watch", _store(node_timeout)), node_number(), nodes, node_timeout, aloud)
     if os.environ["LOCAL_RANK"] == "0":
         watch.start()
     try:

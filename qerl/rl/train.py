@@ -113,7 +113,7 @@ def train_run(job: TrainJob) -> None:
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     try:
-        shared = {"nodes": job.settings.nodes, "host_timeout": job.settings.host_timeout}
+        shared = {"nodes": job.settings.nodes, "node_timeout": job.settings.node_timeout}
         run_in_processes(job.settings.processes, _train, job, state, **shared)
     except (RuntimeError, MemoryError, ValueError):
         cause = failure(job.work)

@@ -35,7 +35,7 @@ UNDECIDING: Any = {
     "gradient_checkpointing": True,
     "processes": True,
     "nodes": True,
-    "host_timeout": True,
+    "node_timeout": True,
     "rollout": UNDECIDING_OF_ENGINE,
 }
 
@@ -105,7 +105,7 @@ class RunSettings(Settings):
     nodes: PositiveInt = 1
     """Number of machines that the processes are divided among equally. The run is started on each of them
     (docs/scaling.md)."""
-    host_timeout: PositiveInt = 120
+    node_timeout: PositiveInt = 120
     """Seconds after which a machine that doesn't answer is taken for lost, and the run ends on the others."""
     seed: Seed = 0
 

@@ -133,7 +133,7 @@ def test_a_lost_host_ends_the_run_by_name_and_back_it_continues_to_what_one_proc
 
     monkeypatch.setattr(Trainer, "step", lose_power)
     settings = parse(RunSettings, {**SETTINGS, **LENGTHS}, "test")
-    shared = settings.model_copy(update={"processes": 2, "nodes": 2, "host_timeout": LIMIT})
+    shared = settings.model_copy(update={"processes": 2, "nodes": 2, "node_timeout": LIMIT})
 
     assert ended([host.start(shared) for host in hosts], 120)
     assert (tmp_path / "lost").exists()

@@ -36,6 +36,7 @@ def sentence_of(call) -> str:
         (RunSettings, "dataset: d", "`model` is missing; give text"),
         (RunSettings, "modle: m", "unknown key `modle`; did you mean `model`?"),
         (RunSettings, "adapter: {rnk: 8}", "unknown key `adapter.rnk`; did you mean `adapter.rank`?"),
+        (RunSettings, "host_timeout: 60", "unknown key `host_timeout`; did you mean `node_timeout`?"),
         (RunSettings, "rank: 8", "unknown key `rank`; did you mean `adapter.rank` or `loss.ppo.rank`?"),
         (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, custom"),
         (RunSettings, "1: 2", "unknown key `1`"),
