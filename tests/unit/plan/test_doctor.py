@@ -1,7 +1,6 @@
 """`qerl doctor` on faked GPUs."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
@@ -173,18 +172,3 @@ def test_people_read_tables(machine):
     result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])
     for text in ("NVIDIA GPU-0, compute capability 8.6, 20.0 of 24.0 GB free", "peak of the update", "disk space"):
         assert text in result.stdout
-
-
-def test_the_page_has_what_serves_each_generation(machine):
-    page = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    table = {row[0]: row[1:] for row in rows}
-    hopper, others = "Hopper (9.0)", "Ampere, Ada, Blackwell (8.0 to 8.9, 10.0 to 12.1)"
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)):
-        machine(capability)
-        (gpu,) = visible_gpus()
-        packed, nf4, attention, sampler = table[hopper if capability == (9, 0) else others]
-        for weights, cell in (("nvfp4", packed), ("mxfp4", packed), ("nf4", nf4)):
-            found = serving(gpu, asked_model("7B", weights))
-            assert found.products.removeprefix(f"{weights}: ").startswith(cell)
-            assert (found.attention.split(",")[0], found.sampler) == (attention, sampler)
