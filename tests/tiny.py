@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -101,6 +104,17 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
     """Write a random model of a key of `tests.families.FAMILIES` with its tokenizer."""
     config = FAMILIES[name].config(**changes)
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
+
+
+def tiny_of_images(folder: Path, seed: int = 0) -> Path:
+    """Write a random Qwen3.5 as it is published: a model of images and text, and a layer of its draft model."""
+    seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    text = FAMILIES["qwen3_5"].config().to_dict()
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=seeing)
+    _save(_build(AutoModelForImageTextToText.from_config, config, seed), folder, torch.bfloat16, "1GB")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(64, 128)}, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

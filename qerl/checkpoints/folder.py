@@ -19,6 +19,8 @@ from qerl.settings.base import UserError
 
 #: The supported values of `layer_types` in config.json.
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+#: Models of images and text whose text model is read: their `model_type`, and transformers' class of the text model.
+TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM"}
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -163,19 +165,15 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or not that of a decoder of text.
 
+    That of a model of images and text in `TEXT_MODELS` is the text model's.
     Whether the model's structure is handled is known to `qerl.policy.loading.checkpoint_structure`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
     _check_kind(folder)
-    config = _read_json(folder / CONFIG)
+    config = _of_text(folder, _read_json(folder / CONFIG))
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / CONFIG} has no model_type; download the checkpoint again")
-    if "text_config" in config:
-        raise CheckpointError(
-            f"{folder / CONFIG} has a text_config, so {config['model_type']!r} isn't a model of text alone, "
-            "which isn't supported; use the family's text model"
-        )
     if missing := [key for key in _SIZES if key not in config]:
         raise CheckpointError(
             f"{folder / CONFIG} of model_type={config['model_type']!r} has no {missing[0]}, which the configurations "
@@ -190,6 +188,20 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
     _check_layer_types(folder, config)
     return config
+
+
+def _of_text(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model, with the quantization of the whole."""
+    if "text_config" not in config:
+        return config
+    kind, text = config.get("model_type"), config["text_config"]
+    if kind not in TEXT_MODELS or not isinstance(text, dict):
+        raise CheckpointError(
+            f"{folder / CONFIG} has a text_config, so {kind!r} isn't a model of text alone, "
+            "which isn't supported; use the family's text model"
+        )
+    whole = {key: config[key] for key in ("quantization_config",) if key in config}
+    return {**text, "architectures": [TEXT_MODELS[kind]], **whole}
 
 
 def _check_kind(folder: Path) -> None:

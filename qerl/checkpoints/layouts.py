@@ -25,6 +25,8 @@ _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale"
 _OTHER_FUNCTIONS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 #: The output head is dense in this package.
 _HEAD = "lm_head"
+#: The prefixes of the text model's tensors in a model of images and text, and in the text model.
+_WITHIN, _ALONE = "model.language_model.", "model."
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -48,12 +50,22 @@ class TensorInfo:
 def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by this package's names, in the files' order and without scales of activations.
 
+    A model of images and text has those of its text model.
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
+    stored = _of_text(stored)
     tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
+
+
+def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    """The tensors of the text model, by its names."""
+    if not any(name.startswith(_WITHIN) for name in stored):
+        return stored
+    kept = {name: info for name, info in stored.items() if name.startswith((_WITHIN, f"{_HEAD}."))}
+    return {name.replace(_WITHIN, _ALONE, 1): info for name, info in kept.items()}
 
 
 def unpacked_layers(headers: Mapping[str, TensorInfo]) -> list[str]:

@@ -22,6 +22,7 @@ from qerl.checkpoints.folder import (
     WEIGHTS,
     CheckpointError,
     check_adapter,
+    read_config,
     read_headers,
     weight_files,
     weights_format_of,
@@ -55,8 +56,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     for layer, packed in read_packed(headers, weights_format):
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)
-    config = json.loads((source / CONFIG).read_text())
-    config.pop("quantization_config", None)
+    config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     (target / CONFIG).write_text(json.dumps(config, indent=1))
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
@@ -100,8 +100,9 @@ def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> Non
     _copy_but_weights(checkpoint, target)
     if (checkpoint / INDEX).exists():
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
+    trained = {info.stored: norms[name] for name, info in read_headers(checkpoint).items() if name in norms}
     for path in weight_files(checkpoint):
-        _rewrite(path, target / path.name, norms.get)
+        _rewrite(path, target / path.name, trained.get)
 
 
 def _copy_but_weights(source: Path, target: Path) -> None:

@@ -49,9 +49,12 @@ class _Slot:
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint's model. Raises `CheckpointError` if transformers doesn't know the model."""
+    """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text: PreTrainedConfig = config.get_text_config()
+        text.name_or_path = config.name_or_path
+        return text
     except (ValueError, TypeError) as error:
         kind = read_config(folder)["model_type"]
         raise CheckpointError(f"{folder / CONFIG} has model_type={kind!r}: {error}") from None

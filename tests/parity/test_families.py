@@ -12,7 +12,7 @@ from qerl.checkpoints.folder import CheckpointError
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import Structure
-from qerl.policy.export import write_dense
+from qerl.policy.export import export, write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.awq import Calibration, write_equalised
@@ -25,7 +25,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family
+from tests.tiny import tiny_family, tiny_of_images
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
@@ -146,6 +146,22 @@ def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypat
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
 
 
+def test_the_text_model_of_one_of_images_and_text_is_trained_packed_and_exported(tmp_path):
+    """Qwen3.5 is published in this layout. Stock transformers reads all three folders."""
+    source = tiny_of_images(tmp_path / "images")
+    policy = perturbed(with_adapter(source, AdapterSettings(rank=2), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    export(source, tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        for base, adapter in ((source, tmp_path / "adapter"), (tmp_path / "out/base", tmp_path / "out/adapter")):
+            found = PeftModel.from_pretrained(stock(base), adapter)(TOKENS).logits
+            torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
+    quantize_checkpoint(source, tmp_path / "packed", "nvfp4")
+    assert json.loads((tmp_path / "packed/config.json").read_text())["model_type"] == "qwen3_5_text"
+    packed, published = (m(tmp_path / "packed", torch.bfloat16)(TOKENS).logits for m in (load_model, stock))
+    assert torch.equal(packed, published)
+
+
 @families
 def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     """z is an absolute change of a norm's weight, also where the norm is 1 + w."""
@@ -176,6 +192,12 @@ def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_
         with pytest.raises(CheckpointError, match=reason) as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+def test_other_models_of_images_and_text_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
+    with pytest.raises(CheckpointError, match="has a text_config, so 'gemma3' isn't a model of text alone"):
+        load_model(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("phi3", "the model has .*qkv_proj"), ("gemma3", "norms don't multiply")])
