@@ -23,6 +23,10 @@ from qerl.host.progress import log
 from qerl.settings.base import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: CUDA's own order has the fastest GPU first. NVML's is that of the bus, so its numbers would name other GPUs to CUDA.
+ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+#: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
+LEAST_CAPABILITY = (8, 0)
 #: A whole GPU, and the smallest part that can be leased, in percent.
 WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
@@ -52,6 +56,30 @@ def _uuids() -> dict[str, str]:
         return {str(index): pynvml.nvmlDeviceGetUUID(handle) for index, handle in enumerate(handles)}
     finally:
         pynvml.nvmlShutdown()
+
+
+def _supported(visible: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs that have kernels; all if none has, so that the job states the reason.
+
+    A GPU whose capability NVML doesn't tell, such as a part of one (MIG), counts as supported.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return dict(visible)
+    try:
+        supported = {name: uuid for name, uuid in visible.items() if _capability(uuid) >= LEAST_CAPABILITY}
+    finally:
+        pynvml.nvmlShutdown()
+    return supported or dict(visible)
+
+
+def _capability(uuid: str) -> tuple[int, int]:
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return LEAST_CAPABILITY
+    return major, minor
 
 
 def lock_folder() -> Path:
@@ -107,28 +135,37 @@ def percent_of_each(count: int, total: int | None) -> int:
 def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
 
-    Yields their names; on a machine without GPUs this is an empty list, without waiting. The first GPU with enough free
-    parts is taken. Raises `ConfigError` if the machine has fewer GPUs than requested.
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. The first supported GPU with
+    enough free parts is taken. Raises `ConfigError` if the machine has fewer GPUs than requested.
     """
-    visible = devices()
+    visible = _supported(devices())
     if visible and count > len(visible):
         raise ConfigError(
-            f"{count} GPUs are needed, but only {len(visible)} are visible; lower `processes` or `tensor_parallel`"
+            f"{count} GPUs are needed, but only {len(visible)} are visible and supported; lower `processes` or "
+            "`tensor_parallel`"
         )
     if not visible or count == 0:
         yield []
         return
     with ExitStack() as locks:
         names = _wait(visible, count, percent, locks)
-        before = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = ",".join(names)
-        try:
-            yield names
-        finally:
-            if before is None:
-                del os.environ[VISIBLE]
+        locks.enter_context(_environment({VISIBLE: ",".join(names), ORDER: BY_BUS}))
+        yield names
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """A context in which the process's environment has these values."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
             else:
-                os.environ[VISIBLE] = before
+                os.environ[key] = value
 
 
 def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import pynvml
 import torch
 
-from qerl.host.gpu_lease import VISIBLE, devices
+from qerl.host.gpu_lease import LEAST_CAPABILITY, VISIBLE, devices
 from qerl.settings.base import ConfigError
-
-#: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
-LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -92,7 +93,8 @@ def machine() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    label = f"{len(gpus)}x {gpus[0]}" if gpus else f"{_cpu_name()}, {cores} cores"
+    kinds = " + ".join(f"{count}x {name}" for name, count in Counter(gpus).items())
+    label = kinds or f"{_cpu_name()}, {cores} cores"
     return {"cpu": _cpu_name(), "cores": cores, "memory_gib": round(memory, 1), "gpu": gpus or None, "label": label}
 
 

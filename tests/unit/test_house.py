@@ -59,3 +59,12 @@ def test_variables_have_names_of_the_field():
 def test_no_room_has_the_name_of_a_public_function():
     """Importing a room binds its name on the package, in place of a function of that name."""
     assert not set(qerl.__all__) & {folder.name for folder in ROOT.iterdir()}
+
+
+def test_what_a_gpu_can_is_asked_of_a_named_one():
+    """Without a device PyTorch answers for the process's present GPU, which needn't be the tensors'."""
+    for name, tree in trees().items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            asked = getattr(call.func, "attr", "")
+            if asked in ("get_device_capability", "get_device_properties", "get_device_name"):
+                assert call.args, f"{name}: {asked}() names no device"

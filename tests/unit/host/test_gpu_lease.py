@@ -62,15 +62,26 @@ def nvmlDeviceGetHandleByIndex(index):
 
 def nvmlDeviceGetUUID(index):
     return f"GPU-{index:04x}-abcd"
+
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    return int(uuid.split("-")[1], 16)
+
+
+def nvmlDeviceGetCudaComputeCapability(index):
+    if CAPABILITIES[index] is None:
+        raise NVMLError("not supported")
+    return CAPABILITIES[index]
 """
 
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A node with as many GPUs as asked for, and a lock folder of its own."""
+    """A node with as many GPUs as asked for, of some capabilities, and a lock folder of its own."""
 
-    def make(count: int) -> None:
-        (tmp_path / "pynvml.py").write_text(f"COUNT = {count}\n{NVML}")
+    def make(count: int, *capabilities: tuple[int, int] | None) -> None:
+        told = [*capabilities] or [(9, 0)] * count
+        (tmp_path / "pynvml.py").write_text(f"COUNT, CAPABILITIES = {count}, {told}\n{NVML}")
         made = types.ModuleType("pynvml")
         exec((tmp_path / "pynvml.py").read_text(), vars(made))
         monkeypatch.setattr("qerl.host.gpu_lease.pynvml", made)
@@ -78,6 +89,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setattr("tempfile.tempdir", None)
     return make
 
@@ -185,6 +197,20 @@ def test_the_percent_of_each_gpu(count, total, each):
 def test_what_is_no_part_of_a_gpu_is_refused(count, total):
     with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
         percent_of_each(count, total)
+
+
+def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node):
+    node(4, (7, 5), (8, 9), None, (9, 0))
+    with lease(3) as names:
+        assert names == ["1", "2", "3"]
+        # CUDA's own order, the fastest first, would give these numbers to other GPUs.
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+    with pytest.raises(ConfigError, match="4 GPUs are needed, but only 3 are visible and supported"), lease(4):
+        pass
+    node(1, (7, 5))  # the job says why it can't run there
+    with lease(1) as names:
+        assert names == ["0"]
 
 
 def test_no_gpu_no_lease(node):

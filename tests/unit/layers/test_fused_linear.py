@@ -1,12 +1,15 @@
 """Layers computed as one product against the same layers one by one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qerl.formats.codecs import PACKED_FORMATS, quantize
-from qerl.layers.fused_linear import fuse
+from qerl.layers import fused_linear
+from qerl.layers.fused_linear import fuse, product_class
 from qerl.layers.lora import register_lora
 from qerl.layers.packed_linear import PackedLinear
 
@@ -103,3 +106,15 @@ def test_a_variant_of_lora_is_an_error():
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True))
     with pytest.raises(ValueError, match="only plain LoRA"):
         fuse(layers_of(model), torch.float32)
+
+
+def test_kernels_are_those_of_the_layers_gpu(monkeypatch):
+    """Of GPUs of several kinds each has its own, whichever one is the process's present GPU."""
+    kinds = {0: (9, 0), 1: (8, 9)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kinds[device.index])
+    chosen = []
+    for index in kinds:
+        layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda", index)))
+        capability = fused_linear._capability(layer)
+        chosen.append(product_class(capability, "nvfp4", [(256, 256)], torch.bfloat16).__name__)
+    assert chosen == ["W4Linear", "PortableLinear"]
