@@ -13,6 +13,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.engine.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
+from tests.gpu.backends import kernels_of, with_portable
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -77,13 +78,18 @@ def test_attention_of_prompts(dtype, query, kv, dim, normed, padding, pdl, monke
     assert cache[1:].isnan().all()
 
 
-@pytest.fixture(scope="module", params=[("bf16", 16), ("nvfp4", 16), ("nvfp4", 0), ("mxfp4", 16)], ids=str)
+CASES = [*((name, 16) for name in with_portable("bf16", "nvfp4", "mxfp4")), ("nvfp4", 0)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def policy(request):
-    made = random_policy("small", *request.param, CUDA)
-    for name, parameter in made.lm.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return made
+    name, rank = request.param
+    with kernels_of(name) as weights:
+        made = random_policy("small", weights, rank, CUDA)
+        for name, parameter in made.lm.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.02)
+        yield made
 
 
 def prompts_of(tokens, count, seed=0):

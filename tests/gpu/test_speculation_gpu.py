@@ -14,6 +14,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.gpu.backends import kernels_of, with_portable
 from tests.tiny import tiny_qwen3
 
 pytest.importorskip("triton", reason="Triton isn't installed")
@@ -72,20 +73,21 @@ def test_rows_of_a_sequence_attend_as_steps_one_after_the_other(
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]
 
 
-@pytest.fixture(scope="module", params=["bf16", "nvfp4", "qwen3"])
+@pytest.fixture(scope="module", params=with_portable("bf16", "nvfp4", "qwen3"))
 def policy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "m"
-    if request.param == "qwen3":
-        folder.mkdir()
-        tiny_qwen3(folder, max_position_embeddings=1024)
-    else:
-        write_checkpoint(folder, "small", request.param, ["1 2 3 apples"] * 50)
-    dtype = "float32" if request.param == "qwen3" else "bfloat16"
-    policy = with_adapter(folder, AdapterSettings(rank=16), dtype, seed=0, device=torch.device("cuda", 0))
-    torch.manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return policy
+    with kernels_of(request.param) as name:
+        if name == "qwen3":
+            folder.mkdir()
+            tiny_qwen3(folder, max_position_embeddings=1024)
+        else:
+            write_checkpoint(folder, "small", name, ["1 2 3 apples"] * 50)
+        dtype = "float32" if name == "qwen3" else "bfloat16"
+        policy = with_adapter(folder, AdapterSettings(rank=16), dtype, seed=0, device=torch.device("cuda", 0))
+        torch.manual_seed(1)
+        for _, parameter in policy.trainable():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        yield policy
 
 
 def sampler_of(policy, drafts, max_sequences=64, stops=(), **settings):
