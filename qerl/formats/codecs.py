@@ -11,7 +11,7 @@ NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -53,6 +53,34 @@ class Packed:
     weights_format: str
     shape: tuple[int, int]
     tensors: dict[str, Tensor]
+
+
+def halves(packed: Packed) -> list[Packed]:
+    """The upper and the lower half of the rows of an NVFP4 or MXFP4 weight, without a copy."""
+    rows = packed.shape[0] // 2
+    by_row = {name: tensor.split(rows) for name, tensor in packed.tensors.items() if len(tensor) == packed.shape[0]}
+    return [
+        Packed(
+            packed.weights_format,
+            (rows, packed.shape[1]),
+            {**packed.tensors, **{name: parts[number] for name, parts in by_row.items()}},
+        )
+        for number in range(2)
+    ]
+
+
+def joined(parts: Sequence[Packed]) -> Packed:
+    """The inverse of `halves`: one weight of `parts`, which have one global scale, with their rows in order."""
+    if len(parts) == 1:
+        return parts[0]
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    tensors = {
+        name: torch.cat([part.tensors[name].view(torch.uint8) for part in parts]).view(tensor.dtype)
+        if len(tensor) == first.shape[0]
+        else tensor
+        for name, tensor in first.tensors.items()
+    }
+    return Packed(first.weights_format, (rows, first.shape[1]), tensors)
 
 
 def tensor_specs(

@@ -1,5 +1,8 @@
 """A decode step's attention in Triton; `qerl.kernels.reference` has the PyTorch version.
 
+A head is read in two halves whose elements rotate in pairs. Where only some elements rotate, the others make up the
+rest of both halves, and the cache has keys in this order.
+
 A program computes the query heads of one KV head over some pages of one sequence, which are a split. A second launch
 combines the splits in order. With enough sequences to keep the GPU busy, a program attends to a whole sequence, and
 nothing is combined. The program with the new token rotates its key and appends it to the cache. A sequence's result
@@ -21,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.geometry import Heads
+from qerl.kernels.geometry import Heads, splits_of
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
@@ -45,7 +48,7 @@ class _Sequences(NamedTuple):
 
 
 class _Rope(NamedTuple):
-    """Cosines and sines [positions, D / 2]."""
+    """Cosines and sines [positions, R / 2] of the R elements of a head that rotate."""
 
     cos: Tensor
     sin: Tensor
@@ -82,6 +85,9 @@ class _Shape:
     splits: int
     stages: int
     normed: bool
+    norm_offset: float
+    rotary: int  # elements of a head that rotate
+    window: int  # tokens that a token sees, or 0 for all so far
     appends: bool  # each program its own new token, while others attend
     early: bool  # a split loads its first page while qkv is computed
 
@@ -95,25 +101,72 @@ def _split_tokens(position, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _normed(first, second, weight, half, inside, eps, DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of heads in two halves [N, D / 2], rounded before and after the weight is applied, as in Qwen3."""
+def in_halves(place, half, DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """The places of both halves' elements in a head of which the first ROTARY rotate; `place` is that of `half`."""
+    if ROTARY == DIM:
+        return place, place + DIM // 2
+    turns = half < ROTARY // 2
+    return place + tl.where(turns, 0, ROTARY // 2), place + tl.where(turns, ROTARY // 2, DIM // 2)
+
+
+@triton.jit
+def _normed(
+    first, second, weight, half, inside, eps,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of heads in two halves [N, D / 2]. Without an offset it rounds before the weight is applied, as Qwen3."""
     square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(square / DIM + eps)[:, None]
-    w1 = tl.load(weight + half, inside, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(weight + DIM // 2 + half, inside, other=0.0).to(tl.float32)[None, :]
-    first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
-    second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    p1, p2 = in_halves(weight + half, half, DIM, ROTARY)
+    w1 = tl.load(p1, inside, other=0.0).to(tl.float32)[None, :]
+    w2 = tl.load(p2, inside, other=0.0).to(tl.float32)[None, :]
+    if OFFSET != 0:
+        first = (first * scale * (w1 + OFFSET)).to(dtype).to(tl.float32)
+        second = (second * scale * (w2 + OFFSET)).to(dtype).to(tl.float32)
+    else:
+        first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def _rotated(place, mask, half, c, s, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
-    """Heads whose first halves lie at `place` [N, D / 2], normalised and rotated, in two halves of `dtype`."""
-    first = tl.load(place, mask, other=0.0).to(tl.float32)
-    second = tl.load(place + DIM // 2, mask, other=0.0).to(tl.float32)
+def rotated(
+    place, mask, half, c, s, weight, eps,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Heads at `place` [N, D / 2], which is `half` behind their first elements, normalised and rotated, in halves."""
+    p1, p2 = in_halves(place, half[None, :], DIM, ROTARY)
+    first = tl.load(p1, mask, other=0.0).to(tl.float32)
+    second = tl.load(p2, mask, other=0.0).to(tl.float32)
     if NORM:
-        first, second = _normed(first, second, weight, half, half < DIM // 2, eps, DIM, dtype)
+        first, second = _normed(first, second, weight, half, half < DIM // 2, eps, DIM, ROTARY, OFFSET, dtype)
     return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
+
+
+@triton.jit
+def angles(cos, sin, position, half, DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """Cosines and sines of a position [1, D / 2]; 1 and 0 for elements that don't rotate."""
+    turns = half < ROTARY // 2
+    still: tl.constexpr = 0.0 if ROTARY == DIM else 1.0
+    angle = position * (ROTARY // 2) + half
+    c = tl.load(cos + angle, turns, other=still).to(tl.float32)[None, :]
+    return c, tl.load(sin + angle, turns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _first_seen(position, shape: tl.constexpr):
+    """The first token that a token at `position` sees."""
+    if shape.window:
+        return tl.maximum(position - (shape.window - 1), 0)
+    return 0
+
+
+@triton.jit
+def _seen(token, end, low, shape: tl.constexpr):
+    """Which tokens are before `end`, and in the window that begins at `low`."""
+    if shape.window:
+        return (token < end) & (token >= low)
+    return token < end
 
 
 @triton.jit
@@ -151,7 +204,10 @@ def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexp
     in_half = (half < shape.dim // 2)[None, :]
     key = token + (shape.query + head) * shape.dim + half[None, :]
     dtype: tl.constexpr = cache.dtype.element_ty
-    k1, k2 = _rotated(key, in_half, half, c, s, norms.key, norms.eps, shape.dim, shape.normed, dtype)
+    k1, k2 = rotated(
+        key, in_half, half, c, s, norms.key, norms.eps,
+        shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
+    )  # fmt: skip
     value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
     if STORES:
         page = tl.load(pages + position // shape.page).to(tl.int64)
@@ -163,16 +219,6 @@ def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexp
 
 
 @triton.jit
-def _angles(rope, position, shape: tl.constexpr):
-    """Cosines and sines of a position [1, D / 2]."""
-    half = tl.arange(0, shape.half_block)
-    in_half = half < shape.dim // 2
-    angle = position * (shape.dim // 2) + half
-    c = tl.load(rope.cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
-    return c, tl.load(rope.sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
 def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl.constexpr):
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
@@ -180,7 +226,7 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
     position = tl.load(sequences.position + slot)
     wait_for_earlier(PDL)
     if position >= 0:
-        c, s = _angles(rope, position, shape)
+        c, s = angles(rope.cos, rope.sin, position, tl.arange(0, shape.half_block), shape.dim, shape.rotary)
         token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
         pages = sequences.pages + slot * sequences.pages_stride
         _append(token, cache, pages, head, position, c, s, norms, shape, True)
@@ -194,8 +240,10 @@ def _attend(
     let_next_start(PDL)
     slot = tl.load(sequences.rows + row)
     position = tl.load(sequences.position + slot)
-    tokens = position + 1 if shape.splits == 1 else _split_tokens(position, shape.page)
-    start = split * tokens
+    low = _first_seen(position, shape)
+    base = low // shape.page * shape.page
+    tokens = position + 1 - base if shape.splits == 1 else _split_tokens(position - base, shape.page)
+    start = base + split * tokens
     end = tl.minimum(start + tokens, position)
     member, half = tl.arange(0, shape.group_block), tl.arange(0, shape.half_block)
     whole = tl.arange(0, shape.dim_block)
@@ -211,14 +259,17 @@ def _attend(
     if shape.early:
         k1, k2, v = _load_page(cache, pages, head, start, end, shape)
     in_half = half < shape.dim // 2
-    c, s = _angles(rope, position, shape)
+    c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
 
     token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
     query = token + (head * shape.group + member)[:, None] * shape.dim + half[None, :]
     q_mask = (member < shape.group)[:, None] & in_half[None, :]
     dtype: tl.constexpr = cache.dtype.element_ty
-    q1, q2 = _rotated(query, q_mask, half, c, s, norms.query, norms.eps, shape.dim, shape.normed, dtype)
+    q1, q2 = rotated(
+        query, q_mask, half, c, s, norms.query, norms.eps,
+        shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
+    )  # fmt: skip
     highest = tl.full([shape.group_block], float("-inf"), tl.float32)
     total = tl.full([shape.group_block], 0.0, tl.float32)
     summed = tl.full([shape.group_block, shape.dim_block], 0.0, tl.float32)
@@ -231,14 +282,14 @@ def _attend(
 
     token_in_page = tl.arange(0, shape.page)
     if shape.early:
-        exists = start + token_in_page < end
+        exists = _seen(start + token_in_page, end, low, shape)
         highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
         start += shape.page
     # Most splits have one page, so they skip the start of the copy pipeline.
     if start < end:
         for first in tl.range(start, end, shape.page, num_stages=shape.stages):
             k1, k2, v = _load_page(cache, pages, head, first, end, shape)
-            exists = first + token_in_page < end
+            exists = _seen(first + token_in_page, end, low, shape)
             highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
 
     if shape.splits == 1:
@@ -264,7 +315,8 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
     summed = tl.full([shape.dim_block], 0.0, tl.float32)
     # Eight splits are read together; this alone decides the order of additions.
     member = tl.arange(0, 8)
-    used = tl.where(position < 0, 0, position // _split_tokens(position, shape.page) + 1)
+    behind = position - _first_seen(position, shape) // shape.page * shape.page
+    used = tl.where(position < 0, 0, behind // _split_tokens(behind, shape.page) + 1)
     first = (row * shape.query + head) * shape.splits
     for start in range(0, used, 8):
         exists = start + member < used
@@ -282,9 +334,11 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
     tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
 
 
-def _shape(heads: Heads, cache: Tensor, batch: int, splits: int, drafted: bool) -> _Shape:
+def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int, splits: int, drafted: bool) -> _Shape:
     """The kernel's sizes; `splits` becomes 1 if there are enough sequences."""
     page = cache.shape[-2]
+    if heads.window is not None:
+        splits = min(splits, splits_of((heads.window - 2) // page + 2))  # of the most pages in which a window lies
     gpu: Any = torch.cuda.get_device_properties(cache.device)
     if batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count:
         splits = 1
@@ -305,6 +359,9 @@ def _shape(heads: Heads, cache: Tensor, batch: int, splits: int, drafted: bool) 
         splits=splits,
         stages=stages,
         normed=heads.q_norm is not None,
+        norm_offset=heads.norm_offset,
+        rotary=2 * rope[0].shape[1],
+        window=heads.window or 0,
         appends=not drafted,
         early=splits > 1 and not drafted,
     )
@@ -322,7 +379,7 @@ def attend(
 ) -> Tensor:
     """See `reference.attend`; `splits` is `geometry.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
-    shape = _shape(heads, cache, batch, splits, drafted)
+    shape = _shape(heads, cache, rope, batch, splits, drafted)
     out = qkv.new_empty(batch, heads.query * heads.dim)
     summed = torch.empty(batch, heads.query, shape.splits, heads.dim, dtype=torch.float32, device=device)
     sums = _SplitSums(summed, *torch.empty(2, batch, heads.query, shape.splits, dtype=torch.float32, device=device))

@@ -14,7 +14,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a block: numbers of `query` and `kv` heads of size `dim`, and Qwen3's norms of both."""
+    """Attention heads of a block: numbers of `query` and `kv` heads of size `dim`, and the norms of both, if any."""
 
     query: int
     kv: int
@@ -23,6 +23,10 @@ class Heads:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    #: 0 for norms as in Qwen3, which round before they scale, and 1 for those of Gemma, (1 + w) x / rms(x).
+    norm_offset: float = 0.0
+    #: The tokens that a token sees, itself included; None: all so far.
+    window: int | None = None
 
 
 def pages_per_split(pages: int) -> int:

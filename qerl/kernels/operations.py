@@ -13,10 +13,11 @@ from qerl.kernels import reference
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, attention of decode steps and prompts, and sampling; `qerl.kernels.reference` documents them."""
+    """Norm, GeGLU, attention of decode steps and prompts, and sampling; `qerl.kernels.reference` documents them."""
 
     name: str
     rms_norm: Callable[..., Tensor]
+    geglu: Callable[[Tensor], Tensor]
     attend: Callable[..., Tensor]
     attend_prompts: Callable[..., Tensor]
     draw: Callable[..., None]
@@ -31,10 +32,12 @@ def operations(device: torch.device) -> Operations:
     """Triton's operations on a GPU, PyTorch's elsewhere."""
     name = operations_name(device.type == "cuda")
     if name == "PyTorch":
-        return Operations(name, reference.rms_norm, reference.attend, reference.attend_prompts, reference.draw)
+        ref = reference
+        return Operations(name, ref.rms_norm, ref.geglu, ref.attend, ref.attend_prompts, ref.draw)
     from qerl.kernels.attention import attend
+    from qerl.kernels.geglu import geglu
     from qerl.kernels.norm import rms_norm
     from qerl.kernels.prompt_attention import attend_prompts
     from qerl.kernels.sampling import draw
 
-    return Operations(name, rms_norm, attend, attend_prompts, draw)
+    return Operations(name, rms_norm, geglu, attend, attend_prompts, draw)

@@ -2,6 +2,7 @@
 
 The first launch normalises and rotates queries and keys in place, and copies keys and values into their pages. The
 second computes attention: a program has some queries of one head of one prompt, and iterates over the keys up to them.
+With a window it begins at the first key that one of them sees.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.attention import _rotated
+from qerl.kernels.attention import angles, in_halves, rotated
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
@@ -22,22 +23,24 @@ from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
 
 #: Keys that a program reads at a time, and stages of its pipeline; the first pair that fits shared memory is used.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
+#: The score of keys outside of a window. Unlike -inf it may be a query's highest for a while: the first score of a key
+#: in the window then makes all sums so far zero.
+_OUTSIDE = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _rotate_and_store(
     qkv, cache, positions, places, cos, sin, q_norm, k_norm, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)
     in_half = half < DIM // 2
     dtype: tl.constexpr = qkv.dtype.element_ty
     begin(PDL)
-    angle = tl.load(positions + token).to(tl.int64) * (DIM // 2) + half
-    c = tl.load(cos + angle, in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, in_half, other=0.0).to(tl.float32)[None, :]
+    c, s = angles(cos, sin, tl.load(positions + token).to(tl.int64), half, DIM, ROTARY)
     place = tl.load(places + token).to(tl.int64)
     queries = qkv + token * (QUERY + 2 * KV) * DIM
     keys = queries + QUERY * DIM
@@ -45,16 +48,19 @@ def _rotate_and_store(
     head = tl.arange(0, QUERY_BLOCK)
     mask = (head < QUERY)[:, None] & in_half[None, :]
     target = queries + head[:, None] * DIM + half[None, :]
-    first, second = _rotated(target, mask, half, c, s, q_norm, eps, DIM, NORM, dtype)
-    tl.store(target, first, mask)
-    tl.store(target + DIM // 2, second, mask)
+    first, second = rotated(target, mask, half, c, s, q_norm, eps, DIM, ROTARY, NORM, OFFSET, dtype)
+    # A thread writes only elements that it has read.
+    p1, p2 = in_halves(target, half[None, :], DIM, ROTARY)
+    tl.store(p1, first, mask)
+    tl.store(p2, second, mask)
 
     head = tl.arange(0, KV_BLOCK)
     mask = (head < KV)[:, None] & in_half[None, :]
     target = keys + head[:, None] * DIM + half[None, :]
-    first, second = _rotated(target, mask, half, c, s, k_norm, eps, DIM, NORM, dtype)
-    tl.store(target, first, mask)
-    tl.store(target + DIM // 2, second, mask)
+    first, second = rotated(target, mask, half, c, s, k_norm, eps, DIM, ROTARY, NORM, OFFSET, dtype)
+    p1, p2 = in_halves(target, half[None, :], DIM, ROTARY)
+    tl.store(p1, first, mask)
+    tl.store(p2, second, mask)
     page = cache + ((place // PAGE * 2 * KV + head[:, None]) * PAGE + place % PAGE) * DIM + half[None, :]
     tl.store(page, first, mask)
     tl.store(page + DIM // 2, second, mask)
@@ -73,11 +79,11 @@ def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
 
 @triton.jit
 def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
-           DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+           DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr, HIDDEN: tl.constexpr):  # fmt: skip
     """Continue softmax(q k) v over the keys at `keys` [N, 1]; values follow their keys. Scores are in units of log2."""
     scores = tl.dot(q, tl.trans(_load(keys, whole, DIM, DIM_BLOCK))) * scale
     if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(seen, scores, HIDDEN)
     rising = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - rising[:, None])
     fade = tl.exp2(highest - rising)
@@ -89,7 +95,7 @@ def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.con
 @triton.jit
 def _attend(
     qkv, out, blocks, scale,
-    QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -112,17 +118,24 @@ def _attend(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
-    for place in tl.range(0, start, KEYS, num_stages=STAGES):
+    HIDDEN: tl.constexpr = _OUTSIDE if WINDOW else float("-inf")
+    low = tl.maximum(start + 1 - WINDOW, 0) // KEYS * KEYS if WINDOW else 0
+    for place in tl.range(low, start, KEYS, num_stages=STAGES):
         read = keys + (place + key)[:, None] * WIDTH
+        seen = mask
+        if WINDOW:
+            seen = (place + key)[None, :] > query[:, None] - WINDOW
         highest, total, summed = _attend_keys(
-            q, read, whole, mask, highest, total, summed, scale, KV, DIM, DIM_BLOCK, False
+            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, WINDOW > 0, HIDDEN
         )
     for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
         # Keys after the prompt's last one are masked; the last one is read instead.
         read = keys + tl.minimum(place + key, end - 1)[:, None] * WIDTH
         seen = (place + key)[None, :] <= query[:, None]
+        if WINDOW:
+            seen &= (place + key)[None, :] > query[:, None] - WINDOW
         highest, total, summed = _attend_keys(
-            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True
+            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True, HIDDEN
         )
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
     tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), mask)
@@ -142,7 +155,7 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     keys, stages = _reads(dim_block, qkv.device)
     _attend[(heads.query, len(blocks))](
         qkv, out, blocks, heads.scale * 1.4426950408889634,
-        QUERY=heads.query, KV=heads.kv, DIM=heads.dim, DIM_BLOCK=dim_block,
+        QUERY=heads.query, KV=heads.kv, DIM=heads.dim, DIM_BLOCK=dim_block, WINDOW=heads.window or 0,
         QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages, num_warps=8, **dependent(qkv.device),
     )  # fmt: skip
     return out
@@ -156,10 +169,11 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
         # Placeholders, which aren't read without norms.
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
         QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
-        PAGE=cache.shape[-2], NORM=heads.q_norm is not None, num_warps=4, **dependent(qkv.device),
+        PAGE=cache.shape[-2], ROTARY=2 * rope[0].shape[1], NORM=heads.q_norm is not None, OFFSET=heads.norm_offset,
+        num_warps=4, **dependent(qkv.device),
     )  # fmt: skip
     if qkv.element_size() == 2:
         return _attend_to_prompts(qkv, row.blocks, heads)
     query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
     assert row.packing is not None
-    return attend_packed(query, key, value, row.packing, heads.scale).flatten(1)
+    return attend_packed(query, key, value, row.packing, heads.scale, heads.window).flatten(1)

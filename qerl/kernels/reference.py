@@ -18,11 +18,24 @@ from qerl.kernels.prompts import PromptRow
 _WORD = 0xFFFFFFFF
 
 
-def rms_norm(x: Tensor, weight: Tensor, noise: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32), computed in float32, in the dtype of x."""
+def rms_norm(
+    x: Tensor, weight: Tensor, noise: Tensor | None, eps: float, offset: float = 0.0, to: Tensor | None = None
+) -> Tensor:
+    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) + offset, in float32, rounded to the dtype of x.
+
+    With `to` [B, H] the result is added to it in place, and `to` is returned.
+    """
     wide = x.float()
     scale = weight.float() if noise is None else weight.float() + noise
-    return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+    scale = scale + offset if offset else scale
+    out = (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+    return out if to is None else to.add_(out)
+
+
+def geglu(both: Tensor) -> Tensor:
+    """gelu(gate) * up [B, N / 2] of gate and up [B, N], by the approximation of gelu with tanh."""
+    gate, up = both.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def attend(
@@ -38,7 +51,8 @@ def attend(
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
     Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is
-    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, D / 2]. `splits` bounds the kernel's grid, and
+    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
+    the others don't rotate. `splits` bounds the kernel's grid, and
     `drafted` says that slots may share pages that they write to, so that a row attends to tokens of other rows. Both
     have no effect here, where all tokens are appended first.
     """
@@ -50,8 +64,8 @@ def attend(
         rows, position = rows[live].long(), position[live]
         parts = qkv[live].view(len(rows), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
         angles = rope[0][position][:, None], rope[1][position][:, None]
-        query = _rotate(_head_norm(parts[0], heads.q_norm, heads.eps), *angles)
-        key = _rotate(_head_norm(parts[1], heads.k_norm, heads.eps), *angles)
+        query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
+        key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
         page_size = cache.shape[-2]
         page, place = state.pages[rows, position // page_size].long(), position % page_size
         cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
@@ -66,12 +80,12 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
     """
     parts = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
     angles = rope[0][row.positions][:, None], rope[1][row.positions][:, None]
-    query = _rotate(_head_norm(parts[0], heads.q_norm, heads.eps), *angles)
-    key = _rotate(_head_norm(parts[1], heads.k_norm, heads.eps), *angles)
+    query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
+    key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
     page, place = row.places // cache.shape[-2], row.places % cache.shape[-2]
     cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
     assert row.packing is not None
-    return attend_packed(query, key, parts[2], row.packing, heads.scale).flatten(1)
+    return attend_packed(query, key, parts[2], row.packing, heads.scale, heads.window).flatten(1)
 
 
 def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
@@ -79,24 +93,30 @@ def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, h
     used = int(position.max()) // cache.shape[-2] + 1
     # [B, P, 2, Hkv, PAGE, D] to keys and values [B, Hkv, P * PAGE, D]
     cached = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-    mask = torch.arange(cached.shape[3], device=query.device) <= position[:, None]
+    token = torch.arange(cached.shape[3], device=query.device)
+    mask = token <= position[:, None]
+    if heads.window is not None:
+        mask &= token > position[:, None] - heads.window
     out = torch.nn.functional.scaled_dot_product_attention(
         query[:, :, None], cached[0], cached[1], attn_mask=mask[:, None, None], scale=heads.scale, enable_gqa=True
     )
     return out.flatten(1)
 
 
-def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of each head as in Qwen3: normalised, rounded, then scaled."""
+def _head_norm(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
+    """RMSNorm of each head: normalised, rounded, then scaled as in Qwen3, or rounded once with an offset."""
     if weight is None:
         return x
     wide = x.float()
-    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + heads.eps)
+    scaled = (weight.float() + heads.norm_offset) * normed if heads.norm_offset else weight * normed.to(x.dtype)
+    return scaled.to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    wide, rotary = x.float(), 2 * cos.shape[-1]
+    first, second = wide[..., :rotary].chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, wide[..., rotary:]], dim=-1).to(x.dtype)
 
 
 def draw(

@@ -60,7 +60,8 @@ def fuse(
 ) -> FusedLinear:
     """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
-    `dtype` is the activations' dtype. `gated` layers are gate and up, called with `silu`. `kernels` is the setting.
+    `dtype` is the activations' dtype. `gated` layers are gate and up, or one with both as its halves, called with
+    `silu`. `kernels` is the setting.
     """
     bases = [unwrap(layer).base for layer in layers]
     formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
-from qerl.formats.codecs import Packed, dequantize, tensor_specs
+from qerl.formats.codecs import Packed, dequantize, joined, tensor_specs
 from qerl.formats.tiles import Tiles
 from qerl.formats.words import Words
 from qerl.kernels.unpack import dense
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
         self.keepable = True
         #: The weights in the layout of the GPU's kernels, after `use_tiles` has replaced the buffers.
         self.tiles: Tiles | Words | None = None
-        self._part = 0
+        self._parts: tuple[int, ...] = ()
 
     @classmethod
     def from_packed(cls, packed: Packed, bias: Tensor | None = None) -> PackedLinear:
@@ -88,20 +88,23 @@ class PackedLinear(nn.Module):
         layer.bias = None if bias is None else nn.Parameter(bias)
         return layer
 
-    def use_tiles(self, tiles: Tiles | Words, part: int) -> None:
-        """Use part `part` of `tiles`, which other layers may share, and drop the layer's packed tensors."""
+    def use_tiles(self, tiles: Tiles | Words, *parts: int) -> None:
+        """Use `parts` of `tiles`, which other layers may share, and drop the layer's packed tensors.
+
+        The layer's rows are those of its parts, in order.
+        """
         for name in self.packed_names:
             delattr(self, name)
-        self.tiles, self._part, self.packed_names = tiles, part, ("tiles_data",)
+        self.tiles, self._parts, self.packed_names = tiles, parts, ("tiles_data",)
         self.register_buffer("tiles_data", tiles.data, persistent=False)
 
     @property
     def packed(self) -> Packed:
         """The packed weight, without a copy unless it is in tiles."""
         if isinstance(self.tiles, Words):
-            return word_layout.unpack(self.tiles, self._part)
+            return joined([word_layout.unpack(self.tiles, part) for part in self._parts])
         if self.tiles is not None:
-            return tile_layout.unpack(self.tiles, self._part)
+            return joined([tile_layout.unpack(self.tiles, part) for part in self._parts])
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
         return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
 
@@ -115,7 +118,8 @@ class PackedLinear(nn.Module):
         if self._dense is not None and self._dense.dtype == dtype:
             return self._dense
         if self.tiles is not None and dtype == torch.bfloat16 and self.tiles.data.is_cuda:
-            return dense(self.tiles, self._part)
+            parts = [dense(self.tiles, part) for part in self._parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

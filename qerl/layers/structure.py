@@ -147,7 +147,7 @@ def _find(lm: Any) -> Structure:
     kinds = {(_delta_net(block), names) for block, names in zip(layers, linears, strict=True)}
     if len(kinds) > len({net for net, _ in kinds}) or any(one != norms[0] for one in norms):
         raise StructureError(f"model_type={kind!r} has blocks that differ in their layers, which isn't supported")
-    offsets = {_offset(block.get_submodule(name)) for block in layers for name in norms[0].values()}
+    offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
     every = dict.fromkeys(name for names in linears for name in names)
     experts = [name for name in linears[0] if _is_within(layers[0], name, Experts)]
     return Structure(
@@ -321,7 +321,7 @@ def epsilon_of(norm: nn.Module) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _offset(norm: nn.Module) -> float | None:
+def offset_of(norm: nn.Module) -> float | None:
     """The offset of an RMSNorm's weight, found by a computation on numbers; None for another norm."""
     epsilon = epsilon_of(norm)
     if [name for name, _ in norm.named_parameters()] != ["weight"] or not isinstance(epsilon, float):

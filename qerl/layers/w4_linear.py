@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from qerl.formats import tiles as layout
+from qerl.formats.codecs import halves
 from qerl.formats.tiles import Tiles
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
-from qerl.layers.adapters import unwrap
+from qerl.layers.adapters import Lora, unwrap
 from qerl.layers.packed_linear import PackedLinear
 
 
@@ -31,16 +32,18 @@ class W4Linear:
     """
 
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
-        """With `interleaved`, the layers are gate and up, to be called with `silu`."""
+        """With `interleaved`, the layers are gate and up, or one with both as its halves, to be called with `silu`."""
         adapted = [unwrap(layer) for layer in layers]
         bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self.tiles = _tiles_of(bases, interleaved)
         self.out_features = self.tiles.rows
         device = self.tiles.data.device
         self._loras = [layer.lora for layer in adapted]
+        if len(self.tiles.parts) > len(layers):
+            self._loras = [half for lora in self._loras for half in _halves_of(lora)]
         ranks = [len(lora.down) for lora in self._loras if lora is not None]
         self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
-        shape = (len(layers), self.rank, self.tiles.columns)
+        shape = (len(self._loras), self.rank, self.tiles.columns)
         self._operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
@@ -80,11 +83,19 @@ class W4Linear:
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
     tiles = bases[0].tiles
-    if not isinstance(tiles, Tiles):
+    if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
+        tiles = layout.pack(halves(bases[0].packed), interleaved)
+        bases[0].use_tiles(tiles, 0, 1)
+    elif not isinstance(tiles, Tiles):
         tiles = layout.pack([base.packed for base in bases], interleaved)
         for part, base in enumerate(bases):
             base.use_tiles(tiles, part)
     return tiles
+
+
+def _halves_of(lora: Lora | None) -> list[Lora | None]:
+    """The adapters of a fused layer's halves, which share the matrix A."""
+    return [None, None] if lora is None else [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
 
 
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qerl.layers.structure import structure_of
-
 #: Values of `model_type` with which the samplers are tested.
-_ENGINE = ("qwen2", "qwen3", "llama", "mistral")
+_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _VLLM = ("qwen2", "qwen3", "llama")
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: Types of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = ("dynamic", "longrope")
 
@@ -18,13 +17,18 @@ def refused_by_engine(config: Any) -> str | None:
     kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
     if kind not in _ENGINE:
         return f"the native engine supports {', '.join(_ENGINE)}, not {kind!r}"
-    if rope.get("rope_type") in _CHANGING_ROPE:
-        return f"the native engine has no {rope['rope_type']} rotary positions"
-    if any(structure_of(config).windows):
-        return "the native engine has no sliding-window attention"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return "the native engine supports only SiLU as the activation"
+    # Some models have positions for each kind of attention.
+    types = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
+    if changing := next((type_ for type_ in types if type_ in _CHANGING_ROPE), None):
+        return f"the native engine has no {changing} rotary positions"
+    if (activation := activation_of(config)) not in _ACTIVATIONS:
+        return f"the native engine supports {' and '.join(_ACTIVATIONS)} as the activation, not {activation!r}"
     return None
+
+
+def activation_of(config: Any) -> str:
+    """The name of the activation of a model's MLPs, as its configuration has it."""
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
 
 
 def refused_by_vllm(config: Any) -> str | None:

@@ -57,6 +57,21 @@ def test_rms_norm(dtype, rows, width):
             scale = weight.double() + (0 if noise is None else noise.double())
             expected = scale * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
             torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6).double(), expected, **tolerance(dtype))
+            to = torch.randn(rows, width, device=CUDA).to(dtype)
+            added = rms_norm(x, weight, noise, 1e-6, 1.0, to.clone())
+            expected = to.double() + expected * (1 + scale) / scale
+            torch.testing.assert_close(added.double(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("dependent_launch")
+def test_geglu(dtype):
+    from qerl.kernels.geglu import geglu
+
+    both = torch.randn(7, 2 * 6912, device=CUDA).mul_(4).to(dtype)
+    gate, up = both.double().chunk(2, -1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(geglu(both).double(), expected, **tolerance(dtype))
 
 
 # --- attention ---
@@ -76,12 +91,21 @@ def paged(lengths, heads, dtype):
     return state, cache
 
 
-def rotated(x, norm, eps, cos, sin):
+def rotated(x, norm, heads, cos, sin):
     """x [heads, D], rotated in float64."""
     if norm is not None:
-        x = norm.double() * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        x = (heads.norm_offset + norm.double()) * x / (x.square().mean(-1, keepdim=True) + heads.eps).sqrt()
+    rotary = 2 * cos.shape[-1]
+    first, second = x[..., :rotary].chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotary:]], -1)
+
+
+def kernels_order(heads, rope):
+    """The order of a key's elements in the kernels' cache: pairs that rotate together are half a head apart."""
+    pairs = rope[0].shape[1]
+    rest = heads.dim // 2 - pairs
+    places = torch.arange(heads.dim, device=CUDA).split([pairs, pairs, rest, rest])
+    return torch.cat([places[0], places[2], places[1], places[3]])
 
 
 def expected_attention(qkv, cache, state, slot, rope, heads):
@@ -89,11 +113,12 @@ def expected_attention(qkv, cache, state, slot, rope, heads):
     position = int(state.position[slot])
     parts = qkv.double().view(-1, heads.dim).split([heads.query, heads.kv, heads.kv])
     angles = rope[0][position].double(), rope[1][position].double()
-    query = rotated(parts[0], heads.q_norm, heads.eps, *angles)
-    key = rotated(parts[1], heads.k_norm, heads.eps, *angles)
+    query = rotated(parts[0], heads.q_norm, heads, *angles)
+    key = rotated(parts[1], heads.k_norm, heads, *angles)
     pages = state.pages[slot].long()
-    token = torch.arange(position, device=CUDA)
+    token = torch.arange(0 if heads.window is None else max(position + 1 - heads.window, 0), position, device=CUDA)
     held = cache[pages[token // PAGE], :, :, token % PAGE].double()  # [tokens, 2, Hkv, D]
+    held[:, 0] = held[:, 0][..., kernels_order(heads, rope).argsort()]
     keys = torch.cat([held[:, 0], key[None]]).repeat_interleave(heads.query // heads.kv, 1)
     values = torch.cat([held[:, 1], parts[2][None]]).repeat_interleave(heads.query // heads.kv, 1)
     weights = torch.softmax(torch.einsum("hd,thd->ht", query, keys) * heads.scale, -1)
@@ -102,28 +127,34 @@ def expected_attention(qkv, cache, state, slot, rope, heads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("query", "kv", "dim", "normed"),
+    ("query", "kv", "dim", "normed", "rotary", "window"),
     [
-        (2, 1, 32, False),
-        (4, 2, 16, True),
-        (28, 4, 128, False),
-        (16, 8, 128, True),
-        (3, 3, 80, False),
-        (32, 1, 64, True),
+        (2, 1, 32, False, 32, None),
+        (4, 2, 16, True, 16, None),
+        (28, 4, 128, False, 128, None),
+        (16, 8, 128, True, 128, None),
+        (3, 3, 80, False, 80, None),
+        (32, 1, 64, True, 64, None),
+        (24, 8, 128, False, 96, None),
+        (32, 32, 96, False, 96, 700),
+        (4, 1, 256, "1 + w", 256, None),
+        (4, 1, 256, "1 + w", 256, 512),
+        (2, 1, 32, "1 + w", 24, 1),
     ],
 )
 @pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.usefixtures("dependent_launch")
-def test_attention(dtype, query, kv, dim, normed, least_programs, monkeypatch):
+def test_attention(dtype, query, kv, dim, normed, rotary, window, least_programs, monkeypatch):
     from qerl.kernels import attention
     from qerl.kernels.attention import attend
 
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
-    norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
+    offset = float(normed == "1 + w")
+    norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window)
     state, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
     state.position[3] = IDLE
-    angle = torch.rand(2200, dim // 2, device=CUDA) * 6
+    angle = torch.rand(2200, rotary // 2, device=CUDA) * 6
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     rows = torch.tensor([8, 3, 0, 9, 1, 2, 9, 4, 5, 6, 7], dtype=torch.int32, device=CUDA)
     qkv = torch.randn(len(rows), (query + 2 * kv) * dim, device=CUDA).to(dtype)
@@ -137,7 +168,8 @@ def test_attention(dtype, query, kv, dim, normed, least_programs, monkeypatch):
         expected, key, value = expected_attention(qkv[row], before, state, slot, rope, heads)
         torch.testing.assert_close(out[row].double(), expected, **tolerance(dtype))
         page = int(state.pages[slot, position // PAGE])
-        torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), key, **tolerance(dtype))
+        stored = key[..., kernels_order(heads, rope)]
+        torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), stored, **tolerance(dtype))
         assert torch.equal(cache[page, 1, :, position % PAGE].double(), value)
         before[page, :, :, position % PAGE] = cache[page, :, :, position % PAGE]
         alone = attend(qkv[row : row + 1], cache.clone(), state, rows[row : row + 1], rope, heads, splits)

@@ -2,15 +2,21 @@
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from qerl.policy.policy import load_policy
+from qerl.policy.export import write_dense
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import EngineSettings
+from qerl.settings.rollout import EngineSettings, NativeSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.parity.test_families import NORMS
 from tests.tiny import tiny_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,6 +39,16 @@ def forced(model, samples):
     return torch.cat(rows)
 
 
+def drawn(policy, sampler):
+    """Samples, and the log-probabilities of their tokens by the sampler and by an update."""
+    groups = sampler.generate(PROMPTS, PARAMS)
+    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
+    batch = micro_batch(samples, list(range(len(samples))), DEVICE)
+    with torch.no_grad():
+        packed = torch.cat(list(logprobs_and_entropy(policy, batch, 1.0)[0]))
+    return samples, torch.tensor([x for s in samples for x in s.completion.logprobs], device=DEVICE), packed
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
@@ -40,13 +56,8 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
     tiny_family(tmp_path, name, dtype=torch.bfloat16, **SHAPE, **window)
     policy = load_policy(tmp_path, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())
-    assert type(sampler) is (EngineSampler if name == "mistral" else NativeSampler)
-    drawn = sampler.generate(PROMPTS, PARAMS)
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    batch = micro_batch(samples, list(range(len(samples))), DEVICE)
-    with torch.no_grad():
-        packed = torch.cat(list(logprobs_and_entropy(policy, batch, 1.0)[0]))
-    sampled = torch.tensor([x for s in samples for x in s.completion.logprobs], device=DEVICE)
+    assert type(sampler) is (NativeSampler if name == "qwen3_5" else EngineSampler)
+    samples, sampled, packed = drawn(policy, sampler)
     exact, stock = (
         forced(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=kind).to(DEVICE).eval(), samples)
         for kind in (torch.float32, getattr(torch, dtype))
@@ -54,3 +65,38 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
     limit = 1e-4 if dtype == "float32" else 1.25 * (stock - exact).square().mean().sqrt().item()
     for found in (sampled, packed):
         assert (found - exact).square().mean().sqrt().item() < limit
+
+
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+def test_packed_weights_with_adapter_and_noise_are_as_near_as_peft(tmp_path, name, weights, kernels):
+    """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
+    tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **SHAPE, sliding_window=24)
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
+    policy = with_adapter(tmp_path / weights, AdapterSettings(rank=16), "bfloat16", 0, DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    policy.save(tmp_path / "adapter")
+    write_dense(tmp_path / weights, tmp_path / "dense", torch.float32)
+    sampler = make_sampler(policy, EngineSettings(native=NativeSettings(kernels=kernels)))
+    with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
+        samples, sampled, packed = drawn(policy, sampler)
+    exact, stock = (
+        forced(noisy_peft(tmp_path, NORMS[name], dtype), samples) for dtype in (torch.float32, torch.bfloat16)
+    )
+    limit = 1.25 * (stock - exact).square().mean().sqrt().item()
+    for found in (sampled, packed):
+        assert (found - exact).square().mean().sqrt().item() < limit
+
+
+def noisy_peft(folder, norms, dtype):
+    """The unpacked base with the saved adapter, and the noise of step 2 on its trained norms."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=dtype)
+    peft = PeftModel.from_pretrained(model, folder / "adapter")
+    for layer, block in enumerate(peft.base_model.model.model.layers):
+        for role, norm in enumerate(norms):
+            weight = block.get_submodule(norm).modules_to_save["default"].weight
+            weight.data += (0.1 * standard_normal(3, 2, layer, role, len(weight))).to(dtype)
+    return peft.to(DEVICE).eval()

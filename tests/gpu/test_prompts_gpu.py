@@ -14,6 +14,7 @@ from qerl.rollout.engine.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
+from tests.gpu.test_engine_gpu import kernels_order
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,41 +29,53 @@ def exact(qkv, lengths, positions, rope, heads):
 
     def rotated(x, norm):
         if norm is not None:
-            x = norm.double() * x / (x.square().mean(-1, keepdim=True) + heads.eps).sqrt()
+            x = (heads.norm_offset + norm.double()) * x / (x.square().mean(-1, keepdim=True) + heads.eps).sqrt()
         cos, sin = (table[positions.long()].double()[:, None] for table in rope)
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        rotary = 2 * cos.shape[-1]
+        first, second = x[..., :rotary].chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotary:]], -1)
 
     query, key = rotated(query, heads.q_norm), rotated(key, heads.k_norm)
     outs, group = [], heads.query // heads.kv
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * heads.scale
-        later = torch.ones(scores.shape[1:], device=CUDA).triu(1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        behind = torch.arange(len(q), device=CUDA)[:, None] - torch.arange(len(q), device=CUDA)
+        hidden = (behind < 0) | (behind >= (heads.window or len(q)))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1))
     return torch.cat(outs), key, value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("query", "kv", "dim", "normed"), [(28, 4, 128, False), (16, 8, 128, True), (3, 3, 80, False), (32, 1, 64, True)]
+    ("query", "kv", "dim", "normed", "rotary", "window"),
+    [
+        (28, 4, 128, False, 128, None),
+        (16, 8, 128, True, 128, None),
+        (3, 3, 80, False, 80, None),
+        (32, 1, 64, True, 64, None),
+        (24, 8, 128, False, 96, 70),
+        (4, 1, 256, "1 + w", 256, 129),
+        (4, 1, 256, "1 + w", 256, 1),
+    ],
 )
 @pytest.mark.parametrize("padding", [0, 117])
 @pytest.mark.parametrize("pdl", [True, False])
-def test_attention_of_prompts(dtype, query, kv, dim, normed, padding, pdl, monkeypatch):
+def test_attention_of_prompts(dtype, query, kv, dim, normed, rotary, window, padding, pdl, monkeypatch):
     from qerl.kernels.prompt_attention import attend_prompts
 
     monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
     torch.manual_seed(torch.seed() % 2**31)
-    norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)
+    offset = float(normed == "1 + w")
+    norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window)
     tokens = sum(LENGTHS) + padding
     order = (torch.randperm(20) + 1).tolist()
     pages = [[order.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS]
     packed = torch.tensor(pack([[7] * n for n in LENGTHS], pages, PAGE, tokens, 9)).to(CUDA)
     lengths = [*LENGTHS, padding] if padding else LENGTHS
     row = PromptRow.of(packed, tokens, 9, Packing.of(lengths, [None] * len(lengths), CUDA))
-    angle = torch.rand(300, dim // 2, device=CUDA) * 6
+    angle = torch.rand(300, rotary // 2, device=CUDA) * 6
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     qkv = torch.randn(tokens, (query + 2 * kv) * dim, device=CUDA).to(dtype)
     cache = torch.full((21, 2, kv, PAGE, dim), torch.nan, dtype=dtype, device=CUDA)
@@ -72,7 +85,8 @@ def test_attention_of_prompts(dtype, query, kv, dim, normed, padding, pdl, monke
     torch.testing.assert_close(out.double(), expected, **close)
     assert (out.double() - expected).norm() <= (5e-3 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
     page, place = row.places[: sum(LENGTHS)].long() // PAGE, row.places[: sum(LENGTHS)].long() % PAGE
-    torch.testing.assert_close(cache[page, 0, :, place].double(), keys[: sum(LENGTHS)], **close)
+    stored = keys[: sum(LENGTHS)][..., kernels_order(heads, rope)]
+    torch.testing.assert_close(cache[page, 0, :, place].double(), stored, **close)
     assert torch.equal(cache[page, 1, :, place].double(), values[: sum(LENGTHS)])
     cache[page, :, :, place] = torch.nan
     assert cache[1:].isnan().all()

@@ -28,6 +28,8 @@ TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
 #: q, k and v have three blocks of rows together, of which a cluster of two has one and a half.
 ODD = (256, 64, 512)
+#: Gate and up as two layers, and as one.
+GATED = ("gate_up", "fused gate_up")
 HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BACKENDS = [pytest.param(W4Linear, marks=on_hopper, id="hopper"), pytest.param(PortableLinear, id="portable")]
@@ -44,6 +46,7 @@ def shapes_of(kind, size):
         "qkv": [(hidden, hidden), (narrow, hidden), (narrow, hidden)],
         "o": [(hidden, hidden)],
         "gate_up": [(wide, hidden), (wide, hidden)],
+        "fused gate_up": [(2 * wide, hidden)],
         "down": [(hidden, wide)],
     }[kind]
 
@@ -91,9 +94,10 @@ def reference(layers, weights, x, kind, before):
             a, b = (part["default"].weight.bfloat16().double() for part in (layer.lora_A, layer.lora_B))
             y = y + (x.double() @ a.T * layer.scaling["default"]).bfloat16().double() @ b.T
         outputs.append(y)
-    if kind == "gate_up":
-        return nn.functional.silu(outputs[0]) * outputs[1]
     y = torch.cat(outputs, dim=1)
+    if kind in GATED:
+        gate, up = y.chunk(2, dim=1)
+        return nn.functional.silu(gate) * up
     return y if before is None else y + before.double()
 
 
@@ -104,7 +108,7 @@ def rows_of(backend, size):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("kind", ["qkv", "o", *GATED, "down"])
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
     ("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (ODD, (0, 16)), (LARGE, (0, 16, 64))], ids=["small", "odd", "7b"]
@@ -115,12 +119,12 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks, backen
         weights = [dequantize(layer.packed, torch.float32) for layer in layers.children()]
         if rank:
             with_lora(layers, rank)
-        product = product_of(backend, layers, kind == "gate_up")
+        product = product_of(backend, layers, kind in GATED)
         for rows in rows_of(backend, size):
             x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
-            width = product.out_features // (2 if kind == "gate_up" else 1)
+            width = product.out_features // (2 if kind in GATED else 1)
             before = torch.randn(rows, width, device=DEVICE).bfloat16() if kind in ("o", "down") else None
-            options = {"residual": before is not None, "silu": kind == "gate_up"}
+            options = {"residual": before is not None, "silu": kind in GATED}
             outs = []
             for _ in range(2):
                 out = x.new_full((rows, width), float("nan")) if before is None else before.clone()
@@ -156,6 +160,17 @@ def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format, backe
     tiles = word_layout.pack(packed) if backend is PortableLinear else tile_layout.pack(packed, kind == "gate_up")
     for part, weight in enumerate(expected):
         assert torch.equal(dense(tiles, part), weight)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
+def test_a_fused_layer_keeps_its_weight_bit_for_bit(weights_format, backend):
+    layers = layers_of("fused gate_up", SMALL, weights_format)
+    [layer] = layers.children()
+    weight = dequantize(layer.packed, torch.bfloat16)
+    product_of(backend, layers, gated=True)
+    assert torch.equal(layer.dense_weight(torch.bfloat16), weight)
+    assert torch.equal(dequantize(layer.packed, torch.bfloat16), weight)
 
 
 @on_hopper

@@ -20,9 +20,12 @@ from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.served import refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
+from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_of_images
@@ -83,12 +86,36 @@ def forced(model, prompt, tokens):
 @families
 def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
     policy, model = load_policy(bases / name / "bf16", None, "float32", CPU), stock(bases / name / "bf16")
+    samplers = [NativeSampler(policy)]
+    if refused_by_engine(policy.lm.config) is None:
+        samplers.append(EngineSampler(policy, NativeSettings()))
     params = SamplingParams(max_tokens=20, count=2, ignore_eos=True)
-    for prompt, group in zip(PROMPTS, NativeSampler(policy).generate(PROMPTS, params), strict=True):
+    for sampler in samplers:
+        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, params), strict=True):
+            for completion in group:
+                with torch.no_grad():
+                    expected = forced(model, prompt, completion.token_ids)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
+
+
+@pytest.mark.parametrize(("name", "weights"), [("phi3", "nvfp4"), ("gemma3", "mxfp4")])
+def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tmp_path, name, weights):
+    """Packed weights, an adapter on all layers, trained norms and noise, together."""
+    policy = perturbed(with_adapter(bases / name / weights, AdapterSettings(rank=4), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    write_dense(bases / name / weights, tmp_path / "dense", torch.float32)
+    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter")
+    for layer, block in enumerate(peft.base_model.model.model.layers):
+        for role, norm in enumerate(NORMS[name]):
+            trained = block.get_submodule(norm).modules_to_save["default"]
+            trained.weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
+        groups = EngineSampler(policy, NativeSettings()).generate(PROMPTS, SamplingParams(max_tokens=16, count=2))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             with torch.no_grad():
-                expected = forced(model, prompt, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
+                expected = forced(peft, prompt, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 @families

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.fused_linear import FusedLinear, fuse
+from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.layers.structure import epsilon_of, offset_of, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
-from qerl.rollout.served import refused_by_engine
+from qerl.rollout.served import activation_of, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
 
@@ -29,17 +31,23 @@ class _Norm:
     weight: Tensor
     noise: Tensor | None
     eps: float
+    offset: float
 
 
 @dataclass(frozen=True)
 class _Block:
     heads: Heads
+    #: The kind of the block's attention, where rotary positions differ by it.
+    kind: str | None
     input_norm: _Norm
     qkv: FusedLinear
     out: FusedLinear
+    #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
+    after_attention: _Norm | None
     mlp_norm: _Norm
     gate_up: FusedLinear
     down: FusedLinear
+    after_mlp: _Norm | None
 
 
 class Decoder:
@@ -53,12 +61,18 @@ class Decoder:
         self.device = policy.device
         self.operations = operations(policy.device)
         self._model: Any = policy.lm.model
-        self._embedding: Any = policy.lm.get_input_embeddings().weight
-        self._blocks = [_block(layer, config, self.dtype, kernels) for layer in self._model.layers]
+        embedding: Any = policy.lm.get_input_embeddings()
+        self._embedding: Any = embedding.weight
+        scale: Tensor | None = getattr(embedding, "embed_scale", None)
+        self._embedding_scale = None if scale is None else scale.to(self.dtype)
+        self._gelu = activation_of(config) != "silu"
+        self._blocks = [
+            _block(layer, number, config, self.dtype, kernels) for number, layer in enumerate(self._model.layers)
+        ]
         self._norm = _norm(self._model.norm)
         self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
-        self._rope = self._rope_table(1)
+        self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
@@ -118,18 +132,25 @@ class Decoder:
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
-        """Extend the rotary table to sequences of `tokens`. If it grows, graphs that were captured before are
+        """Extend the rotary tables to sequences of `tokens`. If they grow, graphs that were captured before are
         invalid.
         """
-        if tokens > len(self._rope[0]):
-            self._rope = self._rope_table(tokens)
+        if tokens > len(self._ropes[self._blocks[0].kind][0]):
+            self._ropes = self._rope_tables(tokens)
 
-    def _rope_table(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, D / 2] from the model's rotary module, rounded to the model's dtype as there."""
+    def _rope_tables(self, tokens: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """Cosines and sines [tokens, R / 2] of the R elements of a head that rotate, for each kind of attention.
+
+        They are those of the model's rotary module, rounded to the model's dtype as there.
+        """
         positions = torch.arange(tokens, device=self.device)[None]
-        cos, sin = self._model.rotary_emb(self._embedding[:1, None], positions)
-        half = cos.shape[-1] // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        for kind in dict.fromkeys(block.kind for block in self._blocks):
+            of_kind = {} if kind is None else {"layer_type": kind}
+            cos, sin = self._model.rotary_emb(self._embedding[:1, None], positions, **of_kind)
+            half = cos.shape[-1] // 2
+            tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        return tables
 
     def step(
         self,
@@ -147,11 +168,11 @@ class Decoder:
         `drafted`: slots may share pages that they write to, each at a position of its own.
         """
         ops = self.operations
-        x = self._embedding[state.token[rows]]
+        x = self._embedded(state.token[rows])
         x = self._through_blocks(
             x,
             cache,
-            lambda qkv, cached, heads: ops.attend(qkv, cached, state, rows, self._rope, heads, splits, drafted),
+            lambda qkv, cached, heads, rope: ops.attend(qkv, cached, state, rows, rope, heads, splits, drafted),
         )
         ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
@@ -161,11 +182,11 @@ class Decoder:
         `cache` then holds the keys and values of all tokens.
         """
         ops = self.operations
-        x = self._embedding[row.ids]
+        x = self._embedded(row.ids)
         return self._through_blocks(
             x,
             cache,
-            lambda qkv, cached, heads: ops.attend_prompts(qkv, cached, row, self._rope, heads),
+            lambda qkv, cached, heads, rope: ops.attend_prompts(qkv, cached, row, rope, heads),
             row.last,
         )
 
@@ -175,59 +196,94 @@ class Decoder:
         self._head(self._normed(hidden, self._norm), logits)
         return logits
 
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = self._embedding[ids]
+        return x if self._embedding_scale is None else x * self._embedding_scale
+
     def _through_blocks(
         self,
         x: Tensor,
         cache: Tensor,
-        attend: Callable[[Tensor, Tensor, Heads], Tensor],
+        attend: Callable[[Tensor, Tensor, Heads, tuple[Tensor, Tensor]], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x.
 
-        `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache and its heads.
+        `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache, its heads and its rotary table.
         """
         for block, layer_cache in zip(self._blocks, cache, strict=True):
             normed = self._normed(x, block.input_norm)
             qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
             block.qkv(normed, qkv)
-            attended = attend(qkv, layer_cache, block.heads)
+            attended = attend(qkv, layer_cache, block.heads, self._ropes[block.kind])
             if wanted is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, attended = x[wanted], attended[wanted]
-            block.out(attended, x, residual=True)
-            normed = self._normed(x, block.mlp_norm)
-            gated = x.new_empty(len(x), self._intermediate)
-            block.gate_up(normed, gated, silu=True)
-            block.down(gated, x, residual=True)
+            self._add(x, block.out, attended, block.after_attention)
+            gated = self._gated(self._normed(x, block.mlp_norm), block.gate_up)
+            self._add(x, block.down, gated, block.after_mlp)
         return x
 
-    def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
-        return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps)
+    def _gated(self, x: Tensor, gate_up: FusedLinear) -> Tensor:
+        """The MLP's hidden features [B, I] of x [B, H]."""
+        if self._gelu:
+            both = x.new_empty(len(x), 2 * self._intermediate)
+            gate_up(x, both)
+            return self.operations.geglu(both)
+        gated = x.new_empty(len(x), self._intermediate)
+        gate_up(x, gated, silu=True)
+        return gated
+
+    def _add(self, to: Tensor, linear: FusedLinear, x: Tensor, norm: _Norm | None) -> None:
+        """Add a product, with a norm the normalised product, to the hidden states `to` [B, H] in place."""
+        if norm is None:
+            linear(x, to, residual=True)
+        else:
+            out = torch.empty_like(to)
+            linear(x, out)
+            self._normed(out, norm, to)
+
+    def _normed(self, x: Tensor, norm: _Norm, to: Tensor | None = None) -> Tensor:
+        return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps, norm.offset, to)
 
 
-def _block(layer: Any, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:
+def _block(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
+    gated = activation_of(config) == "silu"
+    # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
+    around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
-        heads=_heads(attention, config),
+        heads=_heads(attention, config, structure_of(config).windows[number]),
+        kind=config.layer_types[number] if "full_attention" in config.rope_parameters else None,
         input_norm=_norm(layer.input_layernorm),
-        qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype, kernels=kernels),
+        qkv=fuse(_projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels),
         out=fuse([attention.o_proj], dtype, kernels=kernels),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype, gated=True, kernels=kernels),
+        after_attention=_norm(layer.post_attention_layernorm) if around else None,
+        mlp_norm=_norm(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
+        gate_up=fuse(_projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=gated, kernels=kernels),
         down=fuse([mlp.down_proj], dtype, kernels=kernels),
+        after_mlp=_norm(layer.post_feedforward_layernorm) if around else None,
     )
 
 
-def _heads(attention: Any, config: Any) -> Heads:
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling)
+def _projections(module: Any, fused: str, *parts: str) -> list[Any]:
+    """The layer that a checkpoint has fused, as in Phi-3, or its parts."""
+    return [getattr(module, name) for name in ((fused,) if hasattr(module, fused) else parts)]
+
+
+def _heads(attention: Any, config: Any, window: int | None) -> Heads:
+    heads = Heads(
+        config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling, window=window
+    )
     if not hasattr(attention, "q_norm"):
         return heads
     q_norm, k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
-    return Heads(heads.query, heads.kv, heads.dim, heads.scale, q_norm.weight, k_norm.weight, q_norm.eps)
+    return replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
 
 
 def _norm(norm: Any) -> _Norm:
     """A norm with its noise; PEFT's trained copy if there is one."""
     if isinstance(norm, ModulesToSaveWrapper):
         norm = norm.modules_to_save[POLICY_ADAPTER]
-    return _Norm(norm.weight, getattr(norm, "noise", None), norm.variance_epsilon)
+    offset = norm.offset if isinstance(norm, NoisyRMSNorm) else offset_of(norm)
+    return _Norm(norm.weight, getattr(norm, "noise", None), epsilon_of(norm), offset or 0.0)

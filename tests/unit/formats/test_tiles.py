@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.formats import tiles as layout
-from qerl.formats.codecs import dequantize, quantize
+from qerl.formats.codecs import dequantize, halves, joined, quantize
 from qerl.formats.errors import FormatError
 from qerl.layers.packed_linear import PackedLinear
 
@@ -81,6 +81,23 @@ def test_a_negative_scale_is_refused():
     packed.tensors["weight_scale"].view(torch.uint8)[3, 5] = 0x81
     with pytest.raises(FormatError, match="scale"):
         layout.pack([packed])
+
+
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
+def test_a_fused_layer_has_its_halves_interleaved_and_keeps_its_products(weights_format):
+    """Gate and up of Phi-3 are one layer; the kernel reads them as it reads two."""
+    two = random_packed(weights_format, (24, 256), (24, 256))
+    if weights_format == "nvfp4":  # a layer has one global scale
+        two[1].tensors["weight_global_scale"] = two[0].tensors["weight_global_scale"]
+    layer = PackedLinear.from_packed(joined(two))
+    x = torch.randn(3, 256)
+    before, weight = layer(x), layer.packed
+    tiles = layout.pack(halves(weight), interleaved=True)
+    assert torch.equal(tiles.data, layout.pack(two, interleaved=True).data)
+    layer.use_tiles(tiles, 0, 1)
+    assert torch.equal(layer(x), before)
+    for name, tensor in layer.packed.tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), weight.tensors[name].view(torch.uint8))
 
 
 def test_a_layer_keeps_one_copy_and_its_products():

@@ -1,5 +1,7 @@
 """Every kernel in Triton compiles for every supported generation of GPUs, within its shared memory; none is run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,18 @@ pytest.importorskip("triton")
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
-from qerl.kernels import attention, copies, logits, norm, norm_training, prompt_attention, rope, sampling, swiglu
+from qerl.kernels import (
+    attention,
+    copies,
+    geglu,
+    logits,
+    norm,
+    norm_training,
+    prompt_attention,
+    rope,
+    sampling,
+    swiglu,
+)
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.portable.decoding import dense
@@ -19,11 +32,24 @@ from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 CPU = torch.device("cpu")
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
 HIDDEN, HEADS, VOCABULARY = 3584, Heads(28, 4, 128, 128**-0.5), 152064
-ROPE = torch.zeros(2, 4096, 64).bfloat16().unbind()
 
 
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+#: The heads of Gemma 3 1B, in its layers with windows, and of Phi-4-mini, with the elements that rotate.
+GEMMA = Heads(4, 1, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, window=512)
+PHI = Heads(24, 8, 128, 128**-0.5)
+
+
+def rope_of(rotary):
+    return zeros(4096, rotary // 2), zeros(4096, rotary // 2)
+
+
+def row_of(count, heads):
+    """Queries, keys and values of `count` tokens, and a cache."""
+    return zeros(count, (heads.query + 2 * heads.kv) * heads.dim), zeros(9, 2, heads.kv, PAGE, heads.dim)
 
 
 def products():
@@ -37,23 +63,35 @@ def products():
 
 
 def decode_steps():
-    state, cache = DecodeState.empty(64, 8, 8, CPU), zeros(9, 2, HEADS.kv, PAGE, HEADS.dim)
-    normed = Heads(HEADS.query, HEADS.kv, HEADS.dim, HEADS.scale, zeros(128), zeros(128), 1e-6)
-    for count, heads, drafted in ((4, HEADS, False), (64, HEADS, False), (64, normed, False), (4, HEADS, True)):
+    state = DecodeState.empty(64, 8, 8, CPU)
+    normed = replace(HEADS, q_norm=zeros(128), k_norm=zeros(128), eps=1e-6)
+    for count, heads, rotary, drafted in (
+        (4, HEADS, 128, False),
+        (64, HEADS, 128, False),
+        (64, normed, 128, False),
+        (4, HEADS, 128, True),
+        (4, GEMMA, 256, False),
+        (170, GEMMA, 256, True),
+        (4, PHI, 96, False),
+    ):
         rows = torch.zeros(count, dtype=torch.int32)
-        attention.attend(zeros(count, (HEADS.query + 2 * HEADS.kv) * 128), cache, state, rows, ROPE, heads, 8, drafted)
+        qkv, cache = row_of(count, heads)
+        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8, drafted)
     sampling_state = SamplingState.empty(CPU)
     rows = torch.zeros(2, dtype=torch.int32)
     for truncated in (False, True):
         sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated)
     norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6)
+    norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), None, 1e-6, 1.0, zeros(4, HIDDEN))
+    geglu.geglu(zeros(4, 2 * HIDDEN))
     copies.Copies([zeros(8)], [torch.zeros(8)])()
 
 
 def prompts():
     row = PromptRow.of(torch.from_numpy(pack([[1] * 200], [[1, 2, 3, 4]], PAGE, 200)), 200, 1, None)
-    qkv = zeros(200, (HEADS.query + 2 * HEADS.kv) * 128)
-    prompt_attention.attend_prompts(qkv, zeros(9, 2, HEADS.kv, PAGE, 128), row, ROPE, HEADS)
+    for heads, rotary in ((HEADS, 128), (GEMMA, 256), (PHI, 96)):
+        qkv, cache = row_of(200, heads)
+        prompt_attention.attend_prompts(qkv, cache, row, rope_of(rotary), heads)
 
 
 def updates():

@@ -7,11 +7,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qerl.formats.codecs import PACKED_FORMATS, quantize
+from qerl.formats.codecs import PACKED_FORMATS, halves, quantize
 from qerl.layers import fused_linear
 from qerl.layers.fused_linear import fuse, product_class
 from qerl.layers.lora import register_lora
 from qerl.layers.packed_linear import PackedLinear
+from qerl.layers.w4_linear import W4Linear
 
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 
@@ -94,6 +95,32 @@ def test_dense_weights_are_neither_copied_nor_changed():
     out = torch.empty(3, 128)
     linear(x, out)
     torch.testing.assert_close(out, torch.cat([layer(x) for layer in layers], -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
+def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_format):
+    """Weights and adapters of both halves, which share A, as its kernel gets them; the kernel needs a GPU."""
+    torch.manual_seed(0)
+    both = nn.Module()
+    both.anchor = nn.Linear(1, 1)
+    both.gate_up_proj = PackedLinear.from_packed(quantize(torch.randn(48, 256), weights_format))
+    weight = both.gate_up_proj.packed
+    two = [PackedLinear.from_packed(half) for half in halves(weight)]
+    get_peft_model(both, register_lora(LoraConfig(r=4, lora_alpha=6, target_modules=["gate_up_proj"])))
+    nn.init.normal_(both.gate_up_proj.lora_B["default"].weight)
+    fused, apart = W4Linear([both.gate_up_proj], interleaved=True), W4Linear(two, interleaved=True)
+    found, expected = fused._operands, apart._operands
+    assert torch.equal(found.tiles.data, expected.tiles.data)
+    assert (found.tiles.parts, found.tiles.factors) == (expected.tiles.parts, expected.tiles.factors)
+    down, up = (getattr(both.gate_up_proj, name)["default"].weight.bfloat16() for name in ("lora_A", "lora_B"))
+    for a, b, rows in zip(found.lora_a, found.lora_b, up.split(24), strict=True):
+        assert torch.equal(a[:4], down)
+        assert torch.equal(b[:, :4], rows)
+        assert not a[4:].any()
+    assert found.lora_scales == (1.5, 1.5)
+    again = W4Linear([both.gate_up_proj], interleaved=True)
+    assert again.tiles is fused.tiles
+    assert again.rank == 16
 
 
 def test_a_layer_that_is_not_linear_is_an_error():

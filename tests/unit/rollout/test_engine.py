@@ -25,7 +25,7 @@ from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
 CPU = torch.device("cpu")
 MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
-MODELS |= {"mistral": partial(tiny_family, name="mistral")}
+MODELS |= {name: partial(tiny_family, name=name) for name in ("mistral", "mistral-sliding", "phi3", "gemma3")}
 
 
 def perturbed(policy):
@@ -294,10 +294,10 @@ def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, mistral, not 'gpt2'"),
+        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, mistral, phi3, gemma3_text, not 'gpt2'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "no dynamic rotary positions"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, "no sliding-window attention"),
-        ({"hidden_act": "gelu"}, "supports only SiLU"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "no dynamic rotary positions"),
+        ({"hidden_act": "gelu"}, "supports silu and gelu_pytorch_tanh as the activation, not 'gelu'"),
     ],
 )
 def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, message):

@@ -26,13 +26,13 @@ def test_the_native_sampler_is_the_default(policy):
 
 
 def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
-    phi = load_policy(tiny_family(tmp_path, "phi3"), None, "float32", torch.device("cpu"))
+    experts = load_policy(tiny_family(tmp_path, "qwen3_moe"), None, "float32", torch.device("cpu"))
     assert native_class(on_gpu=True, config=policy.lm.config) is EngineSampler
-    assert native_class(on_gpu=True, config=phi.lm.config) is NativeSampler
-    with pytest.raises(ConfigError, match="not 'phi3'; the eager sampler serves it"):
-        EngineSampler(phi, NativeSettings())
-    with pytest.raises(ConfigError, match=r"not 'phi3'; use rollout\.engine=native"):
-        make_sampler(phi, EngineSettings(engine="vllm"))
+    assert native_class(on_gpu=True, config=experts.lm.config) is NativeSampler
+    with pytest.raises(ConfigError, match="not 'qwen3_moe'; the eager sampler serves it"):
+        EngineSampler(experts, NativeSettings())
+    with pytest.raises(ConfigError, match=r"not 'qwen3_moe'; use rollout\.engine=native"):
+        make_sampler(experts, EngineSettings(engine="vllm"))
 
 
 def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):

@@ -1,0 +1,126 @@
+"""Kernels of decode steps and prompts against PyTorch, in Triton's interpreter, which `test_attention.py` starts.
+
+Heads are those of families: windows shorter and longer than a page, heads of which a part rotates, and norms 1 + w.
+The interpreter has no arithmetic of bfloat16, so activations are float32 here; `tests/gpu` has bfloat16.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl.kernels import attention, prompt_attention, reference
+from qerl.kernels.decode_state import IDLE, DecodeState
+from qerl.kernels.geglu import geglu
+from qerl.kernels.geometry import PAGE, Heads, splits_of
+from qerl.kernels.norm import rms_norm
+from qerl.kernels.packed_sequences import Packing, attend_packed
+from qerl.kernels.prompts import PromptRow, pack
+
+CPU = torch.device("cpu")
+#: Sequences of less than a page to so many pages that some splits are of two.
+LENGTHS = [1, 3, 64, 129, 600]
+#: Query heads, KV heads, their size, how much of it rotates, offset of the norms or None, and window.
+HEADS = [
+    (4, 2, 16, 16, None, None),
+    (4, 2, 16, 12, None, 8),
+    (3, 3, 24, 18, 0.0, 64),
+    (2, 1, 32, 32, 1.0, 1),
+    (4, 1, 32, 32, 1.0, 100),
+    (2, 1, 16, 12, 1.0, 1000),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """The sizes of a GPU, and what a kernel would read of memory that isn't set."""
+    properties = SimpleNamespace(multi_processor_count=8, shared_memory_per_block_optin=100_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(prompt_attention, "_reads", lambda dim_block, device: (32, 1))
+    torch.manual_seed(0)
+
+
+def heads_of(query, kv, dim, rotary, offset, window):
+    norms = [None if offset is None else 1 - offset + 0.3 * torch.randn(dim) for _ in range(2)]
+    made = Heads(query, kv, dim, 0.3, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window)
+    angle = torch.rand(1024, rotary // 2) * 6
+    return made, (angle.cos(), angle.sin())
+
+
+def kernels_order(dim, rotary):
+    """The order of a key's elements in the kernels' cache: pairs that rotate together are half a head apart."""
+    rest = (dim - rotary) // 2
+    return [*range(rotary // 2), *range(rotary, rotary + rest), *range(rotary // 2, rotary), *range(rotary + rest, dim)]
+
+
+def both_caches(count, heads, order):
+    """Random keys and values, as PyTorch's operations and as the kernels have them."""
+    plain = torch.randn(count, 2, heads.kv, PAGE, heads.dim)
+    kernels = plain.clone()
+    kernels[:, 0] = plain[:, 0][..., order]
+    return kernels, plain
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+@pytest.mark.parametrize(("least_programs", "drafted"), [(0, False), (1000, False), (1000, True)])
+def test_steps(shape, least_programs, drafted, monkeypatch):
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
+    (heads, rope), order = heads_of(*shape), kernels_order(*shape[2:4])
+    each = -(-max(LENGTHS) // PAGE)
+    state = DecodeState.empty(len(LENGTHS), 1, each, CPU)
+    state.pages[:-1] = torch.randperm(len(LENGTHS) * each).view(len(LENGTHS), each).int() + 1
+    state.position[:-1] = torch.tensor(LENGTHS).int() - 1
+    state.position[2] = IDLE
+    ours, plain = both_caches(1 + len(LENGTHS) * each, heads, order)
+    rows = torch.tensor([3, 2, 0, 4, 1], dtype=torch.int32)
+    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim)
+    found = attention.attend(qkv, ours, state, rows, rope, heads, splits_of(each), drafted)
+    expected = reference.attend(qkv, plain, state, rows, rope, heads, splits_of(each), drafted)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours[:, 0], plain[:, 0][..., order], atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours[:, 1], plain[:, 1])
+
+
+def prompts_of(lengths, pages):
+    packed = torch.from_numpy(pack([[1] * n for n in lengths], pages, PAGE, sum(lengths)))
+    return PromptRow.of(packed, sum(lengths), len(lengths), Packing.of(lengths, [None] * len(lengths), CPU))
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_prompts_are_rotated_and_stored(shape):
+    (heads, rope), order = heads_of(*shape), kernels_order(*shape[2:4])
+    row, (ours, plain) = prompts_of([1, 12], [[2], [1]]), both_caches(3, heads, order)
+    qkv = torch.randn(13, (heads.query + 2 * heads.kv) * heads.dim)
+    found = prompt_attention.attend_prompts(qkv.clone(), ours, row, rope, heads)
+    expected = reference.attend_prompts(qkv, plain, row, rope, heads)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours[:, 0], plain[:, 0][..., order], atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours[:, 1], plain[:, 1])
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_prompts_attend(shape):
+    """The kernel of 16-bit prompts on float32."""
+    heads, _ = heads_of(*shape)
+    lengths = [1, 300]
+    row = prompts_of(lengths, [[1], [2, 3, 4, 5, 6]])
+    qkv = torch.randn(sum(lengths), (heads.query + 2 * heads.kv) * heads.dim)
+    query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+    expected = attend_packed(query, key, value, row.packing, heads.scale, heads.window).flatten(1)
+    found = prompt_attention._attend_to_prompts(qkv, row.blocks, heads)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_norms(offset, noisy):
+    x, weight, before = torch.randn(3, 80), torch.randn(80), torch.randn(3, 80)
+    noise = torch.randn(80) if noisy else None
+    expected = reference.rms_norm(x, weight, noise, 1e-6, offset)
+    torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6, offset), expected)
+    torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6, offset, before.clone()), before + expected)
+
+
+def test_geglu():
+    both = torch.randn(3, 2 * 1100) * 4
+    torch.testing.assert_close(geglu(both), reference.geglu(both))
