@@ -28,7 +28,7 @@ from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
-from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory
+from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
@@ -295,17 +295,22 @@ def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple
     if memory.verdict == "fits":
         return memory, []
     needs, has = (memory.least + CONTEXT) / 1e9, capacity / 1e9
+    lower = _lower(model.shape, settings, capacity)
     if memory.verdict == "tight":
         return memory, [
-            f"tight: the step needs {needs:.1f} of {has:.1f} GB, and fragmentation may take the rest; {_LOWER}"
+            f"tight: the step needs {needs:.1f} of {has:.1f} GB, and fragmentation may take the rest; {lower}"
         ]
-    return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {_LOWER}"]
+    return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {lower}"]
 
 
-_LOWER = (
-    "lower --micro-batch-tokens, or --kv-cache-gib with --sleep, which cost time; lower --prompts, --max-tokens or "
-    "--rank; or take a smaller model"
-)
+def _lower(shape: ModelShape, settings: StepSettings, capacity: float) -> str:
+    """What makes a step fit."""
+    slower = that_fit(shape, settings, capacity)
+    if slower is None:
+        return "lower --prompts, --max-tokens or --rank, or take a smaller model"
+    cache = "" if slower.kv_cache_gib is None else f" --kv-cache-gib {slower.kv_cache_gib:g}"
+    sleep = " --sleep" if slower.sleep else ""
+    return f"it fits, at a lower speed, with --micro-batch-tokens {slower.micro_batch_tokens}{cache}{sleep}"
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

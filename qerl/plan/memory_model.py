@@ -7,7 +7,7 @@ recomputed blocks, come from the functions and constants that make them in a run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -212,6 +212,27 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         recomputed=recomputed,
         capacity=capacity,
     )
+
+
+def that_fit(shape: ModelShape, settings: StepSettings, capacity: float) -> StepSettings | None:
+    """The settings, or the next slower ones with which the step fits; None if it fits with none.
+
+    Micro-batches are halved first, then the cache is released before updates, and then it is made smaller.
+    """
+    return next((one for one in _slower(shape, settings) if step_memory(shape, one, capacity).verdict == "fits"), None)
+
+
+def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]:
+    """The settings, followed by those with less and less memory and speed."""
+    micro, longest = [settings.micro_batch_tokens], settings.prompt_tokens + settings.max_tokens
+    while micro[-1] // 2 >= longest:
+        micro.append(micro[-1] // 2)
+    smaller = [replace(settings, micro_batch_tokens=tokens) for tokens in micro]
+    yield from smaller
+    yield from (replace(one, sleep=True) for one in smaller)
+    wanted = cache_bytes(shape, settings)[1]
+    for quarters in range(int(4 * wanted / 2**30), 0, -1):
+        yield from (replace(one, sleep=True, kv_cache_gib=quarters / 4) for one in smaller)
 
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:

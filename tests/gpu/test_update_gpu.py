@@ -10,10 +10,14 @@ from qerl.layers import linear_logprobs
 from qerl.layers.attention import attend
 from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
+from qerl.random_models.policy import random_policy
 from qerl.rl.activation_checkpointing import USABLE, Recomputation, kept_bytes
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import Completion
+from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings
+from tests.gpu.backends import kernels_of, with_portable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -99,6 +103,22 @@ def test_bfloat16_log_probabilities_and_gradients_follow_float32(checkpoint, max
     a, b = (torch.cat(list(gradients.values())) for gradients in (mine, theirs))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
     assert abs(a.norm() / b.norm() - 1) < 0.02
+
+
+@pytest.mark.parametrize("name", with_portable("nvfp4", "mxfp4"))
+def test_an_update_reads_the_same_weights_after_the_engine_has_moved_them(name):
+    """Bit for bit; the engine's kernels read another order than the checkpoint's."""
+    drawn, read = samples(), []
+    with kernels_of(name) as weights_format:
+        policy = random_policy("small", weights_format, 16, DEVICE)
+        for moved in (False, True):
+            if moved:
+                EngineSampler(policy, NativeSettings(), 1)
+            batch = micro_batch(drawn, split(drawn, 700)[0], DEVICE)
+            with torch.no_grad():
+                read.append(logprobs_and_entropy(policy, batch, TEMPERATURE))
+    assert torch.equal(read[0][0], read[1][0])
+    assert torch.equal(read[0][1], read[1][1])
 
 
 def test_float32_on_a_gpu_is_exact(checkpoint):

@@ -12,6 +12,7 @@ from qerl.plan.memory_model import (
     graph_bytes,
     longest_row,
     step_memory,
+    that_fit,
     weight_bytes,
 )
 from qerl.random_models.checkpoint import model_config
@@ -95,6 +96,19 @@ def test_a_smaller_cache_that_sleeps_makes_room_on_a_small_gpu():
     assert ends[1].kv_cache == 1.75 * 2**30 < ends[0].kv_cache
     assert [memory.released for memory in ends] == [True, True, False]  # a set cache is kept
     assert ends[2].least - ends[2].resident >= ends[2].kv_cache + ends[2].graphs
+
+
+def test_slower_settings_are_found_that_fit():
+    whole = replace(ASKED, micro_batch_tokens=4 * 8312)  # four groups
+    found = {gb: that_fit(SEVEN, whole, gb * 1e9 + CONTEXT) for gb in (7, 12, 24, 141)}
+    assert found[7] is None  # weights alone take 5.9 GB
+    assert found[141] == whole
+    assert found[24] == replace(whole, micro_batch_tokens=8312)
+    small = found[12]
+    assert (small.sleep, small.micro_batch_tokens) == (True, 8312)
+    for more, verdict in ((0, "fits"), (0.25, "tight")):
+        cached = replace(small, kv_cache_gib=small.kv_cache_gib + more)
+        assert step_memory(SEVEN, cached, 12e9 + CONTEXT).verdict == verdict
 
 
 def test_graphs_have_the_logits_of_a_step_and_the_tensors_of_a_block():
