@@ -22,7 +22,7 @@ def call(
         if child == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            _run(program, folder, environment)
+            run_program(program, folder, environment)
         try:
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         except BaseException:  # the test's limit
@@ -32,8 +32,14 @@ def call(
         return subprocess.CompletedProcess([str(program)], status, *texts)
 
 
-def _run(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:
-    """The body of the fork; it never returns to the test."""
+def forget_package() -> None:
+    """Forget this package's modules, so that a fork imports another copy of them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
+        del sys.modules[name]
+
+
+def run_program(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:
+    """The body of a fork; it never returns to the test."""
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     status = 1
     try:

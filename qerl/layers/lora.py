@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +28,35 @@ class _Frozen:
         return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
 
 
+@dataclass(frozen=True)
+class _Operands:
+    """What the products of layers with the same input read."""
+
+    layers: Sequence[_Frozen]
+    down: Tensor
+    """All A stacked, transposed [in, ranks]."""
+    ups: Sequence[Tensor]
+    """s B of each layer, transposed [rank, out]."""
+    biases: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
+        """Cast A and B of each layer, in order in `adapters`, and the biases to `dtype`."""
+        down, ups = _cast(layers, adapters, dtype)
+        biases = [None if layer.base.bias is None else layer.base.bias.to(dtype) for layer in layers]
+        return cls(layers, down.T, [up.T for up in ups], biases)
+
+    def products(self, x: Tensor, dropped: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The products with A [M, ranks], and the layers' outputs [M, out]."""
+        shrunk = (x if dropped is None else dropped) @ self.down
+        parts = [shrunk] if len(self.ups) == 1 else shrunk.split([len(up) for up in self.ups], 1)
+        outs = []
+        for layer, up, bias, part in zip(self.layers, self.ups, self.biases, parts, strict=True):
+            out = part @ up if bias is None else torch.addmm(bias, part, up)
+            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+        return shrunk, tuple(outs)
+
+
 class _LoraProducts(torch.autograd.Function):
     """x W^T + b + s (d A^T) B^T for layers with the same x, where d is x or x after dropout; [M, in] to [M, out] each.
 
@@ -40,16 +70,11 @@ class _LoraProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dropped: Tensor | None, layers: Sequence[_Frozen], *adapters: Tensor
     ) -> tuple[Tensor, ...]:
-        down, ups = _cast(layers, adapters, x.dtype)
-        shrunk = (x if dropped is None else dropped) @ down.T
-        outs = []
-        for layer, up, part in zip(layers, ups, _parts(shrunk, ups), strict=True):
-            bias = layer.base.bias
-            out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
-            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+        operands = _Operands.of(layers, adapters, x.dtype)
+        shrunk, outs = operands.products(x, dropped)
         ctx.save_for_backward(x, dropped, shrunk, *adapters)
         ctx.layers = layers
-        return tuple(outs)
+        return outs
 
     @staticmethod
     @once_differentiable
@@ -100,8 +125,13 @@ class LeanLoraLinear(LoraLinear):
     adapters are active, and if the base is trained.
     """
 
+    #: Operands by dtype and number of layers, of which this is the first; None outside of `kept_operands`.
+    kept: dict[tuple[torch.dtype, int], _Operands] | None = None
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
+        if self.kept and not (args or kwargs):
+            return _products(x, None, [self])[0]
         if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
         dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
@@ -123,6 +153,8 @@ class LeanLoraLinear(LoraLinear):
 
 def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
+    if getattr(layers[0], "kept", None):
+        return _products(x, None, layers)  # type: ignore[arg-type]
     lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
     return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
 
@@ -131,14 +163,43 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
-    frozen, adapters = [], []
+    kept = layers[0].kept
+    if kept is not None and dropped is None and rows is not None:
+        if (dtype, len(layers)) not in kept:
+            kept[dtype, len(layers)] = _Operands.of(*_read(layers), dtype)
+        outs = kept[dtype, len(layers)].products(rows)[1]
+    else:
+        frozen, adapters = _read(layers)
+        outs = _LoraProducts.apply(rows, thinned, frozen, *adapters)
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
+
+
+def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
+    """The base of each layer, and A and B of each in order."""
+    frozen: list[_Frozen] = []
+    adapters: list[Tensor] = []
     for layer in layers:
         name, base = layer.active_adapters[0], layer.base_layer
         assert isinstance(base, (nn.Linear, PackedLinear))
         frozen.append(_Frozen(base, layer.scaling[name]))
         adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
-    outs = _LoraProducts.apply(rows, thinned, frozen, *adapters)
-    return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
+    return frozen, adapters
+
+
+@contextmanager
+def kept_operands(model: nn.Module) -> Iterator[None]:
+    """A context without gradients or changes of adapters, in which plain LoRA layers prepare theirs once.
+
+    That takes an eighth of a small policy's decode step on a CPU. Outputs stay the same, bit for bit.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
+    try:
+        for layer in layers:
+            layer.kept = {}
+        yield
+    finally:
+        for layer in layers:
+            layer.kept = None
 
 
 class PackedLoraLinear(LeanLoraLinear):

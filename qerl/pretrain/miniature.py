@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl.data.answers import is_correct
-from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.prompts import prompt_text, prompts_ids, texts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_split
 from qerl.rollout.sampler import Sampler, SamplingParams
@@ -76,7 +76,7 @@ def pretrain(
     """
     sets = {name: _load(datasets[name]) for name in settings.datasets}
     tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
-    examples = [_example(tokenizer, data, problem) for data in sets.values() for problem in data.train]
+    examples = [example for data in sets.values() for example in _examples(tokenizer, data)]
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
@@ -135,7 +135,7 @@ def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2F
 
 def accuracy(sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings) -> float:
     """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
-    prompts = [prompt_ids(tokenizer, problem.question, data.instruction) for problem in data.validation]
+    prompts = prompts_ids(tokenizer, (problem.question for problem in data.validation), data.instruction)
     longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)
     sampling = SamplingSettings(temperature=0.6, top_p=0.95)
     params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=settings.seed)
@@ -250,9 +250,17 @@ def _texts(data: _Set) -> Iterator[str]:
         yield problem.solution or ""
 
 
-def _example(tokenizer: Qwen2Tokenizer, data: _Set, problem: Problem) -> _Example:
+def _examples(tokenizer: Qwen2Tokenizer, data: _Set) -> list[_Example]:
+    solutions = [_solution(problem) for problem in data.train]
+    prompts = prompts_ids(tokenizer, (problem.question for problem in data.train), data.instruction)
+    completions = texts_ids(tokenizer, solutions)
+    return [
+        _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def _solution(problem: Problem) -> str:
     if problem.solution is None:
         raise PretrainError(f"problem {problem.id} has no worked solution; pre-training imitates solutions")
-    prompt = prompt_ids(tokenizer, problem.question, data.instruction)
-    completion = tokenizer.encode(problem.solution, add_special_tokens=False)
-    return _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
+    return problem.solution

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from qerl.layers.attention import use_attend
+from qerl.layers.lora import kept_operands
 from qerl.layers.packed_linear import PackedLinear, dense_weights
 from qerl.policy.policy import Policy
 from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, stop_tokens
@@ -158,7 +159,8 @@ class NativeSampler:
         completions: list[list[Completion]] = [[] for _ in prompts]
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())
-        with dense_weights(self.policy.lm, self.policy.lm.dtype), self.policy.autocast():
+        lm = self.policy.lm
+        with dense_weights(lm, lm.dtype), kept_operands(lm), self.policy.autocast():
             for numbers in part.batches(stride):
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):

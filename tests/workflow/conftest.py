@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import snakemake.cli
 
-from tests.forks import call
+from tests.forks import call, forget_package
+from tests.job_forks import commands
 
 ROOT = Path(__file__).parents[2]
 #: Jobs of one thread, whatever they ask for: threads that wait for a core that another test has would wait busily.
@@ -32,15 +33,18 @@ class Tree:
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
-    def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        run = call(partial(self._main, [*CORES, *arguments]), self.folder, self.environment)
+    def snakemake(self, *arguments: str, check: bool = True, fresh: bool = False) -> subprocess.CompletedProcess:
+        """Snakemake in a fork. Its jobs are forks too (`tests.job_forks`), or with `fresh` new processes."""
+        environment = self.environment
+        if not fresh:
+            environment["PATH"] = f"{commands()}{os.pathsep}{environment['PATH']}"
+        run = call(partial(self._main, [*CORES, *arguments]), self.folder, environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
 
     def _main(self, arguments: list[str]) -> None:
         """Snakemake as `python -m snakemake` has it, with this tree's package in place of the tests'."""
-        for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
-            del sys.modules[name]
+        forget_package()
         sys.path[:0] = [str(self.folder)]
         snakemake.cli.main(arguments)
 

@@ -77,7 +77,7 @@ rule check_model:
         "<logs>/check_model/{check}.log",
     wildcard_constraints:
         check=one_of(JOBS.checks),
-    priority: 1
+    priority: 2
     conda:
         "../../environment.yml"
     resources:

@@ -128,7 +128,7 @@ def test_a_tokenizer_without_chat_template_is_an_error(sets):
 def test_the_loss_is_that_of_the_completions_alone(sets, tokenizer):
     torch.manual_seed(0)
     model = miniature.build_model(settings(), tokenizer)
-    batch = [miniature._example(tokenizer, sets[0], problem) for problem in sets[0].train[:5]]
+    batch = miniature._examples(tokenizer, sets[0])[:5]
     assert len({len(example.ids) for example in batch}) > 1
     total = count = 0
     for example in batch:
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_the_completions_alone(sets, tokenizer):
 
 def test_an_example_is_prompt_solution_and_end_of_turn(sets, tokenizer):
     problem = sets[1].train[0]
-    example = miniature._example(tokenizer, sets[1], problem)
+    example = miniature._examples(tokenizer, sets[1])[0]
     assert example.ids[: example.prompt] == prompt_ids(tokenizer, problem.question, "Go.")
     assert tokenizer.decode(example.ids[example.prompt :]) == problem.solution + "<|im_end|>"
 

@@ -1,0 +1,118 @@
+"""Commands of `qerl` in forks of a process that has imported their libraries: a job's imports take longer than it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tests.forks import forget_package, run_program
+
+#: Asks the process at `address` for a fork in its place; calls of Python for anything else are Python's.
+_COMMAND = """#!{python} -IS
+import json, os, socket, sys
+arguments = sys.argv[1:]
+if {name!r} == "python":
+    if arguments[:2] != ["-m", "qerl"]:
+        os.execv({python!r}, [{python!r}, *arguments])
+    arguments = arguments[2:]
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    asked = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(asked).to_bytes(8, "big")], [1, 2])
+    server.sendall(asked)
+    status = server.recv(8)
+if len(status) < 8:
+    sys.exit("the process that forks for jobs has ended")
+status = int.from_bytes(status, "big", signed=True)
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+_ON_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@cache
+def commands() -> Path:
+    """A folder with `python` and `qerl` for the beginning of PATH, as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="qerl-jobs-"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen()
+    for name in ("python", "qerl"):
+        text = _COMMAND.format(python=sys.executable, name=name, address=listener.getsockname())
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    if os.fork() == 0:
+        try:
+            _serve(listener)
+        finally:
+            os._exit(1)
+    listener.close()
+    return folder
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    for logger in (logging.getLogger(), logging.getLogger("qerl")):
+        logger.handlers.clear()  # the tests'
+    for path in _modules():
+        import_module(path)
+    gc.collect()
+    gc.freeze()
+    while True:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            try:
+                _answer(client)
+            finally:
+                os._exit(1)
+        client.close()
+
+
+def _modules() -> list[str]:
+    """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
+    from qerl.jobs.dispatch import FUNCTIONS
+
+    return [*(path.partition(":")[0] for path in FUNCTIONS.values()), "qerl.evals.lm_eval", "qerl.evals.lighteval"]
+
+
+def _answer(client: socket.socket) -> NoReturn:
+    """Run what a client asks for in a fork with its outputs, and tell it the exit status."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, outputs, _, _ = socket.recv_fds(client, 8, 2)
+    with client.makefile("rb") as stream:
+        arguments, folder, environment = json.loads(stream.read(int.from_bytes(size, "big")))
+    job = os.fork()
+    if job == 0:
+        client.close()
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(output, number)
+        run_program(partial(_qerl, arguments), Path(folder), environment)
+    status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    client.sendall(status.to_bytes(8, "big", signed=True))
+    os._exit(0)
+
+
+def _qerl(arguments: Sequence[str]) -> None:
+    """`python -m qerl` with the package of the caller's PYTHONPATH."""
+    forget_package()
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = ["qerl", *arguments]
+    torch.set_num_threads(1)  # a fork has no other threads
+    runpy.run_module("qerl", run_name="__main__", alter_sys=True)
