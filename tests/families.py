@@ -40,6 +40,13 @@ _LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_PHI_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
 _GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -85,7 +92,8 @@ FAMILIES: dict[str, Family] = {
         {
             "model_type": "phi3",
             "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 256,
+            "rope_parameters": _PHI_ROPE,
         },
     ),
     "gemma3": Family(

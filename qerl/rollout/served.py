@@ -8,8 +8,8 @@ from typing import Any
 _ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _VLLM = ("qwen2", "qwen3", "llama")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-#: Types of rotary embeddings whose frequencies depend on the length of the text.
-_CHANGING_ROPE = ("dynamic", "longrope")
+#: A type of rotary embeddings whose frequencies depend on the length of the text.
+_CHANGING_ROPE = "dynamic"
 
 
 def refused_by_engine(config: Any) -> str | None:
@@ -19,8 +19,8 @@ def refused_by_engine(config: Any) -> str | None:
         return f"the native engine supports {', '.join(_ENGINE)}, not {kind!r}"
     # Some models have positions for each kind of attention.
     types = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
-    if changing := next((type_ for type_ in types if type_ in _CHANGING_ROPE), None):
-        return f"the native engine has no {changing} rotary positions"
+    if _CHANGING_ROPE in types:
+        return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in _ACTIVATIONS:
         return f"the native engine supports {' and '.join(_ACTIVATIONS)} as the activation, not {activation!r}"
     return None

@@ -16,6 +16,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import EngineSettings, NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.families import FAMILIES
 from tests.parity.test_families import NORMS
 from tests.tiny import tiny_family
 
@@ -26,6 +27,14 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 #: Shorter and longer than the windows of 24 tokens.
 PROMPTS = [[5, 6, 7], [*range(2, 70)], [*range(10, 40)]]
 PARAMS = SamplingParams(max_tokens=60, count=3, ignore_eos=True)
+
+
+def shape_of(name):
+    """The values of a family's configuration that make its kernels' smallest layers."""
+    if name != "phi3":
+        return SHAPE
+    rope = FAMILIES[name].values["rope_parameters"]  # of heads of 16
+    return {**SHAPE, "rope_parameters": {**rope, **{key: 4 * rope[key] for key in ("short_factor", "long_factor")}}}
 
 
 def forced(model, samples):
@@ -53,7 +62,7 @@ def drawn(policy, sampler):
 @pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
     window = {} if name in ("mistral", "qwen3_5") else {"sliding_window": 24}
-    tiny_family(tmp_path, name, dtype=torch.bfloat16, **SHAPE, **window)
+    tiny_family(tmp_path, name, dtype=torch.bfloat16, **shape_of(name), **window)
     policy = load_policy(tmp_path, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())
     assert type(sampler) is (NativeSampler if name == "qwen3_5" else EngineSampler)
@@ -70,9 +79,9 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
-def test_packed_weights_with_adapter_and_noise_are_as_near_as_peft(tmp_path, name, weights, kernels):
+def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
-    tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **SHAPE, sliding_window=24)
+    tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)
     quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
     policy = with_adapter(tmp_path / weights, AdapterSettings(rank=16), "bfloat16", 0, DEVICE)
     generator = torch.Generator().manual_seed(1)
@@ -86,7 +95,7 @@ def test_packed_weights_with_adapter_and_noise_are_as_near_as_peft(tmp_path, nam
     exact, stock = (
         forced(noisy_peft(tmp_path, NORMS[name], dtype), samples) for dtype in (torch.float32, torch.bfloat16)
     )
-    limit = 1.25 * (stock - exact).square().mean().sqrt().item()
+    limit = 2 * (stock - exact).square().mean().sqrt().item()  # PEFT's adapter is float32, ours bfloat16
     for found in (sampled, packed):
         assert (found - exact).square().mean().sqrt().item() < limit
 

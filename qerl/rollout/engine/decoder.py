@@ -10,6 +10,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
+from qerl.checkpoints.context import context_length
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
@@ -72,6 +73,8 @@ class Decoder:
         self._norm = _norm(self._model.norm)
         self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
+        #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
+        self.longest = context_length(config.to_dict()) if _changes(config) else None
         self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
@@ -132,8 +135,8 @@ class Decoder:
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
-        """Extend the rotary tables to sequences of `tokens`. If they grow, graphs that were captured before are
-        invalid.
+        """Extend the rotary tables to sequences of `tokens`, at most `longest`. If they grow, graphs that were captured
+        before are invalid.
         """
         if tokens > len(self._ropes[self._blocks[0].kind][0]):
             self._ropes = self._rope_tables(tokens)
@@ -143,7 +146,8 @@ class Decoder:
 
         They are those of the model's rotary module, rounded to the model's dtype as there.
         """
-        positions = torch.arange(tokens, device=self.device)[None]
+        # With more positions than `longest`, the module would change the angles of all.
+        positions = torch.arange(min(tokens, self.longest or tokens), device=self.device)[None]
         tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         for kind in dict.fromkeys(block.kind for block in self._blocks):
             of_kind = {} if kind is None else {"layer_type": kind}
@@ -245,6 +249,11 @@ class Decoder:
 
     def _normed(self, x: Tensor, norm: _Norm, to: Tensor | None = None) -> Tensor:
         return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps, norm.offset, to)
+
+
+def _changes(config: Any) -> bool:
+    """Whether rotary positions change for all tokens of a text that passes a length."""
+    return config.rope_parameters.get("rope_type") == "longrope"
 
 
 def _block(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:

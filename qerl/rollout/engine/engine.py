@@ -144,6 +144,12 @@ class EngineSampler:
         sequences = self.max_sequences
         if not self.settings.batch_invariant:
             sequences = min(sequences, len(params.part.initial if params.part else prompts) * params.count)
+        longest, most = max(map(len, prompts)) + params.max_tokens, self._decoder.longest
+        if most is not None and longest > most:
+            raise ConfigError(
+                f"a sequence may have {longest} tokens, and the model's rotary positions change for all of its tokens "
+                f"after {most}; lower max_tokens to {most - longest + params.max_tokens}"
+            )
         alone, wanted = pages_for(prompts, params.max_tokens, sequences)
         if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):
             self.release()

@@ -308,6 +308,15 @@ def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, mes
         EngineSampler(unknown, NativeSettings())
 
 
+def test_a_sequence_at_which_rotary_positions_change_is_one_sentence(checkpoints):
+    """Phi-4-mini has other frequencies beyond its original length, here 256 tokens; the longest prompt has 140."""
+    sampler = sampler_of(load_policy(checkpoints["phi3"], None, "float32", CPU))
+    with pytest.raises(ConfigError, match=r"a sequence may have 257 tokens.* after 256; lower max_tokens to 116"):
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=117))
+    groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=116))
+    assert_exact(sampler.policy, PROMPTS, groups)
+
+
 def test_an_empty_prompt_is_an_error(policy):
     with pytest.raises(ValueError, match="has no tokens"):
         sampler_of(policy).generate([[1], []], SamplingParams(max_tokens=2))
