@@ -136,7 +136,7 @@ def test_a_variant_of_lora_is_an_error():
 
 
 def test_kernels_are_those_of_the_layers_gpu(monkeypatch):
-    """Of GPUs of several kinds each has its own, whichever one is the process's present GPU."""
+    """Each layer has the kernels of its GPU, whichever one is the process's present GPU."""
     kinds = {0: (9, 0), 1: (8, 9)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kinds[device.index])
     chosen = []

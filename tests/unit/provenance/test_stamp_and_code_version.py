@@ -1,5 +1,6 @@
 """The stamp and the code version."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -137,3 +138,15 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         files.write_json(target, {("not", "a key"): 1})
     assert json.loads(target.read_text()) == {"a": 1}
+
+
+def test_the_version_of_python_does_not_count():
+    """Python 3.12 gave functions and classes an empty field `type_params`."""
+    tree = ast.parse("class A:\n    def f(self, x=None): return [x]\n")
+    before, _ = code._walk(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            node._fields = (*node._fields, "of_a_newer_python")
+            node.of_a_newer_python = []
+    assert code._walk(tree)[0] == before
+    assert code._walk(ast.parse("class A:\n    def f(self, x=None): return [[]]\n"))[0] != before
