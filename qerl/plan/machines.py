@@ -42,8 +42,7 @@ def launcher(settings: RunSettings) -> str:
 
     SLURM's variables tell the processes where they meet (`qerl.host.nodes.meeting`).
     """
-    nodes = settings.nodes
-    each = settings.processes // nodes
+    nodes, each = settings.nodes, settings.processes_of_node
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={each}" if nodes > 1 else ""
 
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from qerl.jobs.base import Job
+from qerl.jobs.base import Job, Part
 from qerl.plan.files import FINISHED, PLANNED
 from qerl.plan.jobs import Jobs
 from qerl.plan.sheets import Plan
@@ -50,7 +50,7 @@ class Origins:
 
     def _made_by(self, job: Job) -> list[Call]:
         """The jobs that make what a job reads: those of the paths in it."""
-        read = {path for path in _paths(job.model_dump()) if path != job.out}
+        read = {path for path in _paths(job) if path != job.out}
         return sorted({call for path in read for call in self._makers.get(path, ())})
 
     @cached_property
@@ -77,11 +77,12 @@ class Origins:
 
 
 def _paths(value: Any) -> Iterator[Path]:
-    """All paths in the content of a job."""
+    """All paths in a job, but those in settings, which no job makes."""
     if isinstance(value, Path):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, Part | dict | list | tuple):
+        parts = vars(value) if isinstance(value, Part) else value
+        for part in parts.values() if isinstance(parts, dict) else parts:
             yield from _paths(part)
 
 

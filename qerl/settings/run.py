@@ -115,9 +115,14 @@ class RunSettings(Settings):
         return max(self.processes, self.rollout.engine_gpus)
 
     @property
+    def processes_of_node(self) -> int:
+        """Number of processes on each machine."""
+        return self.processes // self.nodes
+
+    @property
     def gpus_of_node(self) -> int:
         """Number of GPUs that the run needs on each machine."""
-        return max(self.processes // self.nodes, self.rollout.engine_gpus)
+        return max(self.processes_of_node, self.rollout.engine_gpus)
 
     @model_validator(mode="after")
     def _combination_is_possible(self) -> RunSettings:

@@ -1,8 +1,13 @@
 # The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/plan.
+import gc
 import os
 import re
 import sys
+from inspect import signature
 from pathlib import Path
+
+# The jobs of a plan stay. Looking for garbage among millions of objects takes a sixth of the planning of 10,000 runs.
+gc.disable()
 
 # The package of this working tree, installed or not, from either Snakefile or a workflow that imports them.
 BASE = Path(workflow.current_basedir).resolve()
@@ -47,6 +52,8 @@ def refuse_what_cannot_run() -> None:
             check_machines(PLAN)
     except ValueError as error:
         raise WorkflowError(str(error)) from None
+    gc.freeze()
+    gc.enable()
 
 
 def print_settings() -> None:
@@ -62,6 +69,12 @@ FILES = JOBS.files
 # Of runs and evaluations there may be ten thousands, and Snakemake reads a constraint at each use of a file's pattern. So
 # theirs doesn't list the names; `Jobs` refuses others.
 NAME = "[^/]+"
+
+
+def known(function):
+    """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
+    function.__signature__ = signature(function)
+    return function
 
 
 def one_of(names) -> str:
@@ -93,32 +106,32 @@ def own_file(dataset: str) -> list:
 
 def job(rule: str):
     """The job of a rule, as JSON."""
-    return lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json()
+    return known(lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json())
 
 
 def decides(rule: str):
     """All that decides a job's result, also through the results that it reads."""
-    return lambda wildcards: ORIGINS.deciding(rule, *wildcards)
+    return known(lambda wildcards: ORIGINS.deciding(rule, *wildcards))
 
 
 def code(rule: str):
     """The version of the code that does a job."""
-    return lambda wildcards: JOBS.code(rule, *wildcards)
+    return known(lambda wildcards: JOBS.code(rule, *wildcards))
 
 
 def content(rule: str):
     """The content of the user's own files that a job reads."""
-    return lambda wildcards: JOBS.content(rule, *wildcards)
+    return known(lambda wildcards: JOBS.content(rule, *wildcards))
 
 
 def gpus(rule: str):
     """The GPUs that a job takes."""
-    return lambda wildcards: JOBS.of(rule, *wildcards).gpus
+    return known(lambda wildcards: JOBS.of(rule, *wildcards).gpus)
 
 
 def whole(rule: str):
     """The same in percent of a GPU. A profile may give jobs of one GPU a part of it (profiles/shared)."""
-    return lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus
+    return known(lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus)
 
 
 def settings_of(run: str):
@@ -130,6 +143,6 @@ def of_machines() -> dict:
     """The resources of runs on several machines."""
     values = resources_of_machines(PLAN)
     return {
-        name: lambda wildcards, value=value: value(wildcards.run)
+        name: known(lambda wildcards, value=value: value(wildcards.run))
         for name, value in values.items()
     }
