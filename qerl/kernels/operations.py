@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerl.kernels import reference
+from qerl.kernels import drafts_reference, reference
+from qerl.kernels.draft_state import Guesses
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, GeGLU, attention of decode steps and prompts, and sampling; `qerl.kernels.reference` documents them."""
+    """Norm, GeGLU, attention of decode steps and prompts, and sampling, documented in `qerl.kernels.reference`. Then
+    those of steps that verify drafts, in `qerl.kernels.drafts_reference`.
+    """
 
     name: str
     rms_norm: Callable[..., Tensor]
@@ -21,6 +25,10 @@ class Operations:
     attend: Callable[..., Tensor]
     attend_prompts: Callable[..., Tensor]
     draw: Callable[..., None]
+    keep: Callable[..., None]
+    guess: Callable[..., Guesses]
+    spread: Callable[..., None]
+    settle: Callable[..., None]
 
 
 def operations_name(on_gpu: bool) -> str:
@@ -33,11 +41,24 @@ def operations(device: torch.device) -> Operations:
     name = operations_name(device.type == "cuda")
     if name == "PyTorch":
         ref = reference
-        return Operations(name, ref.rms_norm, ref.geglu, ref.attend, ref.attend_prompts, ref.draw)
-    from qerl.kernels.attention import attend
-    from qerl.kernels.geglu import geglu
-    from qerl.kernels.norm import rms_norm
-    from qerl.kernels.prompt_attention import attend_prompts
-    from qerl.kernels.sampling import draw
+        return _operations(name, ref, ref, ref, ref, ref, drafts_reference)
+    from qerl.kernels import attention, drafts, geglu, norm, prompt_attention, sampling
 
-    return Operations(name, rms_norm, geglu, attend, attend_prompts, draw)
+    return _operations(name, norm, geglu, attention, prompt_attention, sampling, drafts)
+
+
+def _operations(
+    name: str, norm: Any, geglu: Any, attention: Any, prompts: Any, sampling: Any, drafts: Any
+) -> Operations:
+    return Operations(
+        name=name,
+        rms_norm=norm.rms_norm,
+        geglu=geglu.geglu,
+        attend=attention.attend,
+        attend_prompts=prompts.attend_prompts,
+        draw=sampling.draw,
+        keep=drafts.keep,
+        guess=drafts.guess,
+        spread=drafts.spread,
+        settle=drafts.settle,
+    )

@@ -68,6 +68,20 @@ def test_rows_of_a_sequence_attend_as_steps_one_after_the_other(
         assert torch.equal(together, steps)
 
 
+@pytest.mark.parametrize("letters", [3, 60])
+def test_guesses_are_those_of_the_reference(letters):
+    from tests.unit.kernels import draft_cases
+
+    draft_cases.test_guesses_are_those_of_the_reference(letters)
+
+
+@pytest.mark.parametrize(("count", "replayed"), [(16, True), (37, False), (64, False)])
+def test_rows_and_what_follows_from_them_are_those_of_the_reference(count, replayed):
+    from tests.unit.kernels import draft_cases
+
+    draft_cases.test_rows_and_what_follows_from_them_are_those_of_the_reference(count, replayed)
+
+
 # --- the engine ---
 
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]

@@ -1,74 +1,24 @@
-"""Drafts: guesses of a completion's next tokens, found where its last tokens occurred before.
+"""Texts on the device, from which drafts come: guesses of a completion's next tokens.
 
-Texts are the prompt, the completion itself, its siblings, and completions of the same prompt from earlier calls. Each
-new token is indexed once, so a draft costs a few look-ups, however long the texts are.
+They are the prompt, the completion itself, its siblings, and completions of the same prompt from earlier calls. The
+texts of a group lie one behind the other, so that one pass over them finds where a completion's last tokens occurred.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-#: Numbers of last tokens that are looked up, the longest first.
-SUFFIXES = (8, 4, 2)
-#: The most tokens of a draft. With the last token they are the rows that a sequence has in a step.
-MOST_DRAFTED = 7
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.kernels.draft_state import LONGEST_MATCH, NO_TOKEN, TextState
+from qerl.rollout.engine.transfer import upload
+
 #: Bounds of the completions that are kept for later calls: of each prompt, and tokens of all prompts.
 _KEPT, _KEPT_TOKENS = 16, 2**23
-
-
-class DraftSource(StrEnum):
-    """The text in which a draft was found."""
-
-    PROMPT = "prompt"
-    COMPLETION = "completion"
-    SIBLING = "sibling"
-    EARLIER = "earlier"
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Guessed tokens. The first were found in `source`, behind the same last tokens, whose number is `suffix`."""
-
-    tokens: list[int]
-    source: DraftSource
-    suffix: int
-
-
-class SuffixIndex:
-    """Texts, and for each run of tokens in them the token that followed its latest occurrence."""
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-        self._following: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def start(self, before: Sequence[int] = ()) -> int:
-        """Add a text and return its number. The last tokens of `before` precede it, but are not themselves indexed."""
-        self.texts.append(list(before[-SUFFIXES[0] :]))
-        return len(self.texts) - 1
-
-    def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """Append tokens to a text."""
-        text, following = self.texts[number], self._following
-        for token in tokens:
-            end = len(text)
-            for size in SUFFIXES:
-                if size <= end:
-                    following[tuple(text[end - size :])] = number, end
-            text.append(token)
-
-    def find(self, tokens: Sequence[int]) -> tuple[int, int, int] | None:
-        """The longest suffix of `tokens` in a text, as (size, text, place of the token that followed it).
-
-        Among occurrences of equal size, the one is taken whose following token was appended last.
-        """
-        for size in SUFFIXES:
-            place = self._following.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if place is not None:
-                return size, *place
-        return None
 
 
 class EarlierCompletions:
@@ -93,47 +43,65 @@ class EarlierCompletions:
             self._tokens -= sum(map(len, self._kept.pop(next(iter(self._kept)))))
 
 
-class GroupDrafts:
-    """Drafts for the completions of one prompt."""
+@dataclass(frozen=True)
+class TextLayout:
+    """The texts of a call's groups as they lie on the device, before a token is drawn.
 
-    def __init__(self, prompt: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
-        self._prompt = prompt
-        self._before = len(prompt[-SUFFIXES[0] :])
-        self._index = SuffixIndex()
-        self._first_completion = 1 + len(earlier)
-        self._numbers: dict[int, int] = {}
-        self._index.extend(self._index.start(), prompt)
-        for tokens in earlier:
-            self._index.extend(self._index.start(prompt), tokens)
+    `tokens` [n] int32 have NO_TOKEN where tokens are to come, and LONGEST_MATCH times between texts. `groups`
+    [prompts, 4] have for each group the places of its first text (the prompt), of earlier completions and of
+    completions, and its end. A completion begins every `stride` places, behind the last tokens of its prompt.
+    """
 
-    def know(self, completion: int, tokens: Sequence[int], stops: Collection[int]) -> None:
-        """State all tokens of a completion so far. Only those that are new are indexed, and no stop token."""
-        if completion not in self._numbers:
-            self._numbers[completion] = self._index.start(self._prompt)
-        number = self._numbers[completion]
-        known = len(self._index.texts[number]) - self._before
-        self._index.extend(number, [token for token in tokens[known:] if token not in stops])
+    tokens: np.ndarray
+    groups: np.ndarray
+    stride: int
+    max_tokens: int
 
-    def draft(self, completion: int, most: int) -> Draft | None:
-        """At most `most` tokens that may follow a known completion; None without a guess.
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], count: int, max_tokens: int, earlier: EarlierCompletions
+    ) -> TextLayout:
+        """Lay out the texts of `count` completions of each prompt."""
+        gap, stride = [NO_TOKEN] * LONGEST_MATCH, 2 * LONGEST_MATCH + max_tokens
+        parts, groups, end = [np.array(gap)], [], len(gap)  # place 0 is written to and never read
+        for prompt in prompts:
+            before = [*gap, *prompt][-LONGEST_MATCH:]
+            kept = [token for tokens in earlier.of(prompt) for token in (*before, *tokens, *gap)]
+            blocks = np.full((count, stride), NO_TOKEN)
+            blocks[:, :LONGEST_MATCH] = before
+            group = [np.array([*gap, *prompt, *gap]), np.array(kept), blocks.ravel()]
+            groups.append([end, *(end + np.cumsum([len(part) for part in group]))])
+            parts, end = [*parts, *group], groups[-1][-1]
+        tokens = np.concatenate([*parts, gap]).astype(np.int32)
+        return cls(tokens, np.array(groups), stride, max_tokens)
 
-        Where a text ends before it has given so many, the guess goes on behind the tokens guessed so far.
-        """
-        completed = self._numbers[completion]
-        last = self._index.texts[completed][-SUFFIXES[0] :]
-        match = self._index.find(last) if most > 0 else None
-        if match is None:
-            return None
-        suffix, number, place = match
-        draft = Draft(self._index.texts[number][place : place + most], self._source(number, completed), suffix)
-        while len(draft.tokens) < most and (match := self._index.find((last + draft.tokens)[-SUFFIXES[0] :])):
-            _, number, place = match
-            draft.tokens.extend(self._index.texts[number][place : place + most - len(draft.tokens)])
-        return draft
+    def places(self, group: int, completion: int) -> list[int]:
+        """The places of a completion's group, as `groups` has them, and that of its own first token."""
+        first = self.groups[group, 2] + completion * self.stride + LONGEST_MATCH
+        return [*self.groups[group].tolist(), int(first)]
 
-    def _source(self, number: int, completed: int) -> DraftSource:
-        if number == completed:
-            return DraftSource.COMPLETION
-        if number == 0:
-            return DraftSource.PROMPT
-        return DraftSource.SIBLING if number >= self._first_completion else DraftSource.EARLIER
+
+class Texts:
+    """The texts of a call on the device, for up to `size` tokens; steps read and extend `state`."""
+
+    def __init__(self, size: int, slots: int, device: torch.device) -> None:
+        self.state = TextState.empty(size, slots, device)
+        self._layout: TextLayout | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of tokens for which there is room."""
+        return len(self.state.tokens)
+
+    def fill(self, layout: TextLayout) -> None:
+        """Replace all texts; no slot has one then."""
+        self._layout = layout
+        self.state.tokens[: len(layout.tokens)].copy_(upload(layout.tokens, torch.int32, self.state.tokens.device))
+        self.state.places.zero_()
+        self.state.most.fill_(layout.max_tokens)
+
+    def enter(self, slots: Tensor, completions: Sequence[tuple[int, int]]) -> None:
+        """State which completions, given by group and number, are in `slots`."""
+        assert self._layout is not None
+        places = [self._layout.places(*completion) for completion in completions]
+        self.state.places[:, slots] = upload(places, torch.int64, slots.device).T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,12 +14,12 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs, bucket_of
 from qerl.rollout.engine.decoder import Decoder
-from qerl.rollout.engine.drafts import EarlierCompletions
+from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
 from qerl.rollout.engine.paging import Pages
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
-from qerl.rollout.engine.speculation import MOST_ROWS, DraftCounts, Speculation
+from qerl.rollout.engine.speculation import DraftCounts, Speculation, step_sizes
 from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
 from qerl.settings.base import ConfigError
@@ -115,12 +116,12 @@ class EngineSampler:
             stops=stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        speculation = self._speculation(prompts, params, stops, pool)
+        speculation = self._speculation(pool)
         scheduler = Scheduler(pool, prompts, params, prefill_tokens, speculation)
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
-        if speculation is not None:
-            self.drafts = speculation.counts
+        if pool.verify is not None:
+            self.drafts = pool.verify.counts()
             for prompt, group in zip(prompts, completions, strict=True):
                 if group:
                     self.earlier.add(prompt, [c.token_ids[:-1] if c.finished else c.token_ids for c in group])
@@ -128,12 +129,8 @@ class EngineSampler:
             raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
 
-    def _speculation(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stops: frozenset[int], pool: Pool
-    ) -> Speculation | None:
-        if not self.settings.drafts:
-            return None
-        return Speculation(prompts, params.count, stops, self.earlier, self._step_rows(pool.state.count))
+    def _speculation(self, pool: Pool) -> Speculation | None:
+        return Speculation(self._step_rows(pool.state.count)) if pool.verify is not None else None
 
     def _step_rows(self, sequences: int) -> int | None:
         """The rows of every step, None if they depend on the sequences."""
@@ -161,7 +158,21 @@ class EngineSampler:
                 f"a sequence of {(alone - 2) * PAGE} tokens needs {alone} pages of the KV cache, which has "
                 f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
             )
+        if self.settings.drafts:
+            self._pool = self._with_texts(self._pool, prompts, params)
         return self._pool
+
+    def _with_texts(self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
+        """The pool with the texts in which drafts are found, and room for them."""
+        layout = TextLayout.of(prompts, params.count, params.max_tokens, self.earlier)
+        if pool.verify is None or pool.verify.texts.size < len(layout.tokens):
+            texts = Texts(_power_of_two(len(layout.tokens)), pool.state.count, self._decoder.device)
+            sizes = step_sizes(self._step_rows(pool.state.count))
+            verify = VerifyGraphs(self._decoder, pool.state, pool.cache, pool.sampling, texts, sizes, pool.memory)
+            pool = replace(pool, verify=verify)
+        assert pool.verify is not None
+        pool.verify.begin(layout)
+        return pool
 
     def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
         state = pool.state
@@ -183,12 +194,8 @@ class EngineSampler:
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         whole = self.settings.batch_invariant
         steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory)
-        verify = None
-        if self.settings.drafts:
-            most = self._step_rows(sequences) or MOST_ROWS
-            verify = VerifyGraphs(decoder, state, cache, sampling, most, whole, memory)
         pages, prefill = Pages(len(cache[0]), PAGE), Prefill(decoder, cache, memory)
-        return Pool(decoder, state, cache, pages, sampling, steps, prefill, verify)
+        return Pool(decoder, state, cache, pages, sampling, steps, prefill, None, memory)
 
     def _cache_bytes(self) -> int:
         """The largest allowed size of the cache in bytes."""

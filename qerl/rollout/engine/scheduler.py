@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
+from qerl.kernels.draft_state import MOST_DRAFTED
 from qerl.kernels.geometry import PAGE, splits_of
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
-from qerl.rollout.engine.drafts import MOST_DRAFTED
 from qerl.rollout.engine.paging import Pages
 from qerl.rollout.engine.phases import PhaseClock
 from qerl.rollout.engine.prefill import Prefill
+from qerl.rollout.engine.sequences import DecodedSequence, ProgressLook, WaitingGroup
 from qerl.rollout.engine.speculation import Speculation
 from qerl.rollout.engine.transfer import Download, upload
 from qerl.rollout.engine.verification import VerifyGraphs
@@ -29,8 +31,8 @@ CHECK_EVERY = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it; `verify` only where
-    drafts are asked for.
+    """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it, whose memory pool is
+    `memory`; `verify` only where drafts are asked for.
     """
 
     decoder: Decoder
@@ -41,44 +43,12 @@ class Pool:
     steps: DecodeGraphs
     prefill: Prefill
     verify: VerifyGraphs | None
-
-
-@dataclass
-class _Sequence:
-    """An unfinished completion. `tokens` and `logprobs` are those that have arrived on the host.
-
-    `drawn` is the number of tokens of all launched steps; a stop token may have ended the completion earlier.
-    """
-
-    index: int
-    key: int
-    prompt: list[int]
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    slot: int = IDLE
-    pages: list[int] = field(default_factory=list)
-    drawn: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and completion."""
-        return len(self.prompt) + self.drawn
-
-
-@dataclass
-class _Group:
-    """Completions that wait to continue the same tokens; `pages` and `logits` are set once these are computed."""
-
-    prompt: list[int]
-    waiting: deque[_Sequence]
-    pages: list[int] = field(default_factory=list)
-    logits: Tensor | None = None
+    memory: Any
 
 
 class Scheduler:
-    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together. Without `speculation` no
-    drafts are verified.
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together. `speculation` is given
+    where the pool can verify drafts.
     """
 
     def __init__(
@@ -90,19 +60,19 @@ class Scheduler:
         speculation: Speculation | None,
     ) -> None:
         self._prefill_tokens = prefill_tokens
-        self._speculation = speculation
+        self._speculation, self._verifier = speculation, pool.verify
         self.clock = PhaseClock(pool.decoder.device)
         self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         self._replayed = params.replay is not None
         self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
-        self._active: dict[int, _Sequence] = {}
+        self._active: dict[int, DecodedSequence] = {}
         self._free = list(range(pool.state.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
-        self._done: dict[int, _Sequence] = {}
-        #: Downloads in flight: the slots' positions, and the tokens and log-probabilities of sequences.
-        self._looks: deque[tuple[dict[int, _Sequence], Download]] = deque()
-        self._fetched: deque[tuple[Sequence[_Sequence], Download]] = deque()
+        self._done: dict[int, DecodedSequence] = {}
+        #: Downloads in flight: looks, and the tokens and log-probabilities of sequences.
+        self._looks: deque[ProgressLook] = deque()
+        self._fetched: deque[tuple[Sequence[DecodedSequence], Download]] = deque()
         self._prompts = prompts
         #: Whether groups may wait that no sampler has taken.
         self._more = params.part is not None
@@ -110,10 +80,12 @@ class Scheduler:
         # The longest prompts first, so that the batch's tail is short.
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
-    def _group(self, number: int) -> _Group:
+    def _group(self, number: int) -> WaitingGroup:
         prompt, count, first = list(self._prompts[number]), self._params.count, self._params.first * self._params.count
         places = [(number * count + c, self._params.limit(number, c)) for c in range(count)]
-        return _Group(prompt, deque(_Sequence(place, first + place, prompt, limit) for place, limit in places))
+        return WaitingGroup(
+            prompt, deque(DecodedSequence(place, first + place, prompt, limit) for place, limit in places)
+        )
 
     def _waits(self) -> bool:
         """Whether a group waits to enter; without one, a group is taken that waits for any sampler of the batch."""
@@ -130,7 +102,7 @@ class Scheduler:
             self._admit()
             if not self._verify():
                 self._decode()
-                self._collect()
+            self._collect()
         self._catch_up()
         self.clock.end("between")
         groups: list[list[Completion]] = [[] for _ in self._prompts]
@@ -142,8 +114,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Fill free slots with waiting sequences as long as pages are free, and draw their first tokens."""
-        fresh: list[_Group] = []
-        starting: list[tuple[_Sequence, _Group]] = []
+        fresh: list[WaitingGroup] = []
+        starting: list[tuple[DecodedSequence, WaitingGroup]] = []
         copies: list[tuple[int, int]] = []
         while self._free and self._waits() and self._has_room(self._queue[0], len(starting)):
             group = self._queue[0]
@@ -167,7 +139,7 @@ class Scheduler:
         self._start(starting)
         self.clock.end("prefill")
 
-    def _has_room(self, group: _Group, starting: int) -> bool:
+    def _has_room(self, group: WaitingGroup, starting: int) -> bool:
         """Whether enough pages are free for the next sequence of `group`, and for each one before it to grow by a
         page.
         """
@@ -181,7 +153,7 @@ class Scheduler:
                     other.pages, other.logits = [], None
         return cost + others <= pages.available
 
-    def _hand_over(self, group: _Group, sequence: _Sequence) -> list[tuple[int, int]]:
+    def _hand_over(self, group: WaitingGroup, sequence: DecodedSequence) -> list[tuple[int, int]]:
         """Give the sequence the prompt's pages: full ones are shared, and a partly filled one is copied.
 
         Returns the copies to make as (from, to). The last sequence of a group receives the group's own pages.
@@ -202,7 +174,7 @@ class Scheduler:
             for layer in self._pool.cache:
                 layer[target] = layer[source]
 
-    def _start(self, starting: Sequence[tuple[_Sequence, _Group]]) -> None:
+    def _start(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Write sequences to their slots and draw their first tokens."""
         state = self._pool.state
         sequences = [sequence for sequence, _ in starting]
@@ -214,15 +186,17 @@ class Scheduler:
         state.position[rows], state.drawn[rows] = position.int(), drawn.int()
         state.limit[rows], state.sequence[rows] = limit.int(), key
         self._upload_pages()
+        if self._verifier is not None:
+            self._verifier.texts.enter(rows, [divmod(s.index, self._params.count) for s in sequences])
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
         if self._params.replay:
             self._upload_replay(sequences, rows)
         draw = self._pool.decoder.operations.draw
         draw(logits, rows.int(), state, self._pool.sampling, self._truncated, self._replayed)
         for sequence in sequences:
-            sequence.drawn += 1
+            sequence.steps += 1
 
-    def _upload_replay(self, sequences: Sequence[_Sequence], rows: Tensor) -> None:
+    def _upload_replay(self, sequences: Sequence[DecodedSequence], rows: Tensor) -> None:
         """Put the tokens that are to come into the slots `rows`, where a replayed draw reads them."""
         assert self._params.replay is not None
         traces = [self._params.replay[s.index // self._params.count][s.index % self._params.count] for s in sequences]
@@ -233,7 +207,7 @@ class Scheduler:
         tokens = self._pool.state.tokens
         tokens[rows, :most] = upload(padded, torch.int32, tokens.device)
 
-    def _show_pages(self, sequence: _Sequence) -> None:
+    def _show_pages(self, sequence: DecodedSequence) -> None:
         self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
 
     def _upload_pages(self) -> None:
@@ -244,54 +218,47 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
-        most = self._params.max_tokens
-        steps = self._speculation.plain_steps(CHECK_EVERY) if self._speculation else CHECK_EVERY
-        count = min(steps, max((most - sequence.drawn for sequence in self._active.values()), default=0))
+        speculation, verifier, active = self._speculation, self._verifier, len(self._active)
+        steps = speculation.plain_steps(active, CHECK_EVERY) if speculation else CHECK_EVERY
+        left = max((self._params.max_tokens - sequence.sure for sequence in self._active.values()), default=0)
+        count = min(steps, left)
         self._grow(count)
         self.clock.end("between")
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated, self._replayed)
         self.clock.end("decode", len(self._active), count)
-        for sequence in self._active.values():
-            sequence.drawn = min(sequence.drawn + count, most)
-        self._end([sequence for sequence in self._active.values() if sequence.drawn == most])
+        self._advance(count, 0)
+        if speculation is not None and verifier is not None and speculation.tries(len(self._active)):
+            verifier.look(list(self._active))
 
     def _verify(self) -> bool:
-        """Run a step that verifies drafts, and wait for it; False if plain steps are expected to take less time."""
-        speculation, verify = self._speculation, self._pool.verify
-        if speculation is None or verify is None or not speculation.tries(len(self._active)):
+        """Launch a step that verifies drafts; False if plain steps are expected to take less time."""
+        rows = self._speculation.rows(len(self._active)) if self._speculation else 0
+        if self._verifier is None or not rows:
             return False
-        self._catch_up()
-        self._fetch([s for s in self._active.values() if len(s.tokens) < s.drawn])
-        self._catch_up()
         self._grow(1 + MOST_DRAFTED)
-        sequences, most = list(self._active.values()), self._params.max_tokens
-        feed = speculation.feed([(s.index, s.slot, most - s.drawn) for s in sequences])
-        if feed is None:
-            return False
         self.clock.end("between")
-        outcome = verify.run(feed.rows, self._splits, self._truncated, self._replayed)
-        self.clock.end("verify", feed.rows.shape[1], 1)
-        with self.clock.waiting():
-            host = outcome.wait()
-        verified = speculation.settle(feed, host.numpy())
-        for sequence, one in zip(sequences, verified, strict=True):
-            sequence.tokens += one.tokens
-            sequence.logprobs += one.logprobs
-            sequence.drawn = len(sequence.tokens)
-            speculation.know(sequence.index, sequence.tokens)
-        self._end([sequence for sequence, one in zip(sequences, verified, strict=True) if one.ended])
+        self._verifier.run(list(self._active), rows, self._splits, self._truncated, self._replayed)
+        self.clock.end("verify", rows, 1)
+        self._advance(1, MOST_DRAFTED)
         return True
 
-    def _grow(self, steps: int) -> None:
-        """Take pages for the tokens of `steps` steps; if too few are free, interrupt the sequences that started
-        last.
+    def _advance(self, least: int, more: int) -> None:
+        """Note that steps were launched that give each sequence `least` tokens and may give `more`."""
+        for sequence in self._active.values():
+            sequence.steps += least
+            sequence.drafted += more
+        self._end([sequence for sequence in self._active.values() if sequence.sure >= self._params.max_tokens])
+
+    def _grow(self, tokens: int) -> None:
+        """Take pages for the tokens that the next steps may draw for each sequence; if too few are free, interrupt the
+        sequences that started last.
         """
         pages, grown = self._pool.pages, False
         for sequence in list(self._active.values()):
-            most = min(steps, self._params.max_tokens - sequence.drawn)
-            missing = pages.needed(sequence.length - 1 + most) - len(sequence.pages)
+            missing = self._missing(sequence, tokens)
             if missing > pages.available:
-                self._catch_up()  # finished sequences free their pages
+                self._catch_up()  # finished sequences free their pages, and it is known which drafts were right
+                missing = self._missing(sequence, tokens)
             while missing > pages.available and sequence.slot in self._active:
                 self._interrupt(next(reversed(self._active.values())))
             if missing > 0 and sequence.slot in self._active:
@@ -301,7 +268,12 @@ class Scheduler:
         if grown:
             self._upload_pages()
 
-    def _interrupt(self, sequence: _Sequence) -> None:
+    def _missing(self, sequence: DecodedSequence, tokens: int) -> int:
+        """Pages that a sequence lacks for so many more tokens."""
+        drawn = min(sequence.drawn + tokens, self._params.max_tokens)
+        return self._pool.pages.needed(len(sequence.prompt) + drawn - 1) - len(sequence.pages)
+
+    def _interrupt(self, sequence: DecodedSequence) -> None:
         """Remove a sequence from its slot. It continues later, after prefill of its prompt and tokens so far.
 
         The host has caught up before, so the sequence isn't finished. Only here does the device wait for the host.
@@ -310,49 +282,66 @@ class Scheduler:
         self._fetch([sequence])
         self._leave(sequence)
         self._catch_up()
-        self._queue.appendleft(_Group(sequence.prompt + sequence.tokens, deque([sequence])))
+        self._queue.appendleft(WaitingGroup(sequence.prompt + sequence.tokens, deque([sequence])))
 
     # --- sequences leave ---
 
     def _collect(self) -> None:
         """Request which sequences have finished, without waiting: the result is read after the next steps."""
         if self._active:
-            self._looks.append((dict(self._active), Download.of(self._pool.state.progress[0, :-1])))
+            active = {slot: (s, s.steps, s.drafted) for slot, s in self._active.items()}
+            progress, verifier = self._pool.state.progress[:, :-1].flatten(), self._verifier
+            if verifier is not None:
+                progress = torch.cat([progress, verifier.expected.view(torch.int32)])
+            searches = verifier.searches if verifier is not None else 0
+            self._looks.append(ProgressLook(active, searches, Download.of(progress)))
         while len(self._looks) > 1:
-            self._see(*self._looks.popleft())
+            self._see(self._looks.popleft())
         while self._fetched and self._fetched[0][1].arrived:
             self._store(*self._fetched.popleft())
 
     def _catch_up(self) -> None:
         """Wait for the device and read all downloads in flight."""
         while self._looks:
-            self._see(*self._looks.popleft())
+            self._see(self._looks.popleft())
         while self._fetched:
             self._store(*self._fetched.popleft())
 
-    def _see(self, active: dict[int, _Sequence], positions: Download) -> None:
+    def _see(self, look: ProgressLook) -> None:
         """End the finished ones of the sequences that were in the slots; some may have left since."""
         with self.clock.waiting():
-            position = positions.wait().tolist()
-        self._end([s for slot, s in active.items() if self._active.get(slot) is s and position[slot] == IDLE])
+            host = look.progress.wait()
+        count = self._pool.state.count
+        positions, drawn, ended = host[:count].tolist(), host[count : 2 * count].tolist(), []
+        for slot, (sequence, steps, drafted) in look.active.items():
+            if self._active.get(slot) is not sequence:
+                continue
+            if positions[slot] == IDLE:
+                ended.append(sequence)
+            sequence.right, sequence.judged = drawn[slot] - steps, drafted
+        self._end(ended)
+        if self._speculation is not None:
+            self._speculation.learn(look.searches, host[2 * count :].view(torch.float32).tolist())
 
-    def _end(self, sequences: Sequence[_Sequence]) -> None:
+    def _end(self, sequences: Sequence[DecodedSequence]) -> None:
         self._fetch(sequences)
         for sequence in sequences:
             self._leave(sequence)
             self._done[sequence.index] = sequence
 
-    def _fetch(self, sequences: Sequence[_Sequence]) -> None:
+    def _fetch(self, sequences: Sequence[DecodedSequence]) -> None:
         """Start the download of the sequences' tokens and log-probabilities, before others use their slots."""
         if not sequences:
             return
-        state, most = self._pool.state, max(s.drawn for s in sequences)
+        state, most = self._pool.state, min(max(s.drawn for s in sequences), self._params.max_tokens)
         rows = upload([s.slot for s in sequences], torch.int64, state.token.device)
+        if self._verifier is not None:
+            self._pool.decoder.operations.keep(rows, self._verifier.texts.state, state)
         logprobs = state.logprobs[rows, :most].view(torch.int32)
         drawn = torch.cat([state.drawn[rows, None], state.tokens[rows, :most], logprobs], 1)
         self._fetched.append((sequences, Download.of(drawn)))
 
-    def _store(self, sequences: Sequence[_Sequence], drawn: Download) -> None:
+    def _store(self, sequences: Sequence[DecodedSequence], drawn: Download) -> None:
         with self.clock.waiting():
             host = drawn.wait()
         numbers, tokens, logprobs = host.tensor_split([1, 1 + host.shape[1] // 2], 1)
@@ -361,19 +350,17 @@ class Scheduler:
             known = len(sequence.tokens)
             sequence.tokens += own_tokens[known:count]
             sequence.logprobs += own_logprobs[known:count]
-            if self._speculation is not None:
-                self._speculation.know(sequence.index, sequence.tokens)
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: DecodedSequence) -> None:
         del self._active[sequence.slot]
         self._free.append(sequence.slot)
         self._pool.pages.give_back(sequence.pages)
         sequence.slot, sequence.pages = IDLE, []
 
 
-def _batches(groups: Sequence[_Group], most: int) -> Iterator[list[_Group]]:
+def _batches(groups: Sequence[WaitingGroup], most: int) -> Iterator[list[WaitingGroup]]:
     """Groups in batches of at most `most` tokens, or of one larger group."""
-    batch: list[_Group] = []
+    batch: list[WaitingGroup] = []
     tokens = 0
     for group in groups:
         if batch and tokens + len(group.prompt) > most:

@@ -12,6 +12,7 @@ from qerl.formats.codecs import quantize
 from qerl.kernels import (
     attention,
     copies,
+    drafts,
     geglu,
     logits,
     norm,
@@ -22,6 +23,7 @@ from qerl.kernels import (
     swiglu,
 )
 from qerl.kernels.decode_state import DecodeState, SamplingState
+from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
@@ -85,6 +87,12 @@ def decode_steps():
     norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), None, 1e-6, 1.0, zeros(4, HIDDEN))
     geglu.geglu(zeros(4, 2 * HIDDEN))
     copies.Copies([zeros(8)], [torch.zeros(8)])()
+    texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
+    drafted, slots = DraftRows.empty(16, 8, 8, CPU), torch.zeros(16, dtype=torch.int64)
+    guesses = drafts.guess(slots, texts, state, sampling_state, totals)
+    for replayed in (False, True):
+        drafts.spread(guesses, slots, state, drafted, 16, replayed)
+    drafts.settle(drafted, state, 16, totals)
 
 
 def prompts():

@@ -1,128 +1,143 @@
-"""Drafts by suffixes, against a search through all texts."""
+"""Drafts that the device finds, against a search through lists of tokens."""
 
 import numpy as np
 import pytest
+import torch
 
-from qerl.rollout.engine.drafts import MOST_DRAFTED, SUFFIXES, DraftSource, EarlierCompletions, GroupDrafts, SuffixIndex
+from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
+from qerl.kernels.draft_state import KINDS, MOST_DRAFTED, DraftRows, DraftSource, DraftTotals, Guesses
+from qerl.kernels.drafts_reference import guess, keep, spread
+from qerl.rollout.engine.drafting import allotted, expected, ranked
+from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
+
+CPU = torch.device("cpu")
+STOP, MOST_TOKENS, GROUP = 9, 40, 3
 
 
-class Searched:
-    """The texts of a group with the time at which each token came; a draft is searched in all of them."""
+def state_of(prompts, earlier, completions):
+    """Groups of completions, each in a slot of its own: texts, the slots' state and that of sampling."""
+    count = len(prompts) * GROUP
+    layout = TextLayout.of(prompts, GROUP, MOST_TOKENS, earlier)
+    texts, state = Texts(len(layout.tokens), count, CPU), DecodeState.empty(count, MOST_TOKENS, 1, CPU)
+    sampling = SamplingState.empty(CPU)
+    sampling.set(temperature=1.0, seed=0, top_p=1.0, top_k=0, stops=[STOP])
+    texts.fill(layout)
+    texts.enter(torch.arange(count), [divmod(index, GROUP) for index in range(count)])
+    for slot, tokens in enumerate(completions):
+        state.tokens[slot, : len(tokens)] = torch.tensor(tokens).int()
+        state.drawn[slot], state.position[slot] = len(tokens), 5
+    return texts, state, sampling
 
-    def __init__(self, prompt, earlier):
-        self.prompt, self.clock = prompt, 0
-        self.texts = []  # of each: its source, the tokens before it, its tokens, their times
-        self.add(DraftSource.PROMPT, [], prompt)
-        for tokens in earlier:
-            self.add(DraftSource.EARLIER, prompt, tokens)
-        self.own = {}
 
-    def add(self, source, before, tokens):
-        text = (source, list(before), [], [])
-        self.texts.append(text)
-        self.append(text, tokens)
-        return text
+def guesses_of(slots, texts, state, sampling):
+    """Guesses for slots, and the number of tokens of each."""
+    guesses = guess(torch.tensor(slots), texts.state, state, sampling, DraftTotals.empty(CPU))
+    return guesses, (guesses.chances > 0).sum(1)
 
-    def append(self, text, tokens):
-        for token in tokens:
-            self.clock += 1
-            text[2].append(token)
-            text[3].append(self.clock)
 
-    def extend(self, completion, tokens):
-        if completion not in self.own:
-            self.own[completion] = self.add(DraftSource.SIBLING, self.prompt, [])
-        self.append(self.own[completion], tokens)
-
-    def draft(self, completion, most):
-        guessed, first = [], None
-        while len(guessed) < most:
-            found = self.found(completion, guessed, most - len(guessed))
-            if found is None:
-                break
-            tokens, *where = found
-            guessed, first = guessed + tokens, first or where
-        return first and (guessed, *first)
-
-    def found(self, completion, guessed, most):
-        whole = self.prompt + self.own[completion][2] + guessed
-        for size in SUFFIXES:
-            found = []
-            for source, before, tokens, times in self.texts if size <= len(whole) else []:
-                context = before[-SUFFIXES[0] :] + tokens
-                offset = len(context) - len(tokens)
-                for end in range(max(size, offset), len(context)):
-                    if context[end - size : end] == whole[-size:]:
-                        own = tokens is self.own[completion][2]
-                        where = DraftSource.COMPLETION if own else source
-                        found.append((times[end - offset], context[end : end + most], where))
-            if found:
-                _, tokens, source = max(found)
-                return tokens, source, size
+def searched(prompt, earlier, group, own):
+    """The draft of a completion as (tokens, source, length of the match), or None."""
+    before = prompt[-8:]
+    named = [(DraftSource.PROMPT, prompt), *((DraftSource.EARLIER, before + tokens) for tokens in earlier)]
+    for number, tokens in enumerate(group):
+        named.append((DraftSource.COMPLETION if number == own else DraftSource.SIBLING, before + tokens))
+    last, found = before + group[own], []
+    for order, (source, text) in enumerate(named):
+        for end in range(1, len(text)):
+            length = 0
+            while length < min(8, end, len(last)) and text[end - 1 - length] == last[-1 - length]:
+                length += 1
+            if length >= 2:
+                found.append((length, len(text) - end >= MOST_DRAFTED, order, end, source))
+    if not found:
         return None
+    length, _, order, end, source = max(found)
+    tokens = named[order][1][end : end + MOST_DRAFTED][: max(MOST_TOKENS - len(group[own]) - 1, 0)]
+    return tokens[: tokens.index(STOP)] if STOP in tokens else tokens, source, length
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_drafts_are_those_of_a_search_through_all_texts(seed):
     numbers = np.random.default_rng(seed)
-    letters = int(numbers.integers(2, 9))
+    letters = 2 + seed % 4
 
-    def some(most):
-        return numbers.integers(letters, size=numbers.integers(most + 1)).tolist()
+    def some(least, most):
+        return numbers.integers(letters, size=numbers.integers(least, most, endpoint=True)).tolist()
 
-    prompt, earlier = [1, *some(12)], [some(30) for _ in range(seed % 3)]
-    searched, drafts = Searched(prompt, earlier), GroupDrafts(prompt, earlier)
-    texts = {completion: [] for completion in range(3)}
+    prompts, kept = [some(1, 20) for _ in range(4)], EarlierCompletions()
+    earlier = [[some(0, 30) for _ in range(seed % 3)] for _ in prompts]
+    for prompt, completed in zip(prompts, earlier, strict=True):
+        kept.add(prompt, completed)
+    completions = [some(1, MOST_TOKENS) + [STOP] * (n % 3 == 0) for n in range(len(prompts) * GROUP)]
+    completions = [tokens[:MOST_TOKENS] for tokens in completions]
+    texts, state, sampling = state_of(prompts, kept, completions)
+    state.position[3] = IDLE
+    guesses, length = guesses_of([*range(len(completions)), len(completions)], texts, state, sampling)
+    assert length[-1] == length[3] == 0
+    assert guesses.live.tolist() == [slot != 3 for slot in range(len(completions))] + [False]
     compared = set()
-    for _ in range(60):
-        completion = int(numbers.integers(3))
-        new = some(4)
-        texts[completion] += new
-        searched.extend(completion, new)
-        drafts.know(completion, texts[completion], ())
-        most = int(numbers.integers(1, 1 + MOST_DRAFTED))
-        draft, expected = drafts.draft(completion, most), searched.draft(completion, most)
-        assert (draft and (draft.tokens, draft.source, draft.suffix)) == expected
-        compared.add(expected and (expected[1], expected[2]))
-    assert len(compared) > 3
+    for slot in range(len(completions)):
+        group, own = divmod(slot, GROUP)
+        members = completions[group * GROUP : (group + 1) * GROUP]
+        # Prompts may be equal, and then all have the completions of the last one.
+        found = searched(prompts[group], list(kept.of(prompts[group])), members, own)
+        if found is None or not found[0] or slot == 3:
+            assert length[slot] == 0
+            continue
+        tokens, source, matched = found
+        assert guesses.tokens[slot, : length[slot]].tolist() == tokens
+        assert guesses.kind[slot] == 3 * list(DraftSource).index(source) + (matched >= 4) + (matched >= 8)
+        compared.add(source)
+    assert len(compared) > 1
 
 
-def test_a_stop_token_is_never_drafted():
-    drafts = GroupDrafts([1, 2, 3], [])
-    drafts.know(0, [4, 5, 6, 7, 0], {0})
-    drafts.know(0, [4, 5, 6, 7, 0], {0})
-    drafts.know(1, [4, 5], {0})
-    assert drafts.draft(1, 7).tokens == [6, 7]
-    drafts.know(1, [4, 5, 6, 7], {0})
-    assert drafts.draft(1, 7) is None
+def test_texts_are_those_of_the_call_alone():
+    """Those of the call before are gone, and slots without a sequence have none."""
+    prompts = [[1, 2, 3, 4, 5]]
+    texts, state, sampling = state_of(prompts, EarlierCompletions(), [[6, 7, 8], [6, 7], [1]])
+    assert guesses_of([0, 1], texts, state, sampling)[0].tokens[1, 0] == 8
+    texts.fill(TextLayout.of(prompts, GROUP, MOST_TOKENS, EarlierCompletions()))
+    assert guesses_of([1], texts, state, sampling)[1].tolist() == [0]
+    texts.enter(torch.tensor([0, 1]), [(0, 0), (0, 1)])
+    assert guesses_of([1], texts, state, sampling)[1].tolist() == [0]
+    keep(torch.tensor([0]), texts.state, state)
+    assert guesses_of([1], texts, state, sampling)[0].tokens[0, 0] == 8
 
 
-def test_a_first_token_is_drafted_behind_the_prompt_alone():
-    """What siblings began with follows the prompt's last tokens."""
-    drafts = GroupDrafts(list(range(20)), [[50, 51, 52]])
-    drafts.know(0, [], ())
-    draft = drafts.draft(0, 2)
-    assert (draft.tokens, draft.source, draft.suffix) == ([50, 51], DraftSource.EARLIER, 8)
-    assert drafts.draft(0, 0) is None
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_go_to_every_sequence_and_then_to_the_likeliest_tokens(seed):
+    numbers = torch.Generator().manual_seed(seed)
+    slots, count = 12, 16 + 8 * seed
 
+    def some(high, *size):
+        return torch.randint(high, size, generator=numbers)
 
-def test_an_index_touches_only_new_tokens():
-    """The work of a token doesn't depend on how many there are."""
-
-    class Counted(dict):
-        writes = 0
-
-        def __setitem__(self, key, value):
-            self.writes += 1
-            super().__setitem__(key, value)
-
-    index = SuffixIndex()
-    index._following = Counted()
-    number = index.start()
-    for _ in range(3):
-        before = index._following.writes
-        index.extend(number, range(1000))
-        assert index._following.writes - before <= len(SUFFIXES) * 1000
+    live = (some(4, slots) > 0).long()
+    length, chance = some(MOST_DRAFTED + 1, slots) * live, some(9, slots) / 10 + 0.05
+    depth = torch.arange(1, MOST_DRAFTED + 1)
+    chances = chance[:, None] ** depth * (depth <= length[:, None])
+    guesses = Guesses(torch.arange(slots), live, some(KINDS, slots), some(90, slots, MOST_DRAFTED).int(), chances)
+    order, likely = ranked(guesses)
+    rows, state = DraftRows.empty(count, 1, 1, CPU), DecodeState.empty(slots, 1, 1, CPU)
+    state.position[:-1], state.drawn[:-1] = 5 + some(9, slots).int(), some(9, slots).int()
+    spread(guesses, allotted(guesses, order, likely, count), state, rows, count, False)
+    wanted = min(count, int(live.sum() + length.sum()))
+    assert (rows.slot[wanted:] == state.count).all()
+    assert (rows.state.position[wanted:] == IDLE).all()
+    taken = 0.0
+    for slot in range(slots):
+        mine = (rows.slot[:wanted] == slot).nonzero()[:, 0]
+        more = max(len(mine) - 1, 0)
+        assert (len(mine) > 0) == bool(live[slot])
+        assert rows.ahead[mine].tolist() == list(range(len(mine)))
+        assert (rows.state.position[mine] - rows.ahead[mine] == state.position[slot]).all()
+        assert (rows.state.drawn[mine] - rows.ahead[mine] == state.drawn[slot]).all()
+        assert rows.state.token[mine].tolist() == [0, *guesses.tokens[slot, :more].tolist()][: len(mine)]
+        taken += chances[slot, :more].sum().item()
+    best = chances.flatten().sort(descending=True).values[: wanted - int(live.sum())].sum().item()
+    assert taken == pytest.approx(best, rel=1e-5)
+    told = expected(guesses, likely, torch.tensor([1, count]))
+    assert told.tolist() == pytest.approx([0, best], rel=1e-5)
 
 
 def test_the_oldest_prompts_are_forgotten(monkeypatch):

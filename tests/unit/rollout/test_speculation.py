@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from qerl.kernels.draft_state import DraftSource
 from qerl.policy.policy import with_adapter
 from qerl.rl.noise import Noise
 from qerl.rollout.engine import scheduler, speculation
-from qerl.rollout.engine.drafts import DraftSource, EarlierCompletions
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
@@ -76,7 +76,7 @@ def free_rows(monkeypatch):
     """Rows cost nothing, so that all drafts are verified."""
     monkeypatch.setattr(speculation, "_DOUBLING_ROWS", 1e9)
     monkeypatch.setattr(speculation, "_VERIFICATION", 0)
-    monkeypatch.setattr(speculation, "_OF_SEQUENCE", 0)
+    monkeypatch.setattr(speculation, "_WORTHWHILE", 1)
     monkeypatch.setattr(speculation, "_PAUSES", (0, 0))
 
 
@@ -91,8 +91,8 @@ def test_completions_are_those_of_plain_steps(policy, sampling, settings):
     assert tokens(drafted) == tokens(plain)
     assert [[c.finished for c in group] for group in drafted] == [[c.finished for c in group] for group in plain]
     np.testing.assert_allclose(logprobs(drafted), logprobs(plain), atol=1e-4)
-    earlier = sampler.drafts.sources[DraftSource.EARLIER]
     if params.max_tokens > 1:
+        earlier = sampler.drafts.sources[DraftSource.EARLIER]
         assert earlier.accepted > 25
         assert earlier.verified - earlier.accepted > 10
 
@@ -134,8 +134,9 @@ def test_a_replay_with_drafts_is_the_trace(policy):
     assert sampler.drafts.sources[DraftSource.SIBLING].accepted > 5
     assert sampler.drafts.sources[DraftSource.COMPLETION].accepted > 5
     assert sampler.drafts.tokens > sampler.drafts.sequences
-    rows = sum(one.sequences for one in sampler.phases.verify.values())
-    assert rows == sampler.drafts.rows > sampler.drafts.sequences
+    padded = sum(one.sequences for one in sampler.phases.verify.values())
+    assert padded >= sampler.drafts.rows > sampler.drafts.sequences
+    assert sampler.drafts.steps == sum(one.steps for one in sampler.phases.verify.values())
 
 
 def test_a_rollout_can_be_repeated_to_the_bit(policy):
@@ -144,58 +145,71 @@ def test_a_rollout_can_be_repeated_to_the_bit(policy):
     assert first == second
 
 
+def test_no_step_waits_for_a_look_at_the_one_before(policy, monkeypatch):
+    """A look is read when the next step has been launched."""
+    order: list[str] = []
+    params = SamplingParams(max_tokens=60, count=2, seed=4)
+    sampler = with_guesses(policy, sampler_of(policy, False).generate(PROMPTS, params))
+    for name in ("_advance", "_see"):
+        method = getattr(scheduler.Scheduler, name)
+        monkeypatch.setattr(scheduler.Scheduler, name, lambda *a, n=name, m=method: (order.append(n), m(*a))[1])
+    sampler.generate(PROMPTS, params)
+    assert sampler.drafts.steps > 10
+    assert order == ["_advance", *["_advance", "_see"] * (len(order) // 2)]
+
+
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
-def deciding(sequences, step_rows=None):
-    """A speculation that knows a repetitive completion of each sequence."""
-    prompts = [[10, 11, 12, 13] * 3 for _ in range(sequences)]
-    known = speculation.Speculation(prompts, 1, frozenset(), EarlierCompletions(), step_rows)
-    for index in range(sequences):
-        known.know(index, [10, 11, 12])
-    return known, [(index, index, 50) for index in range(sequences)]
+def rows_for(sequences, right_each, step_rows=None):
+    """The rows of a step for sequences of which each is expected to have so many right tokens in any step."""
+    speculation_ = speculation.Speculation(step_rows)
+    sizes = speculation.step_sizes(step_rows)
+    speculation_.learn(1, [min(right_each * sequences, max(size - sequences, 0)) for size in sizes])
+    return speculation_.rows(sequences)
 
 
-def lengths_of(feed, sequences):
-    return np.bincount(feed.rows[0], minlength=sequences).tolist()
-
-
-def test_one_sequence_has_as_many_rows_as_cost_the_same():
-    known, sequences = deciding(1)
-    feed = known.feed(sequences)
-    assert feed.rows.tolist() == [[0] * 8, list(range(8)), [0, 13, 10, 11, 12, 13, 10, 11]]
-
-
-def test_more_sequences_have_fewer_rows_each_and_many_have_none():
-    each = {}
-    for count in (1, 4, 8, 16, 32, 127):
-        known, sequences = deciding(count)
-        feed = known.feed(sequences)
-        each[count] = sum(feed.verified) / count if feed else 0
-    assert sorted(each.values(), reverse=True) == list(each.values())
-    assert each[127] < 1 < each[8] < each[1] == 7
-    assert not known.tries(128)
+def test_rows_are_as_many_as_pay():
+    assert speculation.step_sizes(None) == [8, 16, 32, 64, 128]
+    assert rows_for(1, 4) == 8
+    assert rows_for(1, 0) == rows_for(16, 0.02) == 0
+    assert rows_for(8, 0.9) == 16
+    assert rows_for(8, 2.9) == 32
+    each = [rows_for(count, 2) / count for count in (1, 4, 8, 16, 32, 64)]
+    assert sorted(each, reverse=True) == each
+    assert rows_for(128, 7) == 0
 
 
 def test_rows_that_a_step_has_anyhow_cost_nothing():
-    known, sequences = deciding(16, step_rows=64)
-    assert len(known.feed(sequences).rows[0]) == 64
-    assert not known.tries(64)
+    assert speculation.step_sizes(64) == [64]
+    assert rows_for(16, 1.0, step_rows=64) == 64
+    assert rows_for(64, 7, step_rows=64) == 0
 
 
-def test_wrong_drafts_end_speculation_for_ever_longer_pauses():
-    known, sequences = deciding(8)
-    tried = []
-    for _ in range(200):
-        tried.append(known.tries(8))
-        feed = known.feed(sequences) if tried[-1] else None
-        if feed is None:
-            assert 1 <= known.plain_steps(8) <= 8
-            continue
-        right = np.zeros((len(feed.rows[0]), 4), dtype=np.int32)
-        right[:, 0] = feed.rows[1] == 0  # only each sequence's own row counts, and it drew another token
-        known.settle(feed, right)
-    assert sum(tried[:10]) > 4
-    assert 0 < sum(tried[-50:]) < 5  # every 128 steps, which are 16 rounds
-    counts = known.counts.sources[DraftSource.PROMPT]
-    assert counts.accepted == 0 < counts.verified
+def test_searches_without_gain_become_rare():
+    """After 2, 4, 8 … 128 steps, each a step of its own while drafts may pay."""
+    known, searches, searched = speculation.Speculation(None), 0, []
+    for step in range(600):
+        if known.rows(4):
+            raise AssertionError(step)
+        assert known.plain_steps(4, 8) == 1
+        if known.tries(4):
+            searched.append(step)
+            searches += 1
+            known.learn(searches, [0.01 * searches] * 5)
+    assert len(searched) == 10
+    assert max(np.diff(searched)) == 128 == max(np.diff(searched)[-3:])
+    assert known.plain_steps(128, 8) == 8
+
+
+def test_a_search_that_finds_much_ends_the_pauses():
+    known = speculation.Speculation(None)
+    known.learn(1, [0.0] * 5)
+    assert known.rows(1) == 0
+    steps = 0
+    while not known.tries(1):
+        steps += known.plain_steps(1, 8)
+    assert steps == 2
+    assert known.rows(1) == 0  # nothing is known yet
+    known.learn(2, [5.0] * 5)
+    assert known.rows(1) == 8

@@ -182,8 +182,7 @@ def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, mo
     accepted = sum(source.accepted for source in first.sources)
     assert 0 < accepted == round(first.verifications * (first.tokens_per_verification - 1))
     assert 1 < first.tokens_per_verification <= first.rows_per_step * first.steps / first.verifications
-    rows = sum(round(phase.steps * phase.sequences) for phase in result.runs[0].phases.verify)
-    assert rows == round(first.rows_per_step * first.steps)
+    assert first.steps == sum(phase.steps for phase in result.runs[0].phases.verify)
 
 
 def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
