@@ -1,0 +1,132 @@
+"""Decode speed of the engine on models of other families than Qwen2.5, with random weights of their published shapes.
+
+    python -m tests.gpu.time_families OUT.jsonl --models phi-4-mini,gemma-3-1b --kernels auto
+
+Every line of OUT is a JSON object: tokens/s beside the floor's bytes, by which models of different sizes compare with
+those of `config/shapes.yaml` (LoRA r16 on all layers, prompts of 128 tokens).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+
+from qerl.bench.decode.points import timed
+from qerl.formats.codecs import quantize
+from qerl.layers.packed_linear import PackedLinear
+from qerl.layers.structure import structure_of
+from qerl.policy.policy import Policy, use_own_modules
+from qerl.random_models.policy import adapted
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import NativeSettings
+from tests.families import FAMILIES
+
+DEVICE = torch.device("cuda")
+RANK = 16
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _shape(
+    hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+#: A key of FAMILIES and the values of config.json.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Positions of Phi-4-mini's scaled frequencies take as long as any.
+    "phi-4-mini": (
+        "phi3",
+        _shape(
+            3072, 32, 24, 8, 8192, 200064, sliding_window=262144, tie_word_embeddings=True,
+            rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.75},
+        ),
+    ),
+    "phi-4": (
+        "phi3", _shape(5120, 40, 40, 10, 17920, 100352, sliding_window=None, rope_parameters=_DEFAULT_ROPE)
+    ),
+    "mistral-7b": ("mistral-sliding", _shape(4096, 32, 32, 8, 14336, 32000, sliding_window=4096, head_dim=128)),
+    "gemma-3-1b": (
+        "gemma3",
+        _shape(
+            1152, 26, 4, 1, 6912, 262144, head_dim=256, query_pre_attn_scalar=256, sliding_window=512,
+            layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(26)],
+        ),
+    ),
+    "gemma-3-12b": (  # the text model's shape
+        "gemma3",
+        _shape(
+            3840, 48, 16, 8, 15360, 262208, head_dim=256, query_pre_attn_scalar=256, sliding_window=1024,
+            layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(48)],
+        ),
+    ),
+}  # fmt: skip
+
+
+def random_family(family: str, shape: dict[str, Any], weights: str) -> Policy:
+    """A policy of a family's shape with random weights, bfloat16 or packed, and an adapter on all layers."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].config(**shape)
+    with torch.device(DEVICE):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    structure = structure_of(config)
+    for name in structure.packed_layers() if weights != "bf16" else ():
+        lm.set_submodule(name, PackedLinear.from_packed(quantize(lm.get_parameter(f"{name}.weight").data, weights)))
+    use_own_modules(lm)
+    lm.requires_grad_(False)
+    return adapted(Policy(lm.eval(), Qwen2Tokenizer()), RANK)
+
+
+def main(
+    out: Path,
+    models: Annotated[str, typer.Option(help="Keys of MODELS, with commas.")] = ",".join(MODELS),
+    sequences: Annotated[str, typer.Option(help="Numbers of sequences, with commas.")] = "1,8,32,128",
+    tokens: int = 256,
+    weights: str = "nvfp4",
+    kernels: str = "auto",
+) -> None:
+    """Time each model at each number of sequences, as `qerl.bench.decode` does."""
+    settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels})
+    for model in models.split(","):
+        policy, vocabulary = random_family(*MODELS[model], weights), MODELS[model][1]["vocab_size"]
+        held = sum(buffer.nbytes for buffer in policy.lm.buffers()) + sum(p.nbytes for p in policy.lm.parameters())
+        for count in map(int, sequences.split(",")):
+            sampler = EngineSampler(policy, settings, count)
+
+            def draw(
+                prompts: list[list[int]],
+                most: int,
+                seed: int,
+                sampler: EngineSampler = sampler,
+                vocabulary: int = vocabulary,
+            ) -> int:
+                prompts = [[token % vocabulary for token in prompt] for prompt in prompts]
+                groups = sampler.generate(prompts, SamplingParams(max_tokens=most, seed=seed, ignore_eos=True))
+                return sum(len(completion.token_ids) for group in groups for completion in group)
+
+            timing = timed(draw, count, 128, tokens)
+            point = {"model": model, "weights": weights, "kernels": kernels, "sequences": count, "bytes": held}
+            point |= {"tokens_per_s": round(median(timing.samples), 1), "served": sampler.served}
+            point["prompt_s"] = round(median(timing.prompt_samples), 4)
+            with out.open("a") as file:
+                print(json.dumps(point), file=file, flush=True)
+            sampler.release()
+
+
+if __name__ == "__main__":
+    typer.run(main)
