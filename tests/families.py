@@ -60,14 +60,28 @@ _QWEN_ROPE = {
     "mrope_interleaved": True,
 }
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
+}
+
 
 @dataclass(frozen=True)
 class Family:
-    """A family of the hub: its name, a word on it, and `values` of config.json that make a small model of it."""
+    """A family of the hub: its name, a word on it, and `values` of config.json that make a small model of it.
+
+    `formats` are those of its weights.
+    """
 
     name: str
     about: str
     values: dict[str, Any]
+    formats: str = ", ".join(name.upper() for name in ("bf16", *PACKED_FORMATS))
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         """The configuration of a small model, with `changes` of its values."""
@@ -130,14 +144,25 @@ FAMILIES: dict[str, Family] = {
             "rope_parameters": _QWEN_ROPE,
         },
     ),
+    "qwen3_5_moe": Family(
+        "Qwen3.5, Qwen3.6 with experts",
+        "gated delta nets, experts beside a shared one",
+        {"model_type": "qwen3_5_moe_text", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 64},
+    ),
     "gpt_oss": Family(
         "gpt-oss",
-        "attention sinks, experts stacked in one parameter",
-        {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "attention sinks, sliding windows, experts with biases; LoRA on attention",
+        {
+            "model_type": "gpt_oss",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": _YARN,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "MXFP4 as published",
     ),
 }
-
-_FORMATS = ", ".join(name.upper() for name in ("bf16", *PACKED_FORMATS))
 
 
 @dataclass(frozen=True)
@@ -146,7 +171,8 @@ class Row:
 
     name: str
     about: str
-    weights: str = ""
+    formats: str
+    awq: bool = False
     lora: str = ""
     norms: str = ""
     engine: bool = False
@@ -165,11 +191,12 @@ def row(family: Family) -> Row:
     try:
         structure = structure_of(config)
     except StructureError as error:
-        return Row(family.name, family.about, refusal=str(error))
+        return Row(family.name, family.about, family.formats, refusal=str(error))
     return Row(
         family.name,
         family.about,
-        f"{_FORMATS}; {'AWQ' if refused_by_awq(structure) is None else 'no AWQ'}",
+        family.formats,
+        refused_by_awq(structure) is None,
         ", ".join(f"`{target}`" for target in structure.targets),
         _norms(structure),
         refused_by_engine(config) is None,
@@ -191,7 +218,8 @@ def long_table() -> str:
         if one.refusal:
             cells = [label, "refused", *["–"] * 6]
         else:
-            cells = [label, one.weights, one.lora, one.norms, "✓", _mark(one.engine), _mark(one.vllm), "✓"]
+            weights = f"{one.formats}; {'AWQ' if one.awq else 'no AWQ'}"
+            cells = [label, weights, one.lora, one.norms, "✓", _mark(one.engine), _mark(one.vllm), "✓"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -206,12 +234,12 @@ def short_table() -> str:
     """The table of README.md: families with the same samplers in one row."""
     rows = [row(family) for family in FAMILIES.values()]
     lines = ["| model | weights that train, sample and are evaluated | sampler on a GPU |", "| --- | --- | --- |"]
-    for sampler in dict.fromkeys(one.sampler for one in rows if not one.refusal):
-        names = "; ".join(one.name for one in rows if one.sampler == sampler and not one.refusal)
-        lines.append(f"| {names} | {_FORMATS} | {sampler} |")
-    lines.append(f"| other decoders of linear layers and attention, untested | {_FORMATS} | the eager sampler |")
-    refused = "; ".join(one.name for one in rows if one.refusal)
-    return "\n".join([*lines, f"| {refused}; other structures | refused by a sentence before anything starts | |"])
+    for sampler, formats in dict.fromkeys((one.sampler, one.formats) for one in rows if not one.refusal):
+        names = [one.name for one in rows if (one.sampler, one.formats) == (sampler, formats) and not one.refusal]
+        lines.append(f"| {'; '.join(names)} | {formats} | {sampler} |")
+    lines.append(f"| other decoders of linear layers and attention, untested | {Family.formats} | the eager sampler |")
+    refused = "; ".join([*(one.name for one in rows if one.refusal), "other structures"])
+    return "\n".join([*lines, f"| {refused} | refused by a sentence before anything starts | |"])
 
 
 def _mark(served: bool) -> str:

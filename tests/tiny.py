@@ -117,6 +117,28 @@ def tiny_of_images(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def tiny_gpt_oss(folder: Path, seed: int = 0) -> Path:
+    """Write a random gpt-oss as it is published: experts as stacks of MXFP4 codes, scales and biases."""
+    config = FAMILIES["gpt_oss"].config(
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}
+    )
+    model = _build(AutoModelForCausalLM.from_config, FAMILIES["gpt_oss"].config(), seed).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):  # [experts, in, out]
+            shape = (weight.shape[0], weight.shape[2], weight.shape[1] // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            tensors[f"{name}_scales"] = torch.randint(119, 126, shape, dtype=torch.uint8, generator=generator)
+        else:
+            tensors[name] = weight
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+    tiny_tokenizer(folder)
+    return folder
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change keys of a checkpoint's config.json."""
     path = folder / "config.json"

@@ -8,7 +8,8 @@ is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,9 @@ _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale"
 _OTHER_FUNCTIONS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 #: The output head is dense in this package.
 _HEAD = "lm_head"
+#: A stack of experts' tensors, and the names of its parts here.
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
+_STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
 #: The prefixes of the text model's tensors in a model of images and text, and in the text model.
 _WITHIN, _ALONE = "model.language_model.", "model."
 #: Rows and columns of a block of FP8 weights that shares a scale.
@@ -35,7 +39,8 @@ FP8_BLOCK = 128
 class TensorInfo:
     """A tensor's file, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes there.
 
-    `stored` is its name in the file. `parts` are the further tensors that its `reading` needs.
+    `stored` is its name in the file. `parts` are the further tensors that its `reading` needs. With `place` it is that
+    one of the tensors that are stacked there.
     """
 
     shard: Path
@@ -45,16 +50,17 @@ class TensorInfo:
     stored: str
     reading: Reading = "stored"
     parts: tuple[TensorInfo, ...] = ()
+    place: int | None = None
 
 
 def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by this package's names, in the files' order and without scales of activations.
 
-    A model of images and text has those of its text model.
+    A model of images and text has those of its text model, and experts that are stacked in MXFP4 have their own each.
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
-    stored = _of_text(stored)
+    stored = dict(_of_experts(_of_text(stored)))
     tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
@@ -66,6 +72,32 @@ def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
         return stored
     kept = {name: info for name, info in stored.items() if name.startswith((_WITHIN, f"{_HEAD}."))}
     return {name.replace(_WITHIN, _ALONE, 1): info for name, info in kept.items()}
+
+
+def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors, with those of each expert in place of stacks as gpt-oss has them.
+
+    A stack has blocks [experts, out, groups, 16] of codes, scales [experts, out, groups] and a bias [experts, out].
+    """
+    for name, info in stored.items():
+        stack = _STACK.fullmatch(name)
+        if stack is None:
+            yield name, info
+            continue
+        experts, layer, part = stack.groups()
+        if part is None or len(info.shape) < 2:
+            raise FormatError(
+                f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
+                "isn't supported; take the checkpoint in MXFP4 as it is published"
+            )
+        count, rows, *columns = info.shape
+        shape = (rows, math.prod(columns)) if columns else (rows,)
+        for place in range(count):
+            size = info.size_bytes // count
+            yield (
+                f"{experts}.{place}.{layer}.{_STACKED[part]}",
+                replace(info, shape=shape, size_bytes=size, place=place),
+            )
 
 
 def unpacked_layers(headers: Mapping[str, TensorInfo]) -> list[str]:

@@ -33,6 +33,8 @@ def weights_format(quantization: object) -> str:
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
         return _compressed(quantization)
+    if method == "mxfp4":
+        return "mxfp4"
     if method == "bitsandbytes":
         return _bitsandbytes(quantization)
     if isinstance(method, str) and method.startswith("modelopt"):

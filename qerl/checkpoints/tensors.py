@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,7 @@ def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -
     for path, names in by_shard(headers).items():
         with safe_open(path, framework="pt", device=str(device)) as shard:
             for name in names:
-                yield name, _as_read(headers[name], _finite(headers[name], shard.get_tensor(headers[name].stored)))
+                yield name, _as_read(headers[name], _finite(headers[name], _stored(headers[name], shard)))
 
 
 def _as_read(info: TensorInfo, tensor: Tensor) -> Tensor:
@@ -57,7 +58,17 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 def _part(info: TensorInfo, device: torch.device) -> Tensor:
     with safe_open(info.shard, framework="pt", device=str(device)) as shard:
-        return _as_read(info, _finite(info, shard.get_tensor(info.stored)))
+        return _as_read(info, _finite(info, _stored(info, shard)))
+
+
+def _stored(info: TensorInfo, shard: Any) -> Tensor:
+    """The tensor of an open file, or its own part of a stack."""
+    tensor: Tensor
+    if info.place is None:
+        tensor = shard.get_tensor(info.stored)
+        return tensor
+    tensor = shard.get_slice(info.stored)[info.place]
+    return tensor.reshape(info.shape)
 
 
 def _finite(info: TensorInfo, tensor: Tensor) -> Tensor:

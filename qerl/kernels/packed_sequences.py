@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 #: torch 2.11 accepts fewer key heads than query heads without this argument.
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+#: Features that are added to heads with sinks; kernels of GPUs need a multiple of it.
+_ALIGNED = 8
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,42 @@ def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention [L, heads, D] of query [L, heads, D] over each token's prompt and earlier tokens of its piece.
 
-    With a `window`, a token sees that many tokens, itself included. key and value are [L, KV heads, D]. It uses flash
-    attention on a GPU in 16 bits, and SDPA piece by piece elsewhere.
+    With a `window`, a token sees that many tokens, itself included. key and value are [L, KV heads, D]. `sinks` [heads]
+    are scores of a further key without a value. It uses flash attention on a GPU in 16 bits, and SDPA piece by piece
+    elsewhere and with sinks.
     """
-    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return (_flash if flash else _by_piece)(query, key, value, packing, scale, window)
+    if sinks is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _flash(query, key, value, packing, scale, window)
+    return _by_piece(query, key, value, packing, scale, window, sinks)
+
+
+def attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """SDPA [B, heads, Q, D] of query [B, heads, Q, D] over key and value [B, KV heads, K, D] that are `seen`.
+
+    A sink becomes the score of a further key: one more feature of queries has it, which that key alone reads.
+    """
+    if sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
+    size = query.shape[-1]
+    scores = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    query = pad(torch.cat([query, scores], -1), (0, _ALIGNED - 1))
+    unit = pad(key.new_ones(1), (size, _ALIGNED - 1))
+    key = torch.cat([unit.expand(*key.shape[:2], 1, -1), pad(key, (0, _ALIGNED))], 2)
+    value, seen = pad(value, (0, _ALIGNED, 1, 0)), pad(seen, (1, 0), value=True)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
+    return out[..., :size]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
@@ -98,7 +128,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: f
     return out
 
 
-def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
+def _by_piece(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     query, key, value = (row.transpose(0, 1)[None] for row in (query, key, value))
     if query.is_cuda:  # fused kernels take a mask only with as many key as query heads; others keep all weights
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
@@ -109,5 +147,5 @@ def _by_piece(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(last)
         if window is not None:
             seen = seen.triu(last - window + 1)
-        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
+        outs.append(attend_masked(q, k, v, seen, scale, sinks))
     return torch.cat(outs, 2).squeeze(0).transpose(0, 1)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qerl.kernels.packed_sequences import Packing, attend_packed
+from qerl.kernels.packed_sequences import Packing, attend_masked, attend_packed
 
 NAME = "qerl"
 
@@ -29,6 +29,13 @@ def attend(
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D]."""
+    sinks = settings.get("s_aux")
+    if packing is None and sinks is not None:
+        queries, keys = query.shape[2], key.shape[2]
+        seen = attention_mask
+        if seen is None:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        return attend_masked(query, key, value, seen, settings["scaling"], sinks).transpose(1, 2).contiguous(), None
     if packing is None:
         if _shares_heads(query, attention_mask, settings):
             scale = settings.get("scaling")
@@ -40,7 +47,7 @@ def attend(
     # squeeze instead of [0], whose backward pass copies the gradient into zeros.
     query, key, value = (row.squeeze(0).transpose(0, 1) for row in (query, key, value))
     window = settings.get("sliding_window")
-    return attend_packed(query, key, value, packing, settings["scaling"], window)[None], None
+    return attend_packed(query, key, value, packing, settings["scaling"], window, sinks)[None], None
 
 
 def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:

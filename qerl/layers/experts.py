@@ -1,7 +1,8 @@
 """The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
 
 transformers stacks the weights of a block's experts in two tensors. Checkpoints of the hub, and llmcompressor's and
-ModelOpt's, have three linear layers an expert, and so have these modules, under the same names.
+ModelOpt's, have three linear layers an expert, and so have these modules, under the same names. gpt-oss has two, whose
+stacks `qerl.checkpoints.layouts` splits.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from qerl.layers.mlp import GatedMLP
 
 
 class Experts(nn.ModuleList):
-    """The experts of a block, each a `GatedMLP`. A token's output is the weighted sum of those that it is routed to."""
+    """The experts of a block. A token's output is the weighted sum of those that it is routed to."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Map hidden [T, H] to the same shape; `chosen` [T, k] are the numbers of the experts, `weights` [T, k].
@@ -33,6 +35,22 @@ class Experts(nn.ModuleList):
             product = self[number](hidden[tokens]) * weights[tokens, places, None]
             out.index_add_(0, tokens, product.to(out.dtype))
         return out
+
+
+class GptOssExpert(nn.Module):
+    """down((up + 1) * gate * sigmoid(1.702 gate)), whose gate and up are every other output of one layer, clamped."""
+
+    def __init__(self, gate_up_proj: nn.Linear, down_proj: nn.Linear, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.gate_up_proj: nn.Module = gate_up_proj
+        self.down_proj: nn.Module = down_proj
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, hidden] to the same shape."""
+        gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down_proj((up + 1) * gate * torch.sigmoid(gate * self.alpha))
 
 
 class Float32Router(nn.Module):
@@ -51,17 +69,26 @@ class Float32Qwen3MoeRouter(Float32Router, Qwen3MoeTopKRouter):
     """The router of Qwen3-MoE."""
 
 
-_ROUTERS: dict[type, type[Float32Router]] = {Qwen3MoeTopKRouter: Float32Qwen3MoeRouter}
+class Float32GptOssRouter(Float32Router, GptOssTopKRouter):
+    """The router of gpt-oss, which has a bias."""
+
+
+_ROUTERS: dict[type, type[Float32Router]] = {
+    Qwen3MoeTopKRouter: Float32Qwen3MoeRouter,
+    GptOssTopKRouter: Float32GptOssRouter,
+}
 
 
 def split_experts(model: nn.Module) -> None:
     """Replace stacked experts of an empty model by `Experts`, whose weights are empty too, and routers' classes.
 
-    Stacks of another kind stay, as those with biases or other activations.
+    Stacks of another kind stay, as those with other activations.
     """
     for name, module in list(model.named_modules()):
         if type(module) in _ROUTERS:
             module.__class__ = _ROUTERS[type(module)]
+        elif isinstance(module, GptOssExperts):
+            model.set_submodule(name, _split_gpt_oss(module))
         elif _is_plain_stack(module):
             model.set_submodule(name, _split(module))
 
@@ -85,3 +112,13 @@ def _split(stack: nn.Module) -> Experts:
     shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
     experts = ({name: nn.Linear(*shape, **made) for name, shape in shapes.items()} for _ in range(count))
     return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
+
+
+def _split_gpt_oss(stack: GptOssExperts) -> Experts:
+    """Experts of a stack's shapes: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]."""
+    count, wide, hidden = stack.down_proj.shape
+    made: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
+    return Experts(
+        GptOssExpert(nn.Linear(hidden, 2 * wide, **made), nn.Linear(wide, hidden, **made), stack.alpha, stack.limit)
+        for _ in range(count)
+    )

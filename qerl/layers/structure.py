@@ -24,7 +24,9 @@ from qerl.settings.base import UserError
 
 _TRACED = "qerl-structure"
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
-_KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position"}
+_KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "s_aux"}
+#: The name of attention's parameter of scores that no token has.
+_SINKS = "sinks"
 
 
 class StructureError(UserError):
@@ -204,7 +206,7 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
             known = isinstance(module, (nn.Linear, Float32Router)) or _is_within(block, path, PackedDeltaNet)
-            if not known and not leaf:
+            if not known and not leaf and part != _SINKS:
                 raise StructureError(
                     f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
@@ -286,6 +288,9 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
             f"model_type={kind!r} isn't supported, because the attention of {name} "
             + (f"has {unknown[0]}" if unknown else "isn't causal")
         )
+    sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
+    if any(p is not settings.get("s_aux") for p in sinks):
+        raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
     idle = [path for path, module in block.named_modules() if _is_linear(module) and module not in trace.inputs]
     if idle:
         raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")

@@ -50,6 +50,11 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
     """
     check_adapter(trained)
     weights_format, headers = weights_format_of(checkpoint), read_headers(checkpoint)
+    if any(info.place is not None for info in headers.values()):
+        raise CheckpointError(
+            f"{checkpoint} stacks experts in MXFP4, and no merged checkpoint of such experts is supported; export base "
+            "and adapter apart, without --merged"
+        )
     packed = packed_tensors(headers, weights_format)
     merged = _Adapter(trained)
     _check_same_base(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)

@@ -154,8 +154,7 @@ class NativeSampler:
         """See `Sampler`."""
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
-        if self.policy.lm.config._attn_implementation == "sdpa":
-            use_attend(self.policy.lm)  # the same numbers, on CPUs in less time
+        use_attend(self.policy.lm)
         completions: list[list[Completion]] = [[] for _ in prompts]
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())

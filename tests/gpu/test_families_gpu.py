@@ -18,7 +18,7 @@ from qerl.settings.rollout import EngineSettings, NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
 from tests.parity.test_families import NORMS
-from tests.tiny import tiny_family
+from tests.tiny import tiny_family, tiny_gpt_oss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -59,16 +59,19 @@ def drawn(policy, sampler):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5", "gpt_oss"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
-    window = {} if name in ("mistral", "qwen3_5") else {"sliding_window": 24}
-    tiny_family(tmp_path, name, dtype=torch.bfloat16, **shape_of(name), **window)
-    policy = load_policy(tmp_path, None, dtype, DEVICE)
+    if name == "gpt_oss":
+        tiny_gpt_oss(tmp_path / "model")
+    else:
+        window = {} if name in ("mistral", "qwen3_5") else {"sliding_window": 24}
+        tiny_family(tmp_path / "model", name, dtype=torch.bfloat16, **shape_of(name), **window)
+    policy = load_policy(tmp_path / "model", None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())
-    assert type(sampler) is (NativeSampler if name == "qwen3_5" else EngineSampler)
+    assert type(sampler) is (NativeSampler if name in ("qwen3_5", "gpt_oss") else EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
     exact, stock = (
-        forced(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=kind).to(DEVICE).eval(), samples)
+        forced(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=kind).to(DEVICE, kind).eval(), samples)
         for kind in (torch.float32, getattr(torch, dtype))
     )
     limit = 1e-4 if dtype == "float32" else 1.25 * (stock - exact).square().mean().sqrt().item()

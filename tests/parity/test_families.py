@@ -17,6 +17,7 @@ from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.awq import Calibration, write_equalised
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.quantization.merge import write_merged
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
@@ -28,7 +29,7 @@ from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_of_images
+from tests.tiny import tiny_family, tiny_gpt_oss, tiny_of_images
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
@@ -39,12 +40,14 @@ NORMS = {
     "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
+    "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
 }
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
 #: The layers that get an adapter, where others are packed.
 ADAPTED = LAYERS | {
     "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "qwen3_5": SEVEN | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"},
 }
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
@@ -59,7 +62,8 @@ families = pytest.mark.parametrize("name", NORMS)
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
-    for name in NORMS:
+    tiny_gpt_oss(root / "gpt_oss/mxfp4")
+    for name in [name for name in NORMS if name != "gpt_oss"]:
         source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
         for weights in PACKED_FORMATS:
             quantize_checkpoint(source, root / name / weights, weights)
@@ -73,8 +77,15 @@ def perturbed(policy):
     return policy
 
 
+def dense(bases, name):
+    """gpt-oss is published in MXFP4 alone."""
+    return bases / name / ("mxfp4" if name == "gpt_oss" else "bf16")
+
+
 def stock(folder, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    """MXFP4 of gpt-oss becomes bfloat16, which has all of its values."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return model.float() if dtype == torch.float32 else model
 
 
 def forced(model, prompt, tokens):
@@ -85,7 +96,7 @@ def forced(model, prompt, tokens):
 
 @families
 def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
-    policy, model = load_policy(bases / name / "bf16", None, "float32", CPU), stock(bases / name / "bf16")
+    policy, model = load_policy(dense(bases, name), None, "float32", CPU), stock(dense(bases, name))
     samplers = [NativeSampler(policy)]
     if refused_by_engine(policy.lm.config) is None:
         samplers.append(EngineSampler(policy, NativeSettings()))
@@ -122,12 +133,15 @@ def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tm
 def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(bases, tmp_path, name):
     """Log-probabilities, and the gradient of every trained tensor, by the names that PEFT gives them."""
     tolerance = TOLERANCE.get(name, 1e-5)
-    policy = perturbed(with_adapter(bases / name / "nvfp4", AdapterSettings(rank=4), "float32", 0, CPU))
+    base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
     trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
     assert trained == ADAPTED.get(name, SEVEN)
     policy.save(tmp_path / "adapter")
-    write_dense(bases / name / "nvfp4", tmp_path / "dense", torch.float32)
-    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter", is_trainable=True)
+    if name != "gpt_oss":  # which transformers unpacks itself
+        write_dense(base, tmp_path / "dense", torch.float32)
+    unpacked = base if name == "gpt_oss" else tmp_path / "dense"
+    peft = PeftModel.from_pretrained(stock(unpacked), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
     drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
@@ -149,7 +163,7 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", [name for name in NORMS if name != "qwen3_moe"])
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in ("qwen3_moe", "gpt_oss")])
 def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     model = load_model(bases / name / weights, torch.bfloat16)
     layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
@@ -192,33 +206,42 @@ def test_the_text_model_of_one_of_images_and_text_is_trained_packed_and_exported
 @families
 def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     """z is an absolute change of a norm's weight, also where the norm is 1 + w."""
-    policy, model = load_policy(bases / name / "bf16", None, "float32", CPU), stock(bases / name / "bf16")
+    policy, model = load_policy(dense(bases, name), None, "float32", CPU), stock(dense(bases, name))
     Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).set(2, 10)
     for layer, block in enumerate(model.model.layers):
         for role, norm in enumerate(NORMS[name]):
             block.get_submodule(norm).weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
     with torch.no_grad():
-        found, expected, quiet = (lm(TOKENS).logits for lm in (policy.lm, model, stock(bases / name / "bf16")))
+        found, expected, quiet = (lm(TOKENS).logits for lm in (policy.lm, model, stock(dense(bases, name))))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
     assert (found - quiet).norm() > 0.01 * quiet.norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("gpt_oss", "sinks"),
-    ],
-)
-def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path, name, reason):
+def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path):
     """The folder has no weights, which would be the next error."""
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name].config().to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config().to_dict()))
     for refused in (
         lambda: load_model(tmp_path, torch.float32),
         lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
     ):
-        with pytest.raises(CheckpointError, match=reason) as caught:
+        with pytest.raises(CheckpointError, match=r"neither nn\.Linear nor a norm") as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_read_dense(bases, tmp_path):
+    base = dense(bases, "gpt_oss")
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=2), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    export(base, tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(stock(tmp_path / "out/base"), tmp_path / "out/adapter")(TOKENS).logits
+        torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"stacks experts in MXFP4.* without --merged"):
+        write_merged(base, tmp_path / "adapter", tmp_path / "merged")
+    tiny_family(tmp_path / "dense", "gpt_oss", dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"down_proj \[4, 128, 64\], a stack of experts in another format"):
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "packed", "nvfp4")
 
 
 def test_other_models_of_images_and_text_are_refused(tmp_path):

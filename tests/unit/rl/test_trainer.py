@@ -21,7 +21,7 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_family, tiny_qwen2, write_template
+from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
@@ -192,13 +192,17 @@ def test_sampler_and_trainer_agree_without_noise(checkpoints, tmp_path):
     assert all(row["mismatch/max_ratio"] < 1.001 for row in rows)
 
 
-def test_a_hybrid_with_delta_nets_trains_on_packed_weights(tmp_path):
+@pytest.mark.parametrize(("family", "packed"), [("qwen3_5", "nvfp4"), ("gpt_oss", "mxfp4")])
+def test_delta_nets_and_published_experts_train_on_packed_weights(tmp_path, family, packed):
     """Blocks that are recomputed make the same states and gradients."""
-    dense = tiny_family(tmp_path / "bf16", "qwen3_5", dtype=torch.bfloat16)
-    write_template(dense)
-    quantize_checkpoint(dense, tmp_path / "nvfp4", "nvfp4")
+    if family == "gpt_oss":
+        write_template(tiny_gpt_oss(tmp_path / packed))
+    else:
+        write_template(tiny_family(tmp_path / "bf16", family, dtype=torch.bfloat16))
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / packed, packed)
+        write_template(tmp_path / packed)
     noise = {"schedule": "constant", "mode": "consistent"}
-    same = {"weights": "nvfp4", "adapter": {"rank": 4}, "noise": noise, "steps": 2}
+    same = {"weights": packed, "adapter": {"rank": 4}, "noise": noise, "steps": 2}
     kept, again = (
         trainer(tmp_path, tmp_path / str(flag), gradient_checkpointing=flag, **same) for flag in (False, True)
     )
