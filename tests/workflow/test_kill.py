@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.slow]
 SETTINGS = {
     **jobs.SETTINGS,
     "steps": 12,
-    "rollout": {"prompts": 4, "group_size": 4, "sampling": {"max_tokens": 24}},
+    "rollout": {"prompts": 4, "group_size": 4, "sampling": {"max_tokens": 12}},
     "optimizer": {"learning_rate": 1e-2},
     # The length of a completion is what those of an untrained policy differ in.
-    "reward": {"overlong_buffer": 23},
+    "reward": {"overlong_buffer": 11},
     "checkpoint_every": 2,
 }
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test"}

@@ -101,10 +101,11 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
 
 def test_one_run_by_hand(folder):
     [(_, block)] = blocks(section("One run by hand"), folder)
-    shell = in_a_shell(block, folder)
-    said = shell.stdout
-    warnings = [line for line in (said + shell.stderr).splitlines() if "WARNING" in line]
+    train, others = block.split("\n", 1)
+    shell = in_a_shell(train, folder)
+    warnings = [line for line in (shell.stdout + shell.stderr).splitlines() if "WARNING" in line]
     assert all("WARNING qerl: " in line for line in warnings), "of a library, which a user can do nothing about"
+    said = in_forks("sh", others, folder)
     run = folder / "runs/first"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()
