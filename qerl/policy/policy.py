@@ -26,6 +26,7 @@ from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
 from qerl.policy.card import Base, write_card
 from qerl.policy.loading import load_model, load_tokenizer
+from qerl.policy.masters import Masters
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings, Layer
 
@@ -73,6 +74,8 @@ class Policy:
     value_head: nn.Linear | None = None
     #: Gathers the weights for a computation, if they are sharded over the processes of a run.
     root: ShardedRoot | None = None
+    #: Float32 copies of 16-bit weights that are trained.
+    masters: Masters | None = None
 
     @property
     def device(self) -> torch.device:
@@ -87,10 +90,16 @@ class Policy:
         return list(stops) if isinstance(stops, (list, tuple)) else [stops]
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The named parameters that the optimizer updates."""
-        yield from ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
+        """The named parameters that the optimizer updates. `use_trained` then makes passes compute with them."""
+        trained = ((name, p) for name, p in (self.peft or self.lm).named_parameters() if p.requires_grad)
+        yield from trained if self.masters is None else self.masters.of(trained)
         if self.value_head is not None:
             yield from self.value_head.named_parameters(VALUE_HEAD)
+
+    def use_trained(self) -> None:
+        """Set the weights of passes to the trained parameters, where these are copies in float32."""
+        if self.masters is not None:
+            self.masters.round()
 
     def reading(self, compute: Callable[[], T]) -> T:
         """Return `compute()`, which reads the model; sharded weights are gathered for it and its backward pass.
@@ -125,8 +134,9 @@ class Policy:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
         else:
-            for parameter in self.lm.parameters():
-                parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+            trained = dict(self.trainable())
+            for name, parameter in self.lm.named_parameters():
+                parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
             self.lm.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
@@ -239,10 +249,17 @@ def with_adapter(
     return Policy(lm.eval(), tokenizer, peft)
 
 
-def trained_in_full(checkpoint: Path, device: torch.device | None = None) -> Policy:
-    """A policy with every weight trainable, in float32."""
-    lm, tokenizer = _base(checkpoint, "float32", device)
-    return Policy(lm.requires_grad_(True), tokenizer)
+def trained_in_full(checkpoint: Path, dtype: str, device: torch.device | None = None) -> Policy:
+    """A policy with every weight trainable, in float32. Passes compute in `dtype`."""
+    lm, tokenizer = _base(checkpoint, dtype, device)
+    if dtype == "float32":
+        return Policy(lm.requires_grad_(True), tokenizer)
+    exact = lm if _is_stored_as_bfloat16(checkpoint) else _base(checkpoint, "float32", device)[0]
+    return Policy(lm.requires_grad_(True), tokenizer, masters=Masters(lm, exact))
+
+
+def _is_stored_as_bfloat16(checkpoint: Path) -> bool:
+    return {info.dtype for info in read_headers(checkpoint).values()} == {"BF16"}
 
 
 def trained_in_shards(checkpoint: Path, dtype: str, device: torch.device | None = None) -> Policy:
@@ -252,8 +269,7 @@ def trained_in_shards(checkpoint: Path, dtype: str, device: torch.device | None 
     """
     from qerl.policy.sharded import shard  # imports FSDP, which takes most of a second
 
-    stored = {info.dtype for info in read_headers(checkpoint).values()}
-    lm, tokenizer = _base(checkpoint, "bfloat16" if stored == {"BF16"} else "float32", device)
+    lm, tokenizer = _base(checkpoint, "bfloat16" if _is_stored_as_bfloat16(checkpoint) else "float32", device)
     root = shard(lm.requires_grad_(True), DTYPES[dtype])
     return Policy(lm, tokenizer, root=root)
 

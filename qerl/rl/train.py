@@ -45,8 +45,8 @@ from qerl.trackers.trackers import Trackers
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy with which a run starts."""
     if settings.method == "full":
-        sharded = settings.processes > 1
-        policy = trained_in_shards(checkpoint, settings.dtype) if sharded else trained_in_full(checkpoint)
+        trained = trained_in_shards if settings.processes > 1 else trained_in_full
+        policy = trained(checkpoint, settings.dtype)
     else:
         policy = with_adapter(checkpoint, settings.adapter, settings.dtype, settings.seed)
     return prepared(policy, settings)

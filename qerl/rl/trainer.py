@@ -195,6 +195,7 @@ class Trainer:
     def _resume(self) -> list[dict[str, float]]:
         trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
         rows = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        self.policy.use_trained()
         if rows and self.processes.writes:
             log.info("continuing from step %d of %d", len(rows), self.settings.steps)
         return rows or []

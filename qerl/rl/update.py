@@ -311,6 +311,7 @@ class Updater:
         if not all(torch.isfinite(norm) for norm in norms):
             raise DivergedError(_diverged("the gradient is", "the loss or a weight is"))
         self.optimizer.step()
+        self.policy.use_trained()
         if self.policy.root is not None:  # the rollout needs the memory for whole weights
             self.optimizer.zero_grad(set_to_none=True)
         return norms[0].item()

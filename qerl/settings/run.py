@@ -101,7 +101,7 @@ class RunSettings(Settings):
     processes: PositiveInt = 1
     """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
     process up to the order in which gradients are added. With `method: full` each process has a shard of weights and
-    optimizer, and computes in `dtype`, where one process computes in float32 (docs/scaling.md)."""
+    optimizer (docs/scaling.md)."""
     nodes: PositiveInt = 1
     """Number of machines that the processes are divided among equally. The run is started on each of them
     (docs/scaling.md)."""

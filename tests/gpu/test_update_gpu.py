@@ -8,7 +8,7 @@ from qerl.host.profiling import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing
 from qerl.layers import linear_logprobs
 from qerl.layers.attention import attend
-from qerl.policy.policy import with_adapter
+from qerl.policy.policy import trained_in_full, with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.random_models.policy import random_policy
 from qerl.rl.activation_checkpointing import USABLE, Recomputation, kept_bytes
@@ -103,6 +103,18 @@ def test_bfloat16_log_probabilities_and_gradients_follow_float32(checkpoint, max
     a, b = (torch.cat(list(gradients.values())) for gradients in (mine, theirs))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
     assert abs(a.norm() / b.norm() - 1) < 0.02
+
+
+def test_full_fine_tuning_in_bfloat16_has_the_gradients_of_float32(tmp_path):
+    """Gradients arrive at the float32 masters of all weights; the tolerances are those of the test above."""
+    write_checkpoint(tmp_path / "m", "small", "bf16", ["1 2 3 apples"] * 50)
+    ours, exact = (trained_in_full(tmp_path / "m", dtype, DEVICE) for dtype in ("bfloat16", "float32"))
+    drawn = samples()
+    weights = [torch.ones(len(s.completion.token_ids), device=DEVICE) for s in drawn]
+    packed(ours, drawn, weights, 700), one_by_one(exact, drawn, weights)
+    a, b = (torch.cat(list(of_all(policy).values())) for policy in (ours, exact))
+    assert torch.cosine_similarity(a, b, dim=0) > 0.99
+    assert abs(a.norm() / b.norm() - 1) < 0.03
 
 
 @pytest.mark.parametrize("name", with_portable("nvfp4", "mxfp4"))

@@ -126,7 +126,7 @@ def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
     parts = lambda answer, *_: {"correct": reward(answer.text), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
     monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
-    policy = trained_in_full(checkpoint, CPU)
+    policy = trained_in_full(checkpoint, "float32", CPU)
     problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
     rollout = Collector(settings, policy, Fixed(), Task(problems, "gsm8k", "")).collect(1, 0)
     updated = Updater(settings, policy, Processes()).update(1, rollout.samples)

@@ -79,7 +79,7 @@ def test_a_class_that_is_not_known_is_left_alone(tmp_path):
 def test_every_policy_has_them_and_adapters_find_their_layers(tmp_path):
     folder = tiny_qwen2(tmp_path / "m")
     policies = [
-        trained_in_full(folder, torch.device("cpu")),
+        trained_in_full(folder, "float32", torch.device("cpu")),
         load_policy(folder, None, "float32", torch.device("cpu")),
         with_adapter(folder, AdapterSettings(rank=2), "float32", 0, torch.device("cpu")),
     ]
@@ -89,7 +89,7 @@ def test_every_policy_has_them_and_adapters_find_their_layers(tmp_path):
 
 
 def test_a_model_trained_in_full_is_saved_under_transformers_names(tmp_path):
-    policy = trained_in_full(tiny_qwen2(tmp_path / "m"), torch.device("cpu"))
+    policy = trained_in_full(tiny_qwen2(tmp_path / "m"), "float32", torch.device("cpu"))
     with torch.no_grad():
         for _, parameter in policy.trainable():
             parameter.add_(0.01)

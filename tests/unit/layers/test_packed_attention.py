@@ -179,7 +179,7 @@ def test_a_class_that_is_not_known_is_left_alone():
 def test_every_policy_has_them_and_adapters_find_their_layers(tmp_path, own_way):
     folder = tiny_qwen2(tmp_path / "m")
     policies = [
-        trained_in_full(folder, CPU),
+        trained_in_full(folder, "float32", CPU),
         load_policy(folder, None, "float32", CPU),
         with_adapter(folder, AdapterSettings(rank=2), "float32", 0, CPU),
     ]

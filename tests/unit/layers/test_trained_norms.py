@@ -91,7 +91,7 @@ def test_the_evaluation_rule_scores_the_trained_norms(checkpoints, tmp_path, mon
 
 
 def test_a_policy_trained_in_full_keeps_its_norms(checkpoints, tmp_path):
-    train(trained_in_full(checkpoints / "bf16", CPU)).save(tmp_path)
+    train(trained_in_full(checkpoints / "bf16", "float32", CPU)).save(tmp_path)
     are_kept(load_policy(checkpoints / "bf16", tmp_path, "bfloat16", CPU))
     stored = load_file(tmp_path / "model.safetensors")
     assert {name.rpartition(".")[2] for name, tensor in stored.items() if tensor.dtype == torch.float32} == {

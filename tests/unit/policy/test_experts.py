@@ -61,7 +61,7 @@ def test_doctor_predicts_no_memory(folder):
 
 
 def test_a_mixture_that_was_trained_in_full_is_saved_in_the_hubs_layout(folder, tmp_path):
-    policy = trained_in_full(folder.parent / "bf16", torch.device("cpu"))
+    policy = trained_in_full(folder.parent / "bf16", "float32", torch.device("cpu"))
     with torch.no_grad():
         expected = policy.lm(TOKENS).logits
     policy.save(tmp_path / "saved")  # which rounds matrices to bfloat16, as these are

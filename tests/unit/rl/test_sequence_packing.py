@@ -85,7 +85,7 @@ def assert_same(found, expected, tolerance=1e-5):
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_logprobs_entropy_and_gradients_are_those_of_padded_sequences(folder, name, method):
-    policy = adapted(folder, name) if method == "lora" else trained_in_full(folder / name, CPU)
+    policy = adapted(folder, name) if method == "lora" else trained_in_full(folder / name, "float32", CPU)
     drawn = samples()
     batch = micro_batch(drawn, list(range(len(drawn))), CPU)
     found, expected = logprobs_and_entropy(policy, batch, 0.8), padded(policy, drawn, 0.8)

@@ -244,4 +244,4 @@ def test_a_missing_or_impossible_value_function_is_an_error(checkpoints):
     with pytest.raises(ValueError, match="call add_value first"):
         values(make(checkpoints, value=False), batch())
     with pytest.raises(ValueError, match="method=lora"):
-        add_value(trained_in_full(checkpoints / "bf16", CPU), PPO)
+        add_value(trained_in_full(checkpoints / "bf16", "float32", CPU), PPO)

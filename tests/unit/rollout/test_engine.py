@@ -106,7 +106,7 @@ def test_packed_weights_serve_as_they_are(checkpoints, tmp_path, weights):
 
 
 def test_a_policy_trained_in_full_is_sampled_as_it_is_now(checkpoints):
-    full = trained_in_full(checkpoints["qwen3"], CPU)
+    full = trained_in_full(checkpoints["qwen3"], "float32", CPU)
     sampler = sampler_of(full)
     before = sampler.generate(PROMPTS, SamplingParams(max_tokens=6))
     with torch.no_grad():
