@@ -71,7 +71,8 @@ class TextLayout:
             blocks[:, :LONGEST_MATCH] = before
             group = [np.array([*gap, *prompt, *gap]), np.array(kept), blocks.ravel()]
             groups.append([end, *(end + np.cumsum([len(part) for part in group]))])
-            parts, end = [*parts, *group], groups[-1][-1]
+            parts += group
+            end = groups[-1][-1]
         tokens = np.concatenate([*parts, gap]).astype(np.int32)
         return cls(tokens, np.array(groups), stride, max_tokens)
 

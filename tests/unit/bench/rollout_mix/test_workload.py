@@ -176,7 +176,7 @@ def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, mo
     monkeypatch.setattr(
         engine, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
-    result = measured(tmp_path, engine, drafts=True, trace=TRACE, prompts=2, group=4, longest=64)
+    result = measured(tmp_path, engine, drafts=True, trace=TRACE, prompts=2, group=4, longest=32)
     first, second = (run.drafts for run in result.runs)
     assert first == second  # drafts don't come from the completions of the round before, which are the same
     assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}
