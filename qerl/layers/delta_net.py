@@ -6,7 +6,6 @@ transformers' own functions compute the convolution and the recurrence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -78,25 +77,28 @@ class PackedDeltaNet(nn.Module):
         return out
 
     def _over_row(self, mixed: Tensor, decay: Tensor, beta: Tensor, packing: Packing) -> Tensor:
-        """The outputs [L, H, D] of a row: all prompts as one padded batch, then all completions.
+        """The outputs [L, H, D] of a row, whose pieces are computed in padded batches.
 
         Padding has no decay and no beta, so it doesn't change a state.
         """
-        width = self.conv_kernel_size - 1
-        pieces = [row.split(packing.lengths) for row in (mixed, decay, beta)]
-        first = [place for place, prompt in enumerate(packing.prompts) if prompt is None]
-        second = {place: first.index(prompt) for place, prompt in enumerate(packing.prompts) if prompt is not None}
-        mixed, decay, beta = _padded(pieces, first)
-        out, state = self._mix(mixed, decay, beta, None)
-        outs = dict(zip(first, out, strict=True))
-        if second:
-            of_prompt = torch.tensor([*second.values()], device=mixed.device)
-            ends = torch.stack([pad(pieces[0][place], (0, 0, width, 0))[-width:] for place in first])
-            mixed, decay, beta = _padded(pieces, second)
-            mixed = torch.cat([ends.index_select(0, of_prompt), mixed], 1)
-            out, _ = self._mix(mixed, decay, beta, state.index_select(0, of_prompt))
-            outs |= dict(zip(second, out, strict=True))
+        rows = [row.split(packing.lengths) for row in (mixed, decay, beta)]
+        outs: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
+        for places in _similar(packing):
+            mixed, decay, beta = (pad_sequence([row[place] for place in places], batch_first=True) for row in rows)
+            prompts = [prompt for place in places if (prompt := packing.prompts[place]) is not None]
+            if prompts:
+                mixed = torch.cat([torch.stack([self._end(rows[0][prompt]) for prompt in prompts]), mixed], 1)
+            state = torch.stack([states[prompt] for prompt in prompts]) if prompts else None
+            out, last = self._mix(mixed, decay, beta, state)
+            outs |= dict(zip(places, out, strict=True))
+            states |= dict(zip(places, last, strict=True))
         return torch.cat([outs[place][:length] for place, length in enumerate(packing.lengths)])
+
+    def _end(self, piece: Tensor) -> Tensor:
+        """The last tokens of a piece [T, C] that the convolution of its successor reads, after zeros if it is short."""
+        width = self.conv_kernel_size - 1
+        return pad(piece[-width:], (0, 0, width - min(width, len(piece)), 0))
 
     def _mix(self, mixed: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs [P, T, H, D] and the last states of T tokens; `decay` and `beta` are [P, T, H].
@@ -125,9 +127,10 @@ class PackedDeltaNet(nn.Module):
         return out, last
 
 
-def _padded(rows: list[tuple[Tensor, ...]], places: Iterable[int]) -> list[Tensor]:
-    """The pieces `places` of each row as one batch, with zeros after shorter pieces."""
-    return [pad_sequence([pieces[place] for place in places], batch_first=True) for pieces in rows]
+def _similar(packing: Packing) -> list[list[int]]:
+    """The pieces in batches, prompts first; the longest of a batch has less than twice the tokens of the shortest."""
+    kinds = [(prompt is not None, n.bit_length()) for n, prompt in zip(packing.lengths, packing.prompts, strict=True)]
+    return [[place for place, one in enumerate(kinds) if one == kind] for kind in sorted(set(kinds))]
 
 
 class PackedQwen3_5DeltaNet(PackedDeltaNet, Qwen3_5GatedDeltaNet):

@@ -53,8 +53,8 @@ ADAPTED = LAYERS | {
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
 TOLERANCE = {"qwen3_5": 1e-4}
-#: Shorter and longer than the windows of 8 tokens.
-PROMPTS = [[5, 6, 7], list(range(30, 50)), [9]]
+#: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
+PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
 families = pytest.mark.parametrize("name", NORMS)
 
