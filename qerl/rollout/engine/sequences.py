@@ -45,8 +45,9 @@ class DecodedSequence:
 
 @dataclass(frozen=True)
 class ProgressLook:
-    """A look at the slots: the sequences in them with `steps` and `drafted` at that time, and the searches for drafts
-    that were launched; `progress` has the slots' positions and numbers of tokens, then the expected right tokens.
+    """A look at the slots: the sequences in them with `steps` and `drafted` at that time, and the searches launched.
+
+    `progress` has the slots' positions and numbers of tokens, then the expected right tokens.
     """
 
     active: dict[int, tuple[DecodedSequence, int, int]]
