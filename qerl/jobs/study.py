@@ -51,8 +51,8 @@ class PageJob(Job):
     """Make tables, figures and the page of a study's data."""
 
     kind: Literal["page"] = "page"
-    data: Path
-    """The folder of the Parquet files."""
+    data: list[Path]
+    """The folders of the Parquet files. Each has some of the runs."""
     real: list[RealArm]
     real_file: Path | None
     """The configuration that has these arms."""

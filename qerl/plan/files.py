@@ -255,10 +255,17 @@ class Files:
         return self.study(scope) / STUDY_PARTS
 
     @property
+    def committed_parts(self) -> list[Path]:
+        """The folders of the study's committed data."""
+        study = self._plan.config.study
+        return (
+            sorted({file.parent for file in study.committed.glob("*/*.parquet")}) if study and study.committed else []
+        )
+
+    @property
     def committed_study(self) -> list[Path]:
         """The committed Parquet files of the study."""
-        study = self._plan.config.study
-        return [study.committed / name for name in STUDY_FILES] if study and study.committed else []
+        return [part / name for part in self.committed_parts for name in STUDY_FILES]
 
     @property
     def studied(self) -> list[str]:

@@ -254,13 +254,13 @@ class Jobs:
         """Make the page of a study's data."""
         from qerl.plan.study import page_job
 
-        return page_job(self._plan, self.files.study_folder(scope), self.files.study(scope))
+        return page_job(self._plan, [self.files.study_folder(scope)], self.files.study(scope))
 
     def published(self) -> PageJob:
         """Make the page of a study's committed data."""
         from qerl.plan.study import page_job
 
-        return page_job(self._plan, self.files.committed_study[0].parent, PUBLISHED)
+        return page_job(self._plan, self.files.committed_parts, PUBLISHED)
 
     # --- gates
 

@@ -40,8 +40,8 @@ def gather_job(plan: Plan, files: Files, scope: str) -> GatherJob:
     )
 
 
-def page_job(plan: Plan, data: Path, out: Path) -> PageJob:
-    """Make the page of the data in a folder."""
+def page_job(plan: Plan, data: list[Path], out: Path) -> PageJob:
+    """Make the page of the data in some folders."""
     real = _study(plan).real
     arms = real_arms(plan, plan_from(read_yaml(real), real)) if real else []
     return PageJob(data=data, real=arms, real_file=real, machine=MACHINE.upper(), out=out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +32,13 @@ class Study:
     steps: pd.DataFrame
     outcomes: pd.DataFrame
 
+    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+        """The frames without their names."""
+        return self.runs, self.steps, self.outcomes
+
     def frames(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Each file's name and frame."""
-        yield from zip(STUDY_FILES, (self.runs, self.steps, self.outcomes), strict=True)
+        yield from zip(STUDY_FILES, self.tables(), strict=True)
 
 
 def write_study(folder: Path, study: Study) -> None:
@@ -60,6 +64,25 @@ def read_study(folder: Path) -> Study:
         raise ResultError(f"the files in {folder} are of several studies; write all of them with one job")
     frames = [table.to_pandas() for table in tables.values()]
     return Study(StudyHeader.model_validate_json(headers.pop()), *frames)
+
+
+def read_studies(folders: Sequence[Path]) -> Study:
+    """The study whose runs lie in some folders, with the stamp of the data that was gathered last.
+
+    Raises ResultError if the folders are of several studies, or if two of them have the same run.
+    """
+    parts = [read_study(folder) for folder in folders]
+    if len({(part.header.study, part.header.decides) for part in parts}) > 1:
+        raise ResultError(f"{_listed(folders)} are of several studies; keep each study's data in a folder of its own")
+    frames = [pd.concat(frames, ignore_index=True) for frames in zip(*(part.tables() for part in parts), strict=True)]
+    runs = frames[0]["run"]
+    if runs.duplicated().any():
+        raise ResultError(f"{runs[runs.duplicated()].iloc[0]} is in several of {_listed(folders)}; delete one of them")
+    return Study(max((part.header for part in parts), key=lambda header: header.provenance.time), *frames)
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    return " and ".join(map(str, folders))
 
 
 def check_study_file(file: Path) -> None:

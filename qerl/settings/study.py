@@ -28,6 +28,7 @@ class StudySettings(Settings):
     experiments: NonEmpty[StudiedExperiment]
     """The experiments that answer the question, with their sizes and pilots."""
     committed: Path | None = None
-    """Folder of the committed data. The target `study_published` makes the page in docs/results from it."""
+    """Folder of the committed data. Each folder in it has the data of some runs, from the target `study_finished`. The
+    target `study_published` makes the page in docs/results from all of them."""
     real: FilePath | None = None
     """Configuration of real models, whose arms and costs the page lists."""

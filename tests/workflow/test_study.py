@@ -21,9 +21,11 @@ def test_pages_of_finished_runs_and_of_committed_data_start_no_run(tmp_path):
     config = ("--configfile", "config/exploration.yaml")
     finished = {"list_results": 1, "gather_study": 1, "study_page": 1, "study_finished": 1}
     assert tree.planned(*config, "--", "study_finished") == finished
+    write_study(tree.folder / "results/reference/exploration/some", study({}, sizes=("3m",), seeds=1, problems=2))
+    (tree.folder / "results/reference/exploration/some/runs.parquet").unlink()
     lacking = tree.snakemake("--dry-run", *config, "--", "study_published", check=False)
-    assert "results/reference/exploration/runs.parquet" in lacking.stdout + lacking.stderr
-    write_study(tree.folder / "results/reference/exploration", study({}, sizes=("3m",), seeds=1, problems=2))
+    assert "results/reference/exploration/some/runs.parquet" in lacking.stdout + lacking.stderr
+    write_study(tree.folder / "results/reference/exploration/some", study({}, sizes=("3m",), seeds=1, problems=2))
     assert tree.planned(*config, "--", "study_published") == {"study_published": 1}
 
 

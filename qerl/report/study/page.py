@@ -27,7 +27,7 @@ from qerl.report.study.comparisons import (
 )
 from qerl.results.files import ResultError
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
-from qerl.results.study import Study, read_study
+from qerl.results.study import Study, read_studies
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,13 @@ class Tables:
 
 def write_page(job: PageJob) -> None:
     """Write the page to `job.out`, and its tables and figures to a folder beside it."""
-    study = read_study(job.data)
+    study = read_studies(job.data)
     primary = all_outcomes(study)
     if not primary:
-        raise ResultError(f"{job.data} has no outcome of a main run on test problems, so there is nothing to compare")
+        folders = " and ".join(map(str, job.data))
+        raise ResultError(
+            f"the data in {folders} has no outcome of a main run on test problems, so there is nothing to compare"
+        )
     tables = make_tables(study, primary)
     parts = job.out / STUDY_PARTS
     shutil.rmtree(parts, ignore_errors=True)
@@ -113,7 +116,7 @@ def _draw(study: Study, primary: Sequence[Outcome], tables: Tables, folder: Path
 
 def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
     """The page as Markdown."""
-    data = [Path(os.path.relpath(job.data / name, job.out)) for name in STUDY_FILES]
+    data = [Path(os.path.relpath(part / name, job.out)) for part in job.data for name in STUDY_FILES]
     sections = [
         text.head(study, job),
         text.decisions(tables.decisions),

@@ -9,15 +9,16 @@ import pytest
 from scipy import stats
 
 from qerl.jobs.study import PageJob, RealArm
-from qerl.report.study.arms import arm_table, rate_table, run_table
+from qerl.report.study.arms import arm_table, pilots, power_table, rate_table, run_table
 from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
 from qerl.report.study.comparisons import all_outcomes, comparison_table, decision_table, is_unstable, pair_table
 from qerl.report.study.page import write_page
 from qerl.results import paired
 from qerl.results.files import ResultError
+from qerl.results.outcomes import chosen_rates
 from qerl.results.printed import FOLDER, read_cells
-from qerl.results.study import read_study, write_study
+from qerl.results.study import read_studies, write_study
 from tests.unit.report.studies import ARMS, study
 from tests.unit.test_docs import long_sentences
 
@@ -190,7 +191,7 @@ def test_an_arm_is_unstable_if_over_one_in_six_runs_diverged(kind, failed, expec
 def page(folder, made):
     write_study(folder / "data", made)
     real = Path("config/paper.yaml")
-    write_page(PageJob(data=folder / "data", real=REAL, real_file=real, machine="H200", out=folder / "page"))
+    write_page(PageJob(data=[folder / "data"], real=REAL, real_file=real, machine="H200", out=folder / "page"))
     return (folder / "page/exploration.md").read_text()
 
 
@@ -237,14 +238,28 @@ def test_a_study_without_main_runs_has_no_page(tmp_path):
 COMMITTED = ROOT / "results/reference/exploration"
 
 
-@pytest.mark.skipif(not COMMITTED.is_dir(), reason="no run of config/exploration.yaml is committed yet")
+@pytest.mark.skipif(
+    not (ROOT / "docs/results/exploration").is_dir(), reason="no main run of config/exploration.yaml is committed yet"
+)
 def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypatch):
     monkeypatch.undo()
-    found = all_outcomes(read_study(COMMITTED))
-    made = comparison_table(found, read_study(COMMITTED).runs)
+    data = read_studies(sorted(COMMITTED.iterdir()))
+    made = comparison_table(all_outcomes(data), data.runs)
     stored = pd.read_csv(ROOT / "docs/results/exploration/comparisons.csv")
     for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
+
+
+def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch):
+    monkeypatch.undo()
+    data = read_studies([COMMITTED / "pilot-countdown-3m"])
+    protocol = (ROOT / "docs/exploration-protocol.md").read_text()
+    rate, arms = re.search(r"^\| 3m, countdown \| (\S+): (`.*`) \|$", protocol, re.MULTILINE).groups()
+    chosen = chosen_rates(next(frame for _, frame in pilots(data)))
+    assert {chosen["pilot-countdown-3m", arm] for arm in re.findall(r"`([\w-]+)`", arms)} == {float(rate)}
+    spread, pairs = re.search(r"^\| 3m, countdown \| (\S+) points \| (\d+) \|", protocol, re.MULTILINE).groups()
+    [row] = power_table(data).to_dict("records")
+    assert (f"{100 * row['spread']:.1f}", str(row["pairs"])) == (spread, pairs)
 
 
 def test_one_pair_has_no_interval_of_a_mean_over_steps():

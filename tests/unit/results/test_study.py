@@ -6,7 +6,7 @@ import pytest
 
 from qerl.results import catalogue
 from qerl.results.files import ResultError
-from qerl.results.study import read_study, write_study
+from qerl.results.study import read_studies, read_study, write_study
 from tests.unit.report.studies import study
 
 
@@ -31,6 +31,24 @@ def test_files_of_several_studies_are_refused(made, tmp_path):
     (tmp_path / "other/runs.parquet").replace(tmp_path / "runs.parquet")
     with pytest.raises(ResultError, match="several studies"):
         read_study(tmp_path)
+
+
+def test_runs_in_several_folders_are_one_study(made, tmp_path):
+    runs = made.runs["run"].tolist()
+    for name, share in (("early", runs[:2]), ("late", runs[2:])):
+        frames = [frame[frame["run"].isin(share)] for frame in made.tables()]
+        write_study(tmp_path / name, type(made)(made.header, *frames))
+    whole = read_studies([tmp_path / "early", tmp_path / "late"])
+    write_study(tmp_path / "all", made)
+    for frame, expected in zip(whole.tables(), read_study(tmp_path / "all").tables(), strict=True):
+        columns = [*expected.columns[:2], *expected.columns[-2:]]
+        frames = (one.sort_values(columns).reset_index(drop=True) for one in (frame, expected))
+        pd.testing.assert_frame_equal(*frames)
+    with pytest.raises(ResultError, match=f"{runs[0]} is in several"):
+        read_studies([tmp_path / "early", tmp_path / "all"])
+    write_study(tmp_path / "late", type(made)(made.header.model_copy(update={"study": "other"}), *made.tables()))
+    with pytest.raises(ResultError, match="several studies"):
+        read_studies([tmp_path / "early", tmp_path / "late"])
 
 
 def test_other_files_are_refused(made, tmp_path):
