@@ -77,6 +77,8 @@ def show_plan(
     from qerl.plan.run_table import disk, sheet, totals
 
     plan_ = _plan(config, keys)
+    if not plan_.runs:
+        raise ConfigError(f"{config} has no runs to plan; `qerl grid {config}` lists the jobs of `shapes`")
     runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)

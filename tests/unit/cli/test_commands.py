@@ -19,6 +19,7 @@ import qerl
 from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.host.progress import configure_logging
+from qerl.settings.base import ConfigError
 from tests.forks import call as call_in_fork
 from tests.tiny import tiny_qwen2, write_template
 
@@ -237,6 +238,11 @@ def test_plan_is_a_table_for_people_and_rows_for_programs(call):
     assert len(rows) == len(table) - 1 == 18
     assert table[0].split(",") == list(rows[0])
     assert {(row["weights"], row["training"]) for row in rows} >= {("nvfp4", "lora+aqn"), ("bf16", "full")}
+
+
+def test_a_configuration_without_runs_has_no_plan():
+    with pytest.raises(ConfigError, match="qerl grid"):
+        CliRunner().invoke(cli.app, ["plan", str(ROOT / "config/shapes.yaml")], catch_exceptions=False)
 
 
 def test_plan_takes_keys_as_the_workflow_does(call, folder):
