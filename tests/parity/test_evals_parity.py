@@ -145,8 +145,8 @@ def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_for
         def apply_chat_template(self, chat, **_):
             return ""
 
-        def encode(self, text, **_):
-            return [0]
+        def __call__(self, texts, **_):
+            return {"input_ids": [[0]] * len(texts)}
 
     stock = getattr(import_module(f"lighteval.tasks.tasks.{module}"), task)
     metric = stock.metrics[0]
@@ -179,6 +179,9 @@ class OneEach:
 
     def apply_chat_template(self, chat, **_):
         return ""
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [self.encode(text) for text in texts]}
 
     def encode(self, text, **_):
         return [0]
