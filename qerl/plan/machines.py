@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from qerl.plan.sheets import Plan
+from qerl.plan.workflow import known
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
@@ -19,20 +21,20 @@ _RESOURCES: Mapping[str, Callable[[RunSettings], int | str]] = {
 }
 
 
-def resources_of_machines(plan: Plan) -> dict[str, Callable[[str], int | str | None]]:
-    """The resources that only a run on several machines has, by the run's name; none if the plan has no such run.
+def resources_of_machines(plan: Plan) -> dict[str, Callable[[Any], int | str | None]]:
+    """The resources that only a run on several machines has, by Snakemake's wildcards; none without such a run.
 
     A resource is None for a run on one machine, which Snakemake leaves out.
     """
     if all(run.settings.nodes == 1 for run in plan.runs.values()):
         return {}
 
-    def resource(value: Callable[[RunSettings], int | str]) -> Callable[[str], int | str | None]:
-        def of_run(run: str) -> int | str | None:
-            settings = plan.runs[run].settings
+    def resource(value: Callable[[RunSettings], int | str]) -> Callable[[Any], int | str | None]:
+        def of_run(wildcards: Any) -> int | str | None:
+            settings = plan.runs[wildcards.run].settings
             return value(settings) if settings.nodes > 1 else None
 
-        return of_run
+        return known(of_run)
 
     return {name: resource(value) for name, value in _RESOURCES.items()}
 

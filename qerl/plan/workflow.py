@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qerl.plan.make import plan_from
 from qerl.plan.sheets import Plan
 from qerl.provenance.files import check_clock
 from qerl.settings.reading import read_yaml
+
+Asked = TypeVar("Asked", bound=Callable[..., Any])
+
+
+def known(function: Asked) -> Asked:
+    """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
+    function.__signature__ = signature(function)  # type: ignore[attr-defined]
+    return function
+
+
+def one_of(names: Iterable[str]) -> str:
+    """A regular expression for exactly these names; one that matches nothing if there are none."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def models_of(plan: Plan, kind: type) -> str:
+    """A regular expression for the models of a plan that come from one kind of source."""
+    return one_of(name for name, model in plan.config.models.items() if isinstance(model, kind))
 
 
 def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -> Plan:

@@ -68,3 +68,8 @@ def test_what_a_gpu_can_is_asked_of_a_named_one():
             asked = getattr(call.func, "attr", "")
             if asked in ("get_device_capability", "get_device_properties", "get_device_name"):
                 assert call.args, f"{name}: {asked}() names no device"
+
+
+def test_rules_keep_their_python_in_the_package():
+    """common.smk looks jobs up; what it needs for that is typed and tested in qerl/plan."""
+    assert len((ROOT.parent / "workflow/rules/common.smk").read_text().splitlines()) <= 120

@@ -1,9 +1,7 @@
 # The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/plan.
 import gc
 import os
-import re
 import sys
-from inspect import signature
 from pathlib import Path
 
 # The jobs of a plan stay. Looking for garbage among millions of objects takes a sixth of the planning of 10,000 runs.
@@ -29,7 +27,7 @@ from qerl.plan.jobs import Jobs
 from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
 from qerl.plan.stored import store
-from qerl.plan.workflow import workflow_plan
+from qerl.plan.workflow import known, models_of, one_of, workflow_plan
 from qerl.results import paths
 
 
@@ -69,23 +67,6 @@ FILES = JOBS.files
 # Of runs and evaluations there may be ten thousands, and Snakemake reads a constraint at each use of a file's pattern. So
 # theirs doesn't list the names; `Jobs` refuses others.
 NAME = "[^/]+"
-
-
-def known(function):
-    """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
-    function.__signature__ = signature(function)
-    return function
-
-
-def one_of(names) -> str:
-    """A regular expression for exactly these names; one that matches nothing if there are none."""
-    return "|".join(map(re.escape, names)) or "(?!)"
-
-
-def models_of(kind) -> str:
-    """The models that come from one kind of source."""
-    models = PLAN.config.models.items()
-    return one_of(name for name, model in models if isinstance(model, kind))
 
 
 def dense(model: str):
@@ -137,12 +118,3 @@ def whole(rule: str):
 def settings_of(run: str):
     """The settings of a run."""
     return PLAN.runs[run].settings
-
-
-def of_machines() -> dict:
-    """The resources of runs on several machines."""
-    values = resources_of_machines(PLAN)
-    return {
-        name: known(lambda wildcards, value=value: value(wildcards.run))
-        for name, value in values.items()
-    }

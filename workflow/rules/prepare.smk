@@ -32,7 +32,7 @@ rule pretrain:
     benchmark:
         "<benchmarks>/pretrain/{model}.tsv"
     wildcard_constraints:
-        model=models_of(PretrainSettings),
+        model=models_of(PLAN, PretrainSettings),
     conda:
         "../../environment.yml"
     threads: 2
@@ -55,7 +55,7 @@ rule fetch_model:
     log:
         "<logs>/fetch_model/{model}.log",
     wildcard_constraints:
-        model=models_of(HubModel),
+        model=models_of(PLAN, HubModel),
     localrule: True
     conda:
         "../../environment.yml"

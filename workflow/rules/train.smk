@@ -22,7 +22,7 @@ rule train:
         "../../environment.yml"
     threads: known(lambda wildcards: settings_of(wildcards.run).processes_of_node)
     resources:
-        **of_machines(),
+        **resources_of_machines(PLAN),
         mem_mb=2000,
         runtime=2880,
         gpu=known(lambda wildcards: settings_of(wildcards.run).gpus),
