@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-_LLAMA_ROPE = {
+LLAMA_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -91,7 +91,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2, Qwen2.5", "", {"model_type": "qwen2", "tie_word_embeddings": True}),
     "qwen3": Family("Qwen3 (dense)", "", {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}),
-    "llama": Family("Llama 3", "", {"model_type": "llama", "rope_parameters": _LLAMA_ROPE}),
+    "llama": Family("Llama 3", "", {"model_type": "llama", "rope_parameters": LLAMA_ROPE}),
     "mistral": Family(
         "Mistral (7B from v0.2, Nemo)",
         "",

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.families import FAMILIES, SHAPE
+from tests.families import FAMILIES, LLAMA_ROPE, SHAPE
 
 #: A chat template: what was said, and a colon.
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
@@ -88,15 +88,8 @@ def tiny_llama(
     folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
 ) -> Path:
     """As `tiny_qwen2`: a Llama 3 with an untied head and scaled rotary frequencies."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    config = LlamaConfig(**_settings({"tie_word_embeddings": False, "rope_parameters": rope, **overrides}))
+    rope = {"tie_word_embeddings": False, "rope_parameters": LLAMA_ROPE}
+    config = LlamaConfig(**_settings({**rope, **overrides}))
     return _save(_build(LlamaForCausalLM, config, seed), folder, dtype, shard_size)
 
 
