@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qerl.plan.sheets import Plan
-from qerl.plan.workflow import known
+from qerl.plan.workflow import with_signature
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
@@ -34,7 +34,7 @@ def resources_of_machines(plan: Plan) -> dict[str, Callable[[Any], int | str | N
             settings = plan.runs[wildcards.run].settings
             return value(settings) if settings.nodes > 1 else None
 
-        return known(of_run)
+        return with_signature(of_run)
 
     return {name: resource(value) for name, value in _RESOURCES.items()}
 

@@ -16,7 +16,7 @@ from qerl.settings.reading import read_yaml
 Asked = TypeVar("Asked", bound=Callable[..., Any])
 
 
-def known(function: Asked) -> Asked:
+def with_signature(function: Asked) -> Asked:
     """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
     return function

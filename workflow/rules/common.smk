@@ -27,7 +27,7 @@ from qerl.plan.jobs import Jobs
 from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
 from qerl.plan.stored import store
-from qerl.plan.workflow import known, models_of, one_of, workflow_plan
+from qerl.plan.workflow import models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 
 
@@ -87,32 +87,32 @@ def own_file(dataset: str) -> list:
 
 def job(rule: str):
     """The job of a rule, as JSON."""
-    return known(lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json())
+    return with_signature(lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json())
 
 
 def decides(rule: str):
     """All that decides a job's result, also through the results that it reads."""
-    return known(lambda wildcards: ORIGINS.deciding(rule, *wildcards))
+    return with_signature(lambda wildcards: ORIGINS.deciding(rule, *wildcards))
 
 
 def code(rule: str):
     """The version of the code that does a job."""
-    return known(lambda wildcards: JOBS.code(rule, *wildcards))
+    return with_signature(lambda wildcards: JOBS.code(rule, *wildcards))
 
 
 def content(rule: str):
     """The content of the user's own files that a job reads."""
-    return known(lambda wildcards: JOBS.content(rule, *wildcards))
+    return with_signature(lambda wildcards: JOBS.content(rule, *wildcards))
 
 
 def gpus(rule: str):
     """The GPUs that a job takes."""
-    return known(lambda wildcards: JOBS.of(rule, *wildcards).gpus)
+    return with_signature(lambda wildcards: JOBS.of(rule, *wildcards).gpus)
 
 
 def whole(rule: str):
     """The same in percent of a GPU. A profile may give jobs of one GPU a part of it (profiles/shared)."""
-    return known(lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus)
+    return with_signature(lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus)
 
 
 def settings_of(run: str):

@@ -5,7 +5,7 @@
 
 rule train:
     input:
-        unpack(known(lambda wildcards: JOBS.inputs("train", wildcards.run))),
+        unpack(with_signature(lambda wildcards: JOBS.inputs("train", wildcards.run))),
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,
@@ -20,18 +20,18 @@ rule train:
     priority: 0 if devices() else 1
     conda:
         "../../environment.yml"
-    threads: known(lambda wildcards: settings_of(wildcards.run).processes_of_node)
+    threads: with_signature(lambda wildcards: settings_of(wildcards.run).processes_of_node)
     resources:
         **resources_of_machines(PLAN),
         mem_mb=2000,
         runtime=2880,
-        gpu=known(lambda wildcards: settings_of(wildcards.run).gpus),
+        gpu=with_signature(lambda wildcards: settings_of(wildcards.run).gpus),
         gpu_percent=whole("train"),
     params:
         job=job("train"),
         decides=decides("train"),
         code=code("train"),
-        launcher=known(lambda wildcards, input: launcher(settings_of(wildcards.run))),
+        launcher=with_signature(lambda wildcards, input: launcher(settings_of(wildcards.run))),
     shell:
         "for try in 1 2 3; do"
         " {params.launcher} python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
