@@ -308,6 +308,10 @@ class Jobs:
         """The job of a rule. Snakemake asks for each a dozen times."""
         return self._job(rule, *names)
 
+    def json(self, rule: str, *names: str) -> str:
+        """The job of a rule as JSON, which the rule passes to `qerl rule`."""
+        return self.of(rule, *names).model_dump_json()
+
     def _new_job(self, rule: str, *names: str) -> Job:
         job: Job = getattr(self, rule)(*names)
         return job

@@ -87,7 +87,7 @@ def own_file(dataset: str) -> list:
 
 def job(rule: str):
     """The job of a rule, as JSON."""
-    return with_signature(lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json())
+    return with_signature(lambda wildcards, input: JOBS.json(rule, *wildcards))
 
 
 def decides(rule: str):

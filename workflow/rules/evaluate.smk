@@ -3,7 +3,11 @@
 
 rule evaluate:
     input:
-        unpack(with_signature(lambda wildcards: JOBS.inputs("evaluate", wildcards.evaluation))),
+        unpack(
+            with_signature(
+                lambda wildcards: JOBS.inputs("evaluate", wildcards.evaluation)
+            )
+        ),
     output:
         result=FILES.evaluation("{evaluation}") / paths.RESULT,
         samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,

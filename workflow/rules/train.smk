@@ -31,7 +31,9 @@ rule train:
         job=job("train"),
         decides=decides("train"),
         code=code("train"),
-        launcher=with_signature(lambda wildcards, input: launcher(settings_of(wildcards.run))),
+        launcher=with_signature(
+            lambda wildcards, input: launcher(settings_of(wildcards.run))
+        ),
     shell:
         "for try in 1 2 3; do"
         " {params.launcher} python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
