@@ -25,8 +25,9 @@ from qerl.settings.reading import parse_yaml
 
 Lock = dict[str, LockedRepo]
 
-#: Files that a model's folder needs: weights, configuration, tokenizer, chat template.
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt")
+#: Files that a model's folder needs: weights, configuration, tokenizer, chat template. Folders within it have copies of
+#: the weights for other software, as `original` and `metal` of gpt-oss.
+MODEL_FILES, OTHER_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"], ["*/*"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -126,18 +127,20 @@ def write_lock(config: Config) -> Path:
 
 
 def _asked(origin: HubModel | HubData) -> LockedRepo:
-    from fnmatch import fnmatch
-
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import filter_repo_objects
 
     hub = HfApi()
     model = isinstance(origin, HubModel)
-    kind, ask, patterns = ("model", hub.model_info, MODEL_FILES) if model else ("dataset", hub.dataset_info, ("*",))
+    kind, ask = ("model", hub.model_info) if model else ("dataset", hub.dataset_info)
+    wanted, left = (MODEL_FILES, OTHER_FILES) if model else (None, None)
     try:
         info = ask(origin.repo, revision=origin.revision or "main", files_metadata=True)
-        files = [file for file in info.siblings or [] if any(fnmatch(file.rfilename, p) for p in patterns)]
+        files = filter_repo_objects(
+            info.siblings or [], allow_patterns=wanted, ignore_patterns=left, key=lambda file: file.rfilename
+        )
         hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

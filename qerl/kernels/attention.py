@@ -5,8 +5,9 @@ rest of both halves, and the cache has keys in this order.
 
 A program computes the query heads of one KV head over some pages of one sequence, which are a split. A second launch
 combines the splits in order. With enough sequences to keep the GPU busy, a program attends to a whole sequence, and
-nothing is combined. The program with the new token rotates its key and appends it to the cache. A sequence's result
-depends on that sequence and on the batch size, not on other sequences.
+nothing is combined. A head's sink is added to the sum of its weights in the end. The program with the new token rotates
+its key and appends it to the cache. A sequence's result depends on that sequence and on the batch size, not on other
+sequences.
 
 Only qkv comes from the previous kernel. State, tables and older tokens exist before the step, so a split loads its
 first page while qkv is computed. Rows of one sequence, which verify drafts, attend to each other's tokens: a launch
@@ -86,6 +87,7 @@ class _Shape:
     stages: int
     normed: bool
     norm_offset: float
+    sinks: bool
     rotary: int  # elements of a head that rotate
     window: int  # tokens that a token sees, or 0 for all so far
     appends: bool  # each program its own new token, while others attend
@@ -233,8 +235,17 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
 
 
 @triton.jit
+def sink_weight(sinks, head, mask, highest):
+    """The weight exp(sink) of heads beside others of their scores, of which `highest` has weight 1, in units of log2.
+
+    It adds to the sum of weights alone. It may be infinite, which leaves nothing for the tokens.
+    """
+    return tl.exp2(tl.load(sinks + head, mask, other=0.0).to(tl.float32) * 1.4426950408889634 - highest)
+
+
+@triton.jit
 def _attend(
-    qkv, cache, out, sequences, rope, norms, sums, scale, shape: tl.constexpr, PDL: tl.constexpr
+    qkv, cache, out, sequences, rope, norms, sinks, sums, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(PDL)
@@ -293,6 +304,8 @@ def _attend(
             highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
 
     if shape.splits == 1:
+        if shape.sinks:
+            total += sink_weight(sinks, head * shape.group + member, member < shape.group, highest)
         result = (summed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + query_head[:, None] * shape.dim + whole[None, :], result, in_group)
     else:
@@ -303,7 +316,7 @@ def _attend(
 
 
 @triton.jit
-def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
+def _combine(rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
     position = tl.load(positions + tl.load(rows + row))
@@ -330,6 +343,8 @@ def _combine(rows, positions, sums, out, shape: tl.constexpr, PDL: tl.constexpr)
         total = total * fade + tl.sum(totals * weight, axis=0)
         summed = summed * fade + tl.sum(values * weight[:, None], axis=0)
         highest = rising
+    if shape.sinks:
+        total += sink_weight(sinks, head, True, highest)
     result = tl.where(position < 0, 0.0, summed / total)
     tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
 
@@ -360,6 +375,7 @@ def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int,
         stages=stages,
         normed=heads.q_norm is not None,
         norm_offset=heads.norm_offset,
+        sinks=heads.sinks is not None,
         rotary=2 * rope[0].shape[1],
         window=heads.window or 0,
         appends=not drafted,
@@ -384,14 +400,15 @@ def attend(
     summed = torch.empty(batch, heads.query, shape.splits, heads.dim, dtype=torch.float32, device=device)
     sums = _SplitSums(summed, *torch.empty(2, batch, heads.query, shape.splits, dtype=torch.float32, device=device))
     sequences = _Sequences(rows, state.position, state.pages, state.pages.stride(0))
-    q_norm, k_norm = (qkv if norm is None else norm for norm in (heads.q_norm, heads.k_norm))
+    # Placeholders, which aren't read without norms and sinks.
+    q_norm, k_norm, sinks = (qkv if one is None else one for one in (heads.q_norm, heads.k_norm, heads.sinks))
     scale = heads.scale * 1.4426950408889634  # scores are in units of log2
     tables, norms, pdl = _Rope(*rope), _HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
     if drafted:
         _append_all[(batch, heads.kv)](qkv, cache, sequences, tables, norms, shape=shape, num_warps=4, **pdl)
     _attend[(batch, heads.kv, shape.splits)](
-        qkv, cache, out, sequences, tables, norms, sums, scale, shape=shape, num_warps=4, **pdl,
+        qkv, cache, out, sequences, tables, norms, sinks, sums, scale, shape=shape, num_warps=4, **pdl,
     )  # fmt: skip
     if shape.splits > 1:
-        _combine[(batch, heads.query)](rows, state.position, sums, out, shape=shape, num_warps=1, **pdl)
+        _combine[(batch, heads.query)](rows, state.position, sinks, sums, out, shape=shape, num_warps=1, **pdl)
     return out

@@ -27,6 +27,8 @@ class Heads:
     norm_offset: float = 0.0
     #: The tokens that a token sees, itself included; None: all so far.
     window: int | None = None
+    #: The score [query] of a further key without a value, if any.
+    sinks: Tensor | None = None
 
 
 def pages_per_split(pages: int) -> int:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.attention import angles, in_halves, rotated
+from qerl.kernels.attention import angles, in_halves, rotated, sink_weight
 from qerl.kernels.geometry import Heads
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
@@ -94,9 +94,9 @@ def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.con
 
 @triton.jit
 def _attend(
-    qkv, out, blocks, scale,
+    qkv, out, blocks, sinks, scale,
     QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     block = blocks + 3 * tl.program_id(1)
@@ -137,6 +137,8 @@ def _attend(
         highest, total, summed = _attend_keys(
             q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True, HIDDEN
         )
+    if SINKS:
+        total += sink_weight(sinks, head, True, highest)
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
     tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), mask)
 
@@ -154,9 +156,10 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     dim_block = max(16, triton.next_power_of_2(heads.dim))
     keys, stages = _reads(dim_block, qkv.device)
     _attend[(heads.query, len(blocks))](
-        qkv, out, blocks, heads.scale * 1.4426950408889634,
+        qkv, out, blocks, qkv if heads.sinks is None else heads.sinks, heads.scale * 1.4426950408889634,
         QUERY=heads.query, KV=heads.kv, DIM=heads.dim, DIM_BLOCK=dim_block, WINDOW=heads.window or 0,
-        QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages, num_warps=8, **dependent(qkv.device),
+        SINKS=heads.sinks is not None, QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages,
+        num_warps=8, **dependent(qkv.device),
     )  # fmt: skip
     return out
 
@@ -176,4 +179,4 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
         return _attend_to_prompts(qkv, row.blocks, heads)
     query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
     assert row.packing is not None
-    return attend_packed(query, key, value, row.packing, heads.scale, heads.window).flatten(1)
+    return attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import CHUNK, Heads
-from qerl.kernels.packed_sequences import attend_packed
+from qerl.kernels.packed_sequences import attend_masked, attend_packed
 from qerl.kernels.prompts import PromptRow
 
 _WORD = 0xFFFFFFFF
@@ -85,7 +85,7 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
     page, place = row.places // cache.shape[-2], row.places % cache.shape[-2]
     cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
     assert row.packing is not None
-    return attend_packed(query, key, parts[2], row.packing, heads.scale, heads.window).flatten(1)
+    return attend_packed(query, key, parts[2], row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
 
 
 def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
@@ -97,10 +97,8 @@ def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, h
     mask = token <= position[:, None]
     if heads.window is not None:
         mask &= token > position[:, None] - heads.window
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, None], cached[0], cached[1], attn_mask=mask[:, None, None], scale=heads.scale, enable_gqa=True
-    )
-    return out.flatten(1)
+    seen = mask[:, None, None]
+    return attend_masked(query[:, :, None], cached[0], cached[1], seen, heads.scale, heads.sinks).flatten(1)
 
 
 def _head_norm(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.data.hub_lock import MODEL_FILES, read_lock, verify
+from qerl.data.hub_lock import MODEL_FILES, OTHER_FILES, read_lock, verify
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.prepare import FetchJob, QuantizeJob
 from qerl.results.files import write
@@ -51,9 +51,13 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(MODEL_FILES)))
+        folder = Path(
+            snapshot_download(
+                repo, revision=revision, local_dir=target, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        command = f"hf download {repo} --revision {revision} --local-dir FOLDER"
+        command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude '*/*'"
         raise ConfigError(
             f"can't download {repo} ({type(error).__name__}): on a machine with network run `{command}`, "
             "then give that folder (in a workflow's configuration: a model with source: local)"

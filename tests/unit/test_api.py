@@ -8,6 +8,7 @@ import sys
 import datasets
 import pytest
 import yaml
+from huggingface_hub.utils import filter_repo_objects
 
 import qerl
 from qerl.checkpoints.folder import CheckpointError, weights_format_of
@@ -343,7 +344,9 @@ def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
     policy = qerl.load("org/name@abc", dtype="float32")
     assert policy.lm.config.hidden_size == 64
-    assert [(repo, how["revision"], how["local_dir"]) for repo, how in asked] == [("org/name", "abc", None)]
+    assert [(repo, how.pop("revision"), how.pop("local_dir")) for repo, how in asked] == [("org/name", "abc", None)]
+    published = ["model.safetensors", "original/model.safetensors", "metal/model.bin", "original/config.json"]
+    assert list(filter_repo_objects(published, **asked[0][1])) == ["model.safetensors"]
 
 
 def test_samples_follow_the_seed_and_the_instruction(model):

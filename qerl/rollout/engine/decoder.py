@@ -150,9 +150,9 @@ class Decoder:
         positions = torch.arange(min(tokens, self.longest or tokens), device=self.device)[None]
         tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         for kind in dict.fromkeys(block.kind for block in self._blocks):
-            of_kind = {} if kind is None else {"layer_type": kind}
-            cos, sin = self._model.rotary_emb(self._embedding[:1, None], positions, **of_kind)
-            half = cos.shape[-1] // 2
+            rotary, of_kind = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
+            cos, sin = rotary(self._embedding[:1, None], positions, **of_kind)
+            half = len(getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq"))  # most models have both
             tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         return tables
 
@@ -282,7 +282,12 @@ def _projections(module: Any, fused: str, *parts: str) -> list[Any]:
 
 def _heads(attention: Any, config: Any, window: int | None) -> Heads:
     heads = Heads(
-        config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling, window=window
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+        attention.scaling,
+        window=window,
+        sinks=getattr(attention, "sinks", None),
     )
     if not hasattr(attention, "q_norm"):
         return heads

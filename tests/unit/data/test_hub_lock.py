@@ -21,7 +21,12 @@ ROOT = Path(__file__).parents[3]
 COMMIT = {"Qwen/tiny": "a" * 40, "org/sums": "b" * 40}
 LARGE = "c" * 64
 FILES = {
-    "Qwen/tiny": {"config.json": b"{}", "model.safetensors": None, "README.md": b"no part of a model"},
+    "Qwen/tiny": {
+        "config.json": b"{}",
+        "model.safetensors": None,
+        "README.md": b"no part of a model",
+        "original/model.safetensors": None,  # as gpt-oss has it for other software
+    },
     "org/sums": {"main/train-00000-of-00001.parquet": None, "README.md": b"sums"},
 }
 

@@ -1,9 +1,10 @@
 """Kernels of decode steps and prompts against PyTorch, in Triton's interpreter, which `test_attention.py` starts.
 
-Heads are those of families: windows shorter and longer than a page, heads of which a part rotates, and norms 1 + w.
-The interpreter has no arithmetic of bfloat16, so activations are float32 here; `tests/gpu` has bfloat16.
+Heads are those of families: windows shorter and longer than a page, heads of which a part rotates, norms 1 + w, and
+sinks. The interpreter has no arithmetic of bfloat16, so activations are float32 here; `tests/gpu` has bfloat16.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,14 +21,17 @@ from qerl.kernels.prompts import PromptRow, pack
 CPU = torch.device("cpu")
 #: Sequences of less than a page to so many pages that some splits are of two.
 LENGTHS = [1, 3, 64, 129, 600]
-#: Query heads, KV heads, their size, how much of it rotates, offset of the norms or None, and window.
+#: Query heads, KV heads, their size, how much of it rotates, offset of the norms or None, window, and whether they have
+#: sinks.
 HEADS = [
-    (4, 2, 16, 16, None, None),
-    (4, 2, 16, 12, None, 8),
-    (3, 3, 24, 18, 0.0, 64),
-    (2, 1, 32, 32, 1.0, 1),
-    (4, 1, 32, 32, 1.0, 100),
-    (2, 1, 16, 12, 1.0, 1000),
+    (4, 2, 16, 16, None, None, False),
+    (4, 2, 16, 12, None, 8, False),
+    (3, 3, 24, 18, 0.0, 64, False),
+    (2, 1, 32, 32, 1.0, 1, False),
+    (4, 1, 32, 32, 1.0, 100, False),
+    (2, 1, 16, 12, 1.0, 1000, False),
+    (16, 2, 64, 64, None, 8, True),
+    (8, 1, 16, 16, None, None, True),
 ]
 
 
@@ -40,9 +44,11 @@ def gpu(monkeypatch):
     torch.manual_seed(0)
 
 
-def heads_of(query, kv, dim, rotary, offset, window):
+def heads_of(query, kv, dim, rotary, offset, window, has_sinks):
     norms = [None if offset is None else 1 - offset + 0.3 * torch.randn(dim) for _ in range(2)]
     made = Heads(query, kv, dim, 0.3, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window)
+    if has_sinks:  # far below and far above scores, too
+        made = replace(made, sinks=torch.linspace(-200, 20, query)[torch.randperm(query)])
     angle = torch.rand(1024, rotary // 2) * 6
     return made, (angle.cos(), angle.sin())
 
@@ -63,7 +69,8 @@ def both_caches(count, heads, order):
 
 @pytest.mark.parametrize(
     ("shape", "least_programs", "drafted"),
-    [(shape, least, False) for shape in HEADS for least in (0, 1000)] + [(shape, 1000, True) for shape in HEADS[1:5:3]],
+    [(shape, least, False) for shape in HEADS for least in (0, 1000)]
+    + [(shape, 1000, True) for shape in (HEADS[1], HEADS[4], HEADS[6])],
     ids=str,
 )
 def test_steps(shape, least_programs, drafted, monkeypatch):
@@ -109,9 +116,10 @@ def test_prompts_attend(shape):
     row = prompts_of(lengths, [[1], [2, 3, 4, 5]])
     qkv = torch.randn(sum(lengths), (heads.query + 2 * heads.kv) * heads.dim)
     query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
-    expected = attend_packed(query, key, value, row.packing, heads.scale, heads.window).flatten(1)
+    exact = (part.double() for part in (query, key, value))
+    expected = attend_packed(*exact, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
     found = prompt_attention._attend_to_prompts(qkv, row.blocks, heads)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

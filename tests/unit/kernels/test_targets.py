@@ -43,6 +43,8 @@ def zeros(*shape):
 #: The heads of Gemma 3 1B, in its layers with windows, and of Phi-4-mini, with the elements that rotate.
 GEMMA = Heads(4, 1, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, window=512)
 PHI = Heads(24, 8, 128, 128**-0.5)
+#: The heads of gpt-oss, in its layers with windows.
+GPT_OSS = Heads(64, 8, 64, 0.125, window=128, sinks=zeros(64))
 
 
 def rope_of(rotary):
@@ -75,6 +77,8 @@ def decode_steps():
         (4, GEMMA, 256, False),
         (170, GEMMA, 256, True),
         (4, PHI, 96, False),
+        (4, GPT_OSS, 64, False),
+        (64, GPT_OSS, 64, True),
     ):
         rows = torch.zeros(count, dtype=torch.int32)
         qkv, cache = row_of(count, heads)
@@ -97,7 +101,7 @@ def decode_steps():
 
 def prompts():
     row = PromptRow.of(torch.from_numpy(pack([[1] * 200], [[1, 2, 3, 4]], PAGE, 200)), 200, 1, None)
-    for heads, rotary in ((HEADS, 128), (GEMMA, 256), (PHI, 96)):
+    for heads, rotary in ((HEADS, 128), (GEMMA, 256), (PHI, 96), (GPT_OSS, 64)):
         qkv, cache = row_of(200, heads)
         prompt_attention.attend_prompts(qkv, cache, row, rope_of(rotary), heads)
 
