@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from qerl.settings.base import ConfigError
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-#: Measured tokens/s of one device, by machine, model (its name in the configuration), weights and batch. A row may have
-#: only one of the two rates; an update's rate applies to runs with the same `gradient_checkpointing`.
+#: Measured tokens/s of one device, by machine, model (its name in the configuration), weights, engine and batch. A row
+#: has one of the two rates; an update's rate applies to runs with the same `gradient_checkpointing`.
+#: `python -m tests.speeds` writes the file from the committed measurements.
 SPEEDS = REFERENCE / "speeds.csv"
 #: Gigabytes (1e9 bytes) of a checkpoint.
 SIZES = REFERENCE / "sizes.csv"
@@ -28,17 +30,22 @@ UNMEASURED = "unmeasured"
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
 #: Bytes of a device's memory, as PyTorch reports them.
 MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
-#: The share of this peak that estimates assume for an update.
+#: The share of this peak that estimates assume for an update, where no LoRA update of the system was measured.
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
 FLOPS, FLOPS_CHECKPOINTING = 6, 8
 #: Formats without measured rollouts, and the format whose rates replace them, because both use the same kernels.
 STAND_IN = {"mxfp4": "nvfp4"}
+#: Who does the work: this project, with the engine of the settings, or TRL with vLLM.
+System = Literal["qerl", "trl"]
+Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
-    "Rollouts run at the best measured rate among batches that aren't larger, of any model and training. Time per "
-    "token grows with the parameters, but doesn't shrink for smaller models; MXFP4 counts as NVFP4. "
-    f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing) at "
-    f"{UTILIZATION:.0%} of the device's bf16 peak."
+    "Rollouts run at the engine's best measured rate of the model of the nearest size, among batches that aren't "
+    "larger and ranks that aren't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
+    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 15 % too short to 40 % too long. "
+    f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
+    "LoRA's run at the lowest share of the device's bf16 peak at which one of the same system was measured, others at "
+    f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."
 )
 
 
@@ -84,7 +91,9 @@ class PlannedWork:
     """Tokens of all completions; NaN if unknown."""
     trained: float = 0
     """Tokens that updates read, each pass counted."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Recompute = "false"
+    engine: str = "native"
+    """The engine of the rollouts, `native` or `vllm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +105,19 @@ class Speed:
     method: str
     rank: int
     engine: str
+    """`native`, `vllm`, or `trl` for updates of TRL."""
     sequences: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: Recompute | Literal[""]
+    """Empty for a rollout."""
     rate: float
     """Tokens/s of the rollout or the update."""
 
 
 class Costs:
-    """The speeds of one machine."""
+    """The speeds of one machine and system. TRL trains no NVFP4 and no MXFP4, so its updates of these are NF4's."""
 
-    def __init__(self, machine: str) -> None:
+    def __init__(self, machine: str, system: System = "qerl") -> None:
+        self._system = system
         measured = _rows(SPEEDS)
         known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
         if machine not in known:
@@ -128,6 +140,7 @@ class Costs:
 
     def update(self, work: PlannedWork) -> Hours:
         """Hours of the updates."""
+        work = self._updated(work)
         speed = _nearest(work, [s for s in self._updates if s.gradient_checkpointing == work.gradient_checkpointing])
         if speed is not None:
             return Hours(measured=_hours(work.trained, speed.rate))
@@ -135,30 +148,63 @@ class Costs:
 
     def measured_rollout(self, work: PlannedWork) -> Speed | None:
         """The measured speed that gives the hours of rollouts, or None."""
-        return _nearest(work, self._rollouts)
+        return _nearest(self._sampled(work), self._rollouts)
+
+    def _sampled(self, work: PlannedWork) -> PlannedWork:
+        """The work by the engine that draws its completions."""
+        return replace(work, engine="vllm") if self._system == "trl" else work
+
+    def _updated(self, work: PlannedWork) -> PlannedWork:
+        """The work by the engine that updates, with the weights that it trains."""
+        if self._system == "qerl":
+            return replace(work, engine="native")
+        return replace(work, engine="trl", weights="bf16" if work.weights == "bf16" else "nf4")
 
     def _rollout_rate(self, work: PlannedWork) -> float:
-        speeds = [s for s in self._rollouts if s.sequences <= work.sequences and s.model in self._parameters]
+        work = self._sampled(work)
+        speeds = [
+            s
+            for s in self._rollouts
+            if s.engine == work.engine and s.sequences <= work.sequences and s.model in self._parameters
+        ]
+        speeds = [s for s in speeds if s.rank >= work.rank] or speeds
         same = [s for s in speeds if s.weights == work.weights]
         alike = same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)]
         size = self._parameters.get(work.model)
-        rates = (s.rate * min(1.0, self._parameters[s.model] / size) for s in alike) if size else ()
-        return max(rates, default=math.nan)
+        if not alike or size is None:
+            return math.nan
+        distances = {s.model: abs(math.log(self._parameters[s.model] / size)) for s in alike}
+        nearest = min(distances, key=distances.__getitem__)
+        return max(s.rate for s in alike if s.model == nearest) * min(1.0, self._parameters[nearest] / size)
 
     def _update_rate(self, work: PlannedWork) -> float:
-        flops = FLOPS_CHECKPOINTING if work.gradient_checkpointing else FLOPS
-        return UTILIZATION * self._peak / (flops * self._parameters.get(work.model, math.nan))
+        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
+        return self._utilization(work) * self._peak / operations
+
+    def _utilization(self, work: PlannedWork) -> float:
+        """The share of the peak that an update of this training reaches at least, by the measured ones."""
+        shares = (
+            speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
+            for speed in self._updates
+            if (speed.engine, speed.method) == (work.engine, work.method) and speed.gradient_checkpointing != "auto"
+        )
+        return min(shares, default=UTILIZATION)
+
+
+def _operations(gradient_checkpointing: str) -> int:
+    return FLOPS if gradient_checkpointing == "false" else FLOPS_CHECKPOINTING
 
 
 def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measured speed of this model, weight format and training with the nearest rank and the largest fitting batch.
+    """The measured speed of this model, weights, training and engine with the nearest rank and largest fitting batch.
 
     No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits.
     """
     same = [
         speed
         for speed in speeds
-        if (speed.model, speed.weights, speed.method) == (work.model, work.weights, work.method)
+        if (speed.model, speed.weights, speed.method, speed.engine)
+        == (work.model, work.weights, work.method, work.engine)
         and speed.sequences <= work.sequences
     ]
     return min(same, key=lambda speed: (abs(speed.rank - work.rank), -speed.sequences), default=None)
@@ -174,9 +220,9 @@ def _rows(file: Path) -> list[dict[str, str]]:
 def _speed(row: dict[str, str], phase: str) -> Speed:
     rate = float(row[f"{phase}_tokens_per_second"])
     checkpointing = row["gradient_checkpointing"]
-    if phase == "update" and checkpointing not in ("true", "false"):
+    if phase == "update" and checkpointing not in get_args(Recompute):
         raise ConfigError(
-            f"{SPEEDS.name}: the update of {row['source']!r} doesn't say gradient_checkpointing true or false"
+            f"{SPEEDS.name}: the update of {row['source']!r} doesn't say gradient_checkpointing true, false or auto"
         )
     return Speed(
         model=row["model"],
@@ -185,7 +231,7 @@ def _speed(row: dict[str, str], phase: str) -> Speed:
         rank=int(row["rank"]),
         engine=row["engine"],
         sequences=int(row["sequences"]),
-        gradient_checkpointing=checkpointing == "true",
+        gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
         rate=rate,
     )
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from qerl.plan import Plan, PlannedEvaluation, PlannedRun
 from qerl.plan.cost_model import ASSUMED, Costs, PlannedWork, problem_counts, total
-from qerl.plan.run_table import disk_total, omitted, run_work, sharded
+from qerl.plan.run_table import disk_total, engine_of, omitted, run_work, sharded
 from qerl.report.paper import fits, identity
 from qerl.results.names import variant, weights_name
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
@@ -132,6 +132,7 @@ def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[Plann
                 rank=run.settings.adapter.rank if run else 0,
                 sequences=settings.vllm.max_sequences,
                 drawn=drawn,
+                engine=engine_of(settings),
             )
 
 
@@ -155,6 +156,7 @@ def bench_work(plan: Plan, bench: str) -> Iterator[PlannedWork]:
             rank=rank,
             sequences=settings.sequences,
             drawn=settings.sequences * settings.completion_tokens * (settings.repeats + 1),
+            engine=engine_of(settings),
         )
 
 
@@ -168,15 +170,17 @@ def by_table(plan: Plan, machine: str) -> pd.DataFrame:
     every = Need(set(plan.runs), set(plan.evaluations), set(plan.config.benches))
     taken = reduce(or_, rows.values(), Need())
     rows |= {"outside the paper": every - taken, "all, shared work once": every}
-    costs = Costs(machine)
-    return pd.DataFrame([{"table, figure": _title(name), **_row(plan, need, costs)} for name, need in rows.items()])
+    costs, peers = Costs(machine), Costs(machine, "trl")
+    return pd.DataFrame(
+        [{"table, figure": _title(name), **_row(plan, need, costs, peers)} for name, need in rows.items()]
+    )
 
 
 def _title(name: str) -> str:
     return re.sub(r"^(table|figure)(?=\d)", lambda match: match[0].title() + " ", name)
 
 
-def _row(plan: Plan, need: Need, costs: Costs) -> dict[str, Any]:
+def _row(plan: Plan, need: Need, costs: Costs, peers: Costs) -> dict[str, Any]:
     runs = [run_work(plan.runs[name]) for name in sorted(need.runs)]
     scored = [work for name in sorted(need.evaluations) for work in evaluation_work(plan, plan.evaluations[name])]
     timed = [work for name in sorted(need.benches) for work in bench_work(plan, name)]
@@ -186,11 +190,12 @@ def _row(plan: Plan, need: Need, costs: Costs) -> dict[str, Any]:
         "evaluations, h": total(map(costs.rollout, scored)),
         "measurements, h": total(costs.rollout(work) + costs.update(work) for work in timed),
     }
-    whole = total(hours.values())
+    theirs = total([*map(peers.rollout, [*runs, *scored]), *map(peers.update, runs)])
+    whole = {"all, h": total(hours.values()), "runs, evaluations by TRL + vLLM, h": theirs}
     return {
         "experiments, measurements": _names(plan, need),
         "runs": len(runs),
-        **{k: str(h) for k, h in {**hours, "all, h": whole}.items()},
+        **{k: str(h) for k, h in {**hours, **whole}.items()},
     }
 
 
@@ -211,6 +216,8 @@ def page(plan: Plan, machine: str) -> str:
         "completion counts at its longest. Numbers without a mark follow from measured speeds "
         "(results/reference/speeds.csv). Numbers after ~ are estimates, where no speed was measured. Time to start, "
         "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
+        "The last column prices the same runs and evaluations with rollouts by vLLM and updates by TRL. TRL trains "
+        "neither NVFP4 nor MXFP4, so these are priced by its NF4 updates.",
         by_table(plan, machine).to_markdown(index=False, disable_numparse=True),
         f"Estimates. {ASSUMED}",
         "\n".join(f"* {line}" for line in [disk_total(plan), *sharded(plan, machine), *omitted(plan)]),

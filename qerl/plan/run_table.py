@@ -16,6 +16,7 @@ from qerl.results.names import weights_name
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult
+from qerl.settings.rollout import EngineSettings
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
@@ -42,8 +43,14 @@ def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
         sequences=max(1, completions // settings.processes),
         drawn=tokens,
         trained=tokens * settings.loss.updates_per_rollout,
-        gradient_checkpointing=settings.gradient_checkpointing is not False,
+        gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
+        engine=engine_of(rollout),
     )
+
+
+def engine_of(settings: EngineSettings) -> str:
+    """The engine that draws the completions; a vLLM server is as fast as vLLM."""
+    return settings.engine.removesuffix("-server")
 
 
 def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Every file in results/reference matches its schema, or is of a kind without one."""
 
-import csv
 import json
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -60,22 +58,3 @@ def test_a_metric_keeps_its_kind_of_number():
     schema = catalogue.schema_of(file)
     for line in file.read_text().splitlines():
         assert json.dumps(schema.model_validate_json(line).content()) == line
-
-
-def test_speeds_that_costs_are_computed_from_are_medians_of_stored_samples():
-    """Rows of an H200: decoded tokens a second of a point, or the completions' tokens over the seconds of an update."""
-    with (REFERENCE / "speeds.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["machine"] == "h200"]
-    for row in rows:
-        content = json.loads((REFERENCE.parents[1] / row["source"]).read_text())
-        if row["rollout_tokens_per_second"]:
-            [point] = [point for point in content["points"] if point["sequences"] == int(row["sequences"])]
-            rate = median(point["samples"])
-        else:
-            work = content["work"]
-            assert work["prompts"] * work["group"] == int(row["sequences"])
-            tokens = work["prompts"] * work["group"] * work["completion_tokens"]
-            rate = tokens / median(step["update"] for step in content["steps"])
-        assert float(row["rollout_tokens_per_second"] or row["update_tokens_per_second"]) == pytest.approx(
-            rate, abs=0.5
-        )

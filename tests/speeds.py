@@ -1,0 +1,81 @@
+"""The speeds by which plans are priced, from committed measurements. `python -m tests.speeds` writes the file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl.plan.cost_model import SPEEDS
+from qerl.results.speed_readers import load_points, load_steps
+
+ROOT = Path(__file__).parents[1]
+MACHINE, POINTS = "h200", ROOT / "results/reference/h200/shapes"
+#: The miniature's table of the default run, which measures rollouts alone.
+CPU = ROOT / "results/reference/cpu/tables/throughput.csv"
+KEY = ["machine", "model", "weights", "method", "rank", "engine", "sequences", "gradient_checkpointing"]
+RATES = ["rollout_tokens_per_second", "update_tokens_per_second"]
+
+
+def table() -> pd.DataFrame:
+    """A row per speed. Of points that differ in lengths alone, the longest counts, because long contexts are slow."""
+    rows = [*_decoded(), *_updates(), *_cpu()]
+    lasting = sorted(rows, key=lambda row: row["tokens"])
+    best = pd.DataFrame(lasting).drop_duplicates([*KEY, "phase"], keep="last")
+    return best.sort_values(["phase", *KEY])[[*KEY, *RATES, "source"]]
+
+
+def _decoded() -> Iterator[dict[str, Any]]:
+    for file in sorted(POINTS.glob("decode-*.json")):
+        for row in load_points([file]).to_dict("records"):
+            if row["engine"] in ("native", "vllm") and row["samples"]:
+                yield {
+                    **_identity(row, file, row["engine"], int(row["sequences"]), ""),
+                    "phase": "rollout",
+                    "tokens": row["prompt"] + row["tokens"],
+                    RATES[0]: round(row["tokens_per_second"]),
+                    RATES[1]: "",
+                }
+
+
+def _updates() -> Iterator[dict[str, Any]]:
+    """Updates of steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
+    for file in sorted(POINTS.glob("step-*.json")):
+        [row] = load_steps([file]).to_dict("records")
+        if row["samples"] and not row["cap"] and not row["equal_groups"]:
+            engine = "native" if row["system"].startswith("qerl") else "trl"
+            completions = row["prompts"] * row["group_size"]
+            yield {
+                **_identity(row, file, engine, completions, row["recompute"]),
+                "phase": "update",
+                "tokens": row["prompt"] + row["tokens"],
+                RATES[0]: "",
+                RATES[1]: round(completions * row["tokens"] / row["update_seconds"]),
+            }
+
+
+def _identity(row: dict[str, Any], file: Path, engine: str, sequences: int, checkpointing: str) -> dict[str, Any]:
+    return {
+        "machine": MACHINE,
+        "model": f"qwen2.5-{row['size'].lower()}",
+        "weights": row["weights"],
+        "method": "lora" if row["rank"] else "none",
+        "rank": row["rank"],
+        "engine": engine,
+        "sequences": sequences,
+        "gradient_checkpointing": checkpointing,
+        "source": str(file.relative_to(ROOT)),
+    }
+
+
+def _cpu() -> Iterator[dict[str, Any]]:
+    for row in pd.read_csv(CPU).to_dict("records"):
+        kept = {name: row[name] for name in ("model", "weights", "rank", "sequences")}
+        given = {"machine": "cpu", "method": "lora", "engine": "native", "gradient_checkpointing": ""}
+        rates = {RATES[0]: round(row["tokens_per_second"]), RATES[1]: ""}
+        source = str(CPU.relative_to(ROOT))
+        yield {**kept, **given, **rates, "source": source, "phase": "rollout", "tokens": row["completion_tokens"]}
+
+
+if __name__ == "__main__":
+    SPEEDS.write_text(table().to_csv(index=False))
