@@ -6,6 +6,8 @@ rows' scales:
 * codes: [block][row][16] words of 32 bits. A word holds the codes of eight columns in the places of
   `qerl.formats.tiles`. A rotation and a mask bring two codes to their places in a pair of bfloat16.
 * scales: [block][row][8 groups of 16 columns], for MXFP4 [4 groups of 32] bytes, decoded as those of tiles.
+
+The last block of a width such as gpt-oss's 2,880 has codes of zero after the last column.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ class Words:
         return sum(self.parts)
 
     @property
+    def blocks(self) -> int:
+        """Blocks of columns; the last one may have columns that the weight lacks."""
+        return -(-self.columns // BLOCK_COLUMNS)
+
+    @property
     def group(self) -> int:
         """Columns that share a scale."""
         return GROUP_SIZE[self.weights_format]
@@ -77,11 +84,11 @@ class Words:
 
     @property
     def _code_bytes(self) -> int:
-        return self.rows * self.columns // 2
+        return self.rows * self.blocks * BLOCK_COLUMNS // 2
 
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether layers of these shapes [rows, columns] can be stored as words."""
+    """Whether layers of these shapes [rows, columns] can be stored as words without columns that they lack."""
     return weights_format in _FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
 
 
@@ -89,10 +96,10 @@ def pack(layers: Sequence[Packed]) -> Words:
     """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
     weights_format, columns = layers[0].weights_format, layers[0].shape[1]
     codes, scales, factors, largest = zip(*map(codes_and_scales, layers), strict=True)
-    step, blocks = GROUP_SIZE[weights_format] // 16, columns // BLOCK_COLUMNS
-    items = _to_words(torch.cat(codes)), torch.cat(scales)[:, ::step].contiguous()
+    step = GROUP_SIZE[weights_format] // 16
+    words, bytes_ = _to_words(torch.cat(codes)), torch.cat(scales)[:, ::step]
     return Words(
-        data=torch.cat([_to_blocks(part, blocks) for part in items]),
+        data=torch.cat([_to_blocks(words, WORDS), _to_blocks(bytes_, BLOCK_COLUMNS // 16 // step)]),
         weights_format=weights_format,
         parts=tuple(layer.shape[0] for layer in layers),
         columns=columns,
@@ -106,14 +113,16 @@ def unpack(words: Words, part: int) -> Packed:
     """The weight of a layer as `pack` received it, except that a group with scale zero has codes of zero."""
     start, rows = sum(words.parts[:part]), words.parts[part]
     codes, scales = (t[:, start : start + rows].transpose(0, 1).flatten(1) for t in (words.codes, words.scales))
+    codes, scales = codes[:, : words.columns // 8], scales[:, : words.columns // words.group]
     every = scales.repeat_interleave(words.group // 16, dim=1)
     stored = stored_scales(words.weights_format, words.global_scales[part], words.largest_exponents[part], every)
     return Packed(words.weights_format, (rows, words.columns), {"weight_packed": _from_words(codes), **stored})
 
 
-def _to_blocks(items: Tensor, blocks: int) -> Tensor:
-    """Bytes, uint8 [n], of items [rows, n] in the order of blocks, rows, items of a row."""
-    return items.view(len(items), blocks, -1).transpose(0, 1).contiguous().view(torch.uint8).flatten()
+def _to_blocks(items: Tensor, each: int) -> Tensor:
+    """Bytes, uint8 [n], of items [rows, n] in the order of blocks, rows, `each` items of a row; zeros fill the last."""
+    items = torch.nn.functional.pad(items, (0, -items.shape[1] % each))
+    return items.view(len(items), -1, each).transpose(0, 1).contiguous().view(torch.uint8).flatten()
 
 
 def _to_words(codes: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ from qerl.kernels.draft_state import Guesses
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, GeGLU, attention of decode steps and prompts, and sampling, documented in `qerl.kernels.reference`. Then
-    those of steps that verify drafts, in `qerl.kernels.drafts_reference`.
+    """Norm, gates of MLPs, attention of decode steps and prompts, and sampling (`qerl.kernels.reference`). Then those
+    of steps that verify drafts, in `qerl.kernels.drafts_reference`.
     """
 
     name: str
     rms_norm: Callable[..., Tensor]
     geglu: Callable[[Tensor], Tensor]
+    clamped_glu: Callable[[Tensor, float, float], Tensor]
     attend: Callable[..., Tensor]
     attend_prompts: Callable[..., Tensor]
     draw: Callable[..., None]
@@ -54,6 +55,7 @@ def _operations(
         name=name,
         rms_norm=norm.rms_norm,
         geglu=geglu.geglu,
+        clamped_glu=geglu.clamped_glu,
         attend=attention.attend,
         attend_prompts=prompts.attend_prompts,
         draw=sampling.draw,

@@ -16,6 +16,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from qerl.kernels.reference import clamped_glu
 from qerl.layers.mlp import GatedMLP
 
 
@@ -48,9 +49,7 @@ class GptOssExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to the same shape."""
-        gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down_proj((up + 1) * gate * torch.sigmoid(gate * self.alpha))
+        return self.down_proj(clamped_glu(self.gate_up_proj(x), self.alpha, self.limit))
 
 
 class Float32Router(nn.Module):

@@ -50,7 +50,7 @@ def weight_values(word, byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dt
 @triton.jit
 def _unpack(
     codes, scales, out, divisor, first, rows, all_rows, columns,
-    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     inside = (row < rows)[:, None]
@@ -61,16 +61,19 @@ def _unpack(
     scale = scale_values(byte, MULTIPLIER, OFFSET, tl.float32) * 3.009265538105056e-36  # 2^-118
     weight = (code * tl.div_rn(scale, divisor + 0.0 * scale)[:, :, None]).reshape(ROWS, 128)
     column = block * 128 + tl.arange(0, 128)[None, :]
+    if TAIL:  # the last block has columns that the weight lacks
+        inside &= column < columns
     tl.store(out + row.to(tl.int64)[:, None] * columns + column, weight.to(out.dtype.element_ty), inside)
 
 
 def dense(words: Words, part: int, dtype: torch.dtype) -> Tensor:
     """The weight of a layer in `dtype`, [rows, columns], bit for bit equal to that of `formats.dequantize`."""
-    rows, blocks = words.parts[part], words.columns // BLOCK_COLUMNS
+    rows = words.parts[part]
     out = torch.empty(rows, words.columns, dtype=dtype, device=words.data.device)
     multiplier, offset = words.scale_decode
-    _unpack[(triton.cdiv(rows, _ROWS), blocks)](
+    _unpack[(triton.cdiv(rows, _ROWS), words.blocks)](
         words.codes, words.scales, out, words.divisors[part], sum(words.parts[:part]), rows, words.rows, words.columns,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, ROWS=_ROWS,
+        TAIL=words.columns % BLOCK_COLUMNS != 0,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 
 from qerl.kernels import attention, prompt_attention, reference
 from qerl.kernels.decode_state import IDLE, DecodeState
-from qerl.kernels.geglu import geglu
+from qerl.kernels.geglu import clamped_glu, geglu
 from qerl.kernels.geometry import PAGE, Heads, splits_of
 from qerl.kernels.norm import rms_norm
 from qerl.kernels.packed_sequences import Packing, attend_packed
@@ -135,3 +135,12 @@ def test_norms(offset, noisy):
 def test_geglu():
     both = torch.randn(3, 2 * 1100) * 4
     torch.testing.assert_close(geglu(both), reference.geglu(both))
+
+
+def test_the_gate_of_gpt_oss():
+    both = torch.randn(3, 2 * 1100) * 8
+    gate, up = (part.double() for part in both.view(3, 1100, 2).unbind(-1))
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    for found in (clamped_glu(both, 1.702, 7.0), reference.clamped_glu(both, 1.702, 7.0)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

@@ -90,6 +90,7 @@ def decode_steps():
     norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6)
     norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), None, 1e-6, 1.0, zeros(4, HIDDEN))
     geglu.geglu(zeros(4, 2 * HIDDEN))
+    geglu.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
     copies.Copies([zeros(8)], [torch.zeros(8)])()
     texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
     drafted, slots = DraftRows.empty(16, 8, 8, CPU), torch.zeros(16, dtype=torch.int64)
