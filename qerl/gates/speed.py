@@ -108,9 +108,9 @@ def _unpack_commit(commit: str, target: Path) -> None:
             f"commit {commit[:12]} of the baseline isn't in this clone; fetch it (git fetch --unshallow), "
             "or make a new baseline (qerl gate accept)"
         )
-    archive = target.with_suffix(".tar")
+    archive = target.with_suffix(".zip")
     _run([*repository, "archive", "--output", str(archive), commit])
-    shutil.unpack_archive(archive, target, filter="data")
+    shutil.unpack_archive(archive, target)
 
 
 def _run(command: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import io
 import json
 import pickle
 import struct
@@ -14,6 +15,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from qerl.checkpoints.folder import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
 from qerl.data.hub import hub_files
@@ -27,7 +29,7 @@ from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.data_parallel import Processes
-from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+from qerl.rl.sharded_checkpoint import ShardedCheckpoints, _Unpickler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.data import HubData
@@ -275,6 +277,22 @@ def test_the_state_of_a_run_is_no_code(tmp_path, canary):
         states.load(torch.device("cpu"))
 
 
+class AttributeOfIndex:
+    """A pickle that reaches for what lies behind a class."""
+
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_enumerations_of_an_index_are_read_as_every_python_writes_them(tmp_path):
+    """Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`, others as a call of its class."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    called = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + pickle.dumps(type(member))[2:-1] + b"\x8c"
+    called += bytes([len(member.name)]) + member.name.encode() + b"\x86R."
+    for written in (called, pickle.dumps(member)):
+        assert _Unpickler(io.BytesIO(written)).load() is member
+
+
 def test_the_state_of_a_full_fine_tuning_is_no_code(tmp_path, canary):
     states = ShardedCheckpoints(tmp_path, "fingerprint", Processes())
     weights = {"w": torch.nn.Parameter(torch.ones(2))}
@@ -282,9 +300,9 @@ def test_the_state_of_a_full_fine_tuning_is_no_code(tmp_path, canary):
     states.save(weights, optimizer, [{"step": 1.0}])
     assert states.load(weights, optimizer) == [{"step": 1.0}]
     index, state = tmp_path / "step-000001/.metadata", tmp_path / "step-000001/state.json"
-    # By its own module, and by a name that a module of DCP imports.
+    # By its own module, by a name that a module of DCP imports, and by an attribute of a class of the index.
     through_dcp = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x05false\x85R."
-    for attack in (pickle.dumps(Attack(canary)), through_dcp):
+    for attack in (pickle.dumps(Attack(canary)), through_dcp, pickle.dumps(AttributeOfIndex())):
         index.write_bytes(attack)
         content = json.loads(state.read_text())
         content["digests"][".metadata"] = hashlib.sha256(index.read_bytes()).hexdigest()
