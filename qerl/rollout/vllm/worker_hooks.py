@@ -1,8 +1,8 @@
 """All code that uses vLLM's internals. It runs only in vLLM's worker.
 
 vLLM loads `WorkerExtension` by its name (`worker_extension_cls`) in the worker's process. Importing this module there
-registers `Float32RMSNorm` instead of vLLM's RMSNorm (`CustomOp.register_oot`), before the model is built. It changes
-only engines with `ADDITIONAL_CONFIG`.
+registers `Float32RMSNorm` instead of vLLM's RMSNorm (`CustomOp.register_oot`), and likewise Gemma's norm, before the
+model is built. They change only engines with `ADDITIONAL_CONFIG`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.v1.sample.sampler import Sampler
 
 from qerl.settings.base import ConfigError
@@ -45,9 +45,23 @@ class Float32RMSNorm(RMSNorm):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if get_current_vllm_config().additional_config.get(_FLOAT32_NORMS):
+        if _has_float32_norms():
             kwargs["dtype"] = torch.float32
         super().__init__(*args, **kwargs)
+
+
+@GemmaRMSNorm.register_oot(name="GemmaRMSNorm")
+class Float32GemmaRMSNorm(GemmaRMSNorm):
+    """The norm of Gemma with a float32 weight. vLLM computes it in float32 for any dtype of the weight."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if _has_float32_norms():
+            self.weight.data = self.weight.data.float()
+
+
+def _has_float32_norms() -> bool:
+    return bool(get_current_vllm_config().additional_config.get(_FLOAT32_NORMS))
 
 
 class UntruncatedSampler(Sampler):
