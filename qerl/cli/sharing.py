@@ -57,7 +57,8 @@ def publish(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go, and upload nothing.")] = False,
 ) -> None:
     """Upload a trained policy to the Hugging Face hub, with a card, its scores and its metrics."""
-    said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
+    with quiet():
+        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
     print_table(_title(said), [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
     for note in said.notes:
         console().print(Text(f"note: {note}"), soft_wrap=True)
