@@ -5,7 +5,7 @@ The choice depends on nothing measured at run time, so that equal inputs give eq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -90,3 +90,44 @@ def tiles() -> list[Tile]:
 def shared_bytes(capability: tuple[int, int]) -> int:
     """The shared memory that a thread block can have."""
     return SHARED_BYTES.get(capability, _LEAST_SHARED)
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """The rows of W that a program of a grouped input gradient reads at a time, its warps and pipeline stages."""
+
+    n: int
+    warps: int
+    stages: int
+
+
+#: Of grouped products, by the pairs of a block: with packed weights and with dense ones. Not timed on a GPU yet.
+_GROUPED = {
+    8: (Tile(32, 8, 2, 5), Tile(32, 8, 2, 4)),
+    16: (Tile(64, 16, 4, 4), Tile(64, 16, 4, 4)),
+    32: (Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
+    64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    128: (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2)),
+}
+_GRADIENTS = {
+    8: GradientTile(64, 4, 3),
+    16: GradientTile(64, 4, 3),
+    32: GradientTile(64, 4, 3),
+    64: GradientTile(64, 4, 2),
+    128: GradientTile(64, 8, 2),
+}
+
+
+def grouped_tile_for(pairs: int, packed: bool, itemsize: int = 2) -> Tile:
+    """The tile of a grouped product whose blocks have this many pairs, with packed or dense weights.
+
+    `itemsize` is that of x: float32 takes twice the shared memory, so that it has small tiles and no pipeline.
+    """
+    tile = _GROUPED[pairs][0 if packed else 1]
+    return tile if itemsize == 2 else replace(tile, n=min(tile.n, 64), stages=1)
+
+
+def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
+    """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
+    tile = _GRADIENTS[pairs]
+    return tile if itemsize == 2 else replace(tile, stages=1)

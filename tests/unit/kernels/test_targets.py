@@ -15,6 +15,7 @@ from qerl.kernels import (
     drafts,
     geglu,
     logits,
+    mixture,
     norm,
     norm_training,
     prompt_attention,
@@ -25,6 +26,8 @@ from qerl.kernels import (
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
 from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.groups import BLOCK_SIZES
+from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
 from qerl.kernels.portable.variants import SHARED_BYTES, PortableOperands, tiles
@@ -64,6 +67,25 @@ def products():
             multiply(operands, zeros(tile.m, 256), zeros(tile.m, 128), silu=True, tile=tile)
         multiply(operands, zeros(8, 256), zeros(8, 256), residual=True)
         dense(words, 0, torch.bfloat16)
+
+
+def mixtures():
+    """Qwen3-30B-A3B's numbers of experts, with narrow ones, and all sizes of blocks."""
+    words = layout.pack([quantize(torch.randn(256, 256), "nvfp4")])
+    ones = torch.ones(256)
+    packed = grouped_launches.GroupedOperands(words, 128, ones, None)
+    biased = grouped_launches.GroupedOperands(layout.pack([quantize(torch.randn(256, 256), "mxfp4")]), 128, ones, ones)
+    dense_weights = grouped_launches.GroupedOperands(zeros(256, 256), 128, None, None)
+    for tokens in (8, 16, 128, 1024, 1025):
+        mixture.route(torch.zeros(tokens, 128), 8, True)
+        groups = mixture.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
+        x, pairs = zeros(tokens, 256), 8 * tokens
+        for operands in (packed, biased, dense_weights):
+            grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
+            grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
+            grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
+        mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
+    assert groups.size == BLOCK_SIZES[-1]
 
 
 def decode_steps():
@@ -122,7 +144,7 @@ def updates():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", PROCESSORS, ids=lambda pair: ".".join(map(str, pair)))
-@pytest.mark.parametrize("part", [products, decode_steps, prompts, updates])
+@pytest.mark.parametrize("part", [products, mixtures, decode_steps, prompts, updates])
 def test_kernels_compile_and_fit(part, capability, monkeypatch):
     prompt_attention._reads.cache_clear()
     limit = SHARED_BYTES[capability]

@@ -1,0 +1,125 @@
+"""Operations of a mixture of experts in Triton; `qerl.kernels.mixture_reference` has the PyTorch versions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels import mixture_reference
+from qerl.kernels.groups import Groups, block_size, most_blocks
+from qerl.kernels.launch import begin, dependent
+
+#: Pairs up to which one launch groups them: each of its programs reads all. More are sorted.
+MOST_PAIRS = 2048
+_BLOCK = 1024
+
+
+@triton.jit
+def _route(
+    scores, numbers, weights, experts,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    e, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    begin(PDL)
+    left = tl.load(scores + row * experts + e, e < experts, other=-float("inf"))
+    top = tl.max(left, 0)
+    total = tl.sum(tl.exp(left - top), 0)
+    number = tl.zeros([SLOTS], tl.int32)
+    weight = tl.zeros([SLOTS], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        best = tl.max(left, 0)
+        found = tl.min(tl.where(left == best, e, EXPERTS), 0)
+        number = tl.where(slot == place, found, number)
+        weight = tl.where(slot == place, tl.exp(best - top), weight)
+        left = tl.where(e == found, -float("inf"), left)
+    if NORMALISED:
+        total = tl.sum(weight, 0)
+    tl.store(numbers + row * CHOSEN + slot, number, slot < CHOSEN)
+    tl.store(weights + row * CHOSEN + slot, weight / total, slot < CHOSEN)
+
+
+def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """See `mixture_reference.route`. Of equal scores the first wins."""
+    (rows, experts), device = scores.shape, scores.device
+    numbers = torch.empty(rows, chosen, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
+    _route[(rows,)](
+        scores, numbers, weights, experts,
+        CHOSEN=chosen, SLOTS=triton.next_power_of_2(chosen), NORMALISED=normalised,
+        EXPERTS=triton.next_power_of_2(experts), num_warps=1, **dependent(device),
+    )  # fmt: skip
+    return numbers, weights
+
+
+@triton.jit(do_not_specialize=["count", "blocks"])
+def _group(
+    numbers, pairs, owners, count, experts, blocks,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program writes the blocks of its expert; the one after the last expert's writes blocks without pairs."""
+    expert = tl.program_id(0)
+    pair, e, block, slot = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
+    begin(PDL)
+    # Pairs that don't exist count for an expert that doesn't exist.
+    number = tl.load(numbers + pair, pair < count, other=experts)
+    filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
+    first = tl.sum(tl.where(e < expert, filled, 0), 0)
+    end = tl.sum(tl.where((e <= expert) & (e < experts), filled, 0), 0)
+    own = (number == expert) & (pair < count)
+    place = tl.cumsum(own.to(tl.int32), 0) - 1
+    tl.store(pairs + first * SIZE + place, pair, own)
+    have = tl.sum(own.to(tl.int32), 0)
+    # The last block's other places; there are none after whole blocks.
+    rest = have + slot
+    tl.store(pairs + first * SIZE + rest, slot * 0 + count, rest < (end - first) * SIZE)
+    end = tl.where(expert < experts, end, blocks)
+    owner = tl.where(expert < experts, expert, -1)
+    tl.store(owners + block, block * 0 + owner, (block >= first) & (block < end))
+
+
+def group(numbers: Tensor, experts: int) -> Groups:
+    """See `mixture_reference.group`."""
+    (tokens, chosen), device = numbers.shape, numbers.device
+    count, size = tokens * chosen, block_size(tokens)
+    if count > MOST_PAIRS:
+        return mixture_reference.group(numbers, experts)
+    blocks = most_blocks(tokens, chosen, experts, size)
+    pairs = torch.empty(blocks, size, dtype=torch.int32, device=device)
+    owners = torch.empty(blocks, dtype=torch.int32, device=device)
+    _group[(experts + 1,)](
+        numbers, pairs, owners, count, experts, blocks,
+        PAIRS=triton.next_power_of_2(count), EXPERTS=triton.next_power_of_2(experts + 1),
+        BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4, **dependent(device),
+    )  # fmt: skip
+    return Groups(pairs, owners, count, chosen)
+
+
+@triton.jit
+def _combine(
+    y, weights, out, width, CHOSEN: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    begin(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + place
+        part = tl.load(y + pair * width + column, inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + pair) * part
+    place_out = out + row * width + column
+    if RESIDUAL:
+        total += tl.load(place_out, inside, other=0.0).to(tl.float32)
+    tl.store(place_out, total.to(out.dtype.element_ty), inside)
+
+
+def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
+    """See `mixture_reference.combine`."""
+    rows, width = out.shape
+    _combine[(rows, triton.cdiv(width, _BLOCK))](
+        y, weights, out, width,
+        CHOSEN=weights.shape[1], RESIDUAL=residual, BLOCK=_BLOCK, num_warps=4, **dependent(out.device),
+    )  # fmt: skip

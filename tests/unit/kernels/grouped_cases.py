@@ -1,0 +1,90 @@
+"""Mixtures' kernels against PyTorch and float64, in Triton's interpreter, which `test_portable.py` starts."""
+
+import pytest
+import torch
+
+from qerl.formats import words as layout
+from qerl.formats.codecs import dequantize, quantize
+from qerl.kernels import mixture, mixture_reference
+from qerl.kernels.groups import BLOCK_SIZES, block_size
+from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
+
+EXPERTS, ROWS, COLUMNS = 5, 40, 256
+#: Tokens of one block size after the other; expert 3 is never chosen.
+TOKENS = (1, 3, 12, 30, 129, 1030)
+
+
+def chosen(tokens):
+    """Two experts of each token, of which the second is skewed."""
+    return torch.tensor([[t * 7 % 3, 4 if t % 5 else 1 + (t * 7 % 3 == 1)] for t in range(tokens)], dtype=torch.int32)
+
+
+def operands_of(weights, bias=False):
+    """Operands, and the weights in float64 [EXPERTS, ROWS, COLUMNS]; each layer of 20 rows has a scale of its own."""
+    dense = torch.randn(2 * EXPERTS, ROWS // 2, COLUMNS) * torch.rand(2 * EXPERTS, 1, 1)
+    made, factors = dense.view(-1, COLUMNS), None
+    if weights != "float32":
+        packed = [quantize(layer, weights) for layer in dense]
+        dense = torch.stack([dequantize(one, torch.float32) for one in packed])
+        made = layout.pack(packed)
+        factors = torch.tensor(made.factors).repeat_interleave(ROWS // 2)
+    added = torch.randn(EXPERTS * ROWS) if bias else None
+    return GroupedOperands(made, ROWS, factors, added), dense.double().view(EXPERTS, ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_groups_are_those_of_the_reference(tokens):
+    found, expected = mixture.group(chosen(tokens), EXPERTS), mixture_reference.group(chosen(tokens), EXPERTS)
+    assert torch.equal(found.experts, expected.experts)
+    assert torch.equal(found.pairs[found.experts >= 0], expected.pairs[expected.experts >= 0])
+
+
+@pytest.mark.parametrize("weights", ["float32", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("tokens", TOKENS[:-1])
+@torch.no_grad()
+def test_products_and_gradients_of_pairs(weights, tokens):
+    operands, exact = operands_of(weights, bias=True)
+    numbers = chosen(tokens)
+    groups, owner, token = mixture_reference.group(numbers, EXPERTS), numbers.flatten(), torch.arange(tokens).repeat_interleave(2)
+    for x in (torch.randn(tokens, COLUMNS), torch.randn(2 * tokens, COLUMNS)):
+        read = x[token] if len(x) == tokens else x
+        y = torch.einsum("pk,pnk->pn", read.double(), exact[owner]) + operands.bias.view(EXPERTS, ROWS)[owner]
+        for silu in (False, True):
+            out = torch.full((2 * tokens, ROWS // (1 + silu)), torch.nan)
+            multiply(operands, x, groups, out, silu)
+            gate, up = y.chunk(2, 1)
+            assert_close(out, torch.nn.functional.silu(gate) * up if silu else y)
+    for grad in (torch.randn(tokens, ROWS), torch.randn(2 * tokens, ROWS)):
+        out = torch.full((2 * tokens, COLUMNS), torch.nan)
+        input_gradient(operands, grad, groups, out)
+        read = grad[token] if len(grad) == tokens else grad
+        assert_close(out, torch.einsum("pn,pnk->pk", read.double(), exact[owner]))
+
+
+def assert_close(out, expected):
+    assert (out.double() - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_every_size_of_blocks_has_a_case():
+    assert {block_size(tokens) for tokens in TOKENS} == {*BLOCK_SIZES}
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_route_is_the_references(normalised):
+    scores = torch.randn(9, 12) * 3
+    for chosen_experts in (1, 3, 8):
+        found, weights = mixture.route(scores, chosen_experts, normalised)
+        numbers, expected = mixture_reference.route(scores, chosen_experts, normalised)
+        assert torch.equal(found, numbers)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_outputs_of_experts_are_added_by_their_weights(residual):
+    y, weights, before = torch.randn(6, 1100), torch.rand(3, 2), torch.randn(3, 1100)
+    found, expected = before.clone(), before.clone()
+    mixture.combine(y, weights, found, residual)
+    mixture_reference.combine(y, weights, expected, residual)
+    torch.testing.assert_close(found, expected)
+    exact = weights[:, :1] * y[::2] + weights[:, 1:] * y[1::2] + before * residual
+    torch.testing.assert_close(expected, exact)
