@@ -32,7 +32,8 @@ from qerl.formats.tiles import (
 
 BLOCK_COLUMNS = 128
 WORDS = BLOCK_COLUMNS // 8
-_FORMATS = ("nvfp4", "mxfp4")
+#: Formats that this layout has.
+FORMATS = ("nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Words:
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether layers of these shapes [rows, columns] can be stored as words without columns that they lack."""
-    return weights_format in _FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
+    return weights_format in FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
 
 
 def pack(layers: Sequence[Packed]) -> Words:

@@ -31,10 +31,10 @@ def _route(
     weight = tl.zeros([SLOTS], tl.float32)
     for place in tl.static_range(CHOSEN):
         best = tl.max(left, 0)
-        found = tl.min(tl.where(left == best, e, EXPERTS), 0)
-        number = tl.where(slot == place, found, number)
+        best_expert = tl.min(tl.where(left == best, e, EXPERTS), 0)
+        number = tl.where(slot == place, best_expert, number)
         weight = tl.where(slot == place, tl.exp(best - top), weight)
-        left = tl.where(e == found, -float("inf"), left)
+        left = tl.where(e == best_expert, -float("inf"), left)
     if NORMALISED:
         total = tl.sum(weight, 0)
     tl.store(numbers + row * CHOSEN + slot, number, slot < CHOSEN)
@@ -68,10 +68,10 @@ def _group(
     filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
     first = tl.sum(tl.where(e < expert, filled, 0), 0)
     end = tl.sum(tl.where((e <= expert) & (e < experts), filled, 0), 0)
-    own = (number == expert) & (pair < count)
-    place = tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(pairs + first * SIZE + place, pair, own)
-    have = tl.sum(own.to(tl.int32), 0)
+    mine = (number == expert) & (pair < count)
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(pairs + first * SIZE + place, pair, mine)
+    have = tl.sum(mine.to(tl.int32), 0)
     # The last block's other places; there are none after whole blocks.
     rest = have + slot
     tl.store(pairs + first * SIZE + rest, slot * 0 + count, rest < (end - first) * SIZE)

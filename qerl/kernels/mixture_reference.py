@@ -64,12 +64,12 @@ def input_gradient(grad: Tensor, groups: Groups, weight: Callable[[int], Tensor]
 
 def _of_experts(groups: Groups) -> list[tuple[int, Tensor]]:
     """Each expert that has pairs, and these."""
-    found = []
+    experts = []
     for number in groups.experts.unique().tolist():
         pairs = groups.pairs[groups.experts == number].flatten()
         if number >= 0:
-            found.append((number, pairs[pairs < groups.count].long()))
-    return found
+            experts.append((number, pairs[pairs < groups.count].long()))
+    return experts
 
 
 def _rows(x: Tensor, pairs: Tensor, groups: Groups) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels import drafts_reference, reference
+from qerl.kernels import drafts_reference, mixture_reference, reference
 from qerl.kernels.draft_state import Guesses
+from qerl.kernels.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ def operations(device: torch.device) -> Operations:
     from qerl.kernels import attention, drafts, geglu, norm, prompt_attention, sampling
 
     return _operations(name, norm, geglu, attention, prompt_attention, sampling, drafts)
+
+
+@dataclass(frozen=True)
+class MixtureOperations:
+    """Operations of a mixture of experts beside its products, documented in `qerl.kernels.mixture_reference`."""
+
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    group: Callable[[Tensor, int], Groups]
+    combine: Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+def mixture_operations(device: torch.device) -> MixtureOperations:
+    """Triton's operations on a GPU, PyTorch's elsewhere."""
+    made: Any = mixture_reference
+    if operations_name(device.type == "cuda") == "Triton":
+        from qerl.kernels import mixture as made  # type: ignore[no-redef]
+    return MixtureOperations(made.route, made.group, made.combine)
 
 
 def _operations(

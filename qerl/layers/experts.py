@@ -7,8 +7,10 @@ stacks `qerl.checkpoints.layouts` splits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +18,81 @@ from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from qerl.kernels.operations import mixture_operations
 from qerl.kernels.reference import clamped_glu
-from qerl.layers.mlp import GatedMLP
+from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, grouped_product, weighted_sum
+from qerl.layers.mlp import GatedMLP, swiglu
+
+
+@dataclass(frozen=True)
+class ExpertProducts:
+    """The grouped products of a block's experts: `down` reads the activation of what `gate_up` makes."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    activation: Callable[[Tensor], Tensor] | None
+    """Of gate and up [pairs, N] to [pairs, N / 2]; None for silu(first half) * second half, which `gate_up` has."""
 
 
 class Experts(nn.ModuleList):
     """The experts of a block. A token's output is the weighted sum of those that it is routed to."""
 
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)
+        self._products: dict[torch.dtype, ExpertProducts] = {}
+
+    def products(self, dtype: torch.dtype) -> ExpertProducts:
+        """The experts' frozen layers as grouped products with activations of `dtype`, made once.
+
+        On a GPU the experts' weights move into one tensor for each of the two.
+        """
+        if dtype not in self._products:
+            self._products[dtype] = _products(list(self), dtype)
+        return self._products[dtype]
+
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Map hidden [T, H] to the same shape; `chosen` [T, k] are the numbers of the experts, `weights` [T, k].
 
-        One expert after the other computes its tokens, so that one at a time is unpacked.
+        Frozen experts compute grouped products, in an autocast's dtype. Experts that are trained compute their tokens
+        one after the other.
         """
         if hidden.is_meta:  # then no expert's tokens are known, and each computes all
             return sum((expert(hidden) for expert in self), torch.zeros_like(hidden))
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            return self._one_by_one(hidden, chosen, weights)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
+        both = grouped_product(hidden.to(dtype), groups, products.gate_up)
+        inner = swiglu(*both.chunk(2, -1)) if products.activation is None else products.activation(both)
+        return weighted_sum(grouped_product(inner, groups, products.down), weights.float()).to(hidden.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        self._products = {}
+        return super()._apply(fn, recurse)
+
+    def _one_by_one(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
         for number in chosen.unique().tolist():
             tokens, places = torch.where(chosen == number)
             product = self[number](hidden[tokens]) * weights[tokens, places, None]
             out.index_add_(0, tokens, product.to(out.dtype))
         return out
+
+
+def _products(experts: list[nn.Module], dtype: torch.dtype) -> ExpertProducts:
+    first = experts[0]
+    parts = ("gate_proj", "up_proj") if isinstance(first, GatedMLP) else ("gate_up_proj",)
+    activation = None
+    if isinstance(first, GptOssExpert):
+        alpha, limit = first.alpha, first.limit
+
+        def activation(both: Tensor) -> Tensor:
+            return clamped_glu(both, alpha, limit)
+
+    layers = [[cast(Layer, expert.get_submodule(part)) for part in parts] for expert in experts]
+    down = [[cast(Layer, expert.get_submodule("down_proj"))] for expert in experts]
+    return ExpertProducts(grouped(layers, dtype), grouped(down, dtype), activation)
 
 
 class GptOssExpert(nn.Module):
@@ -56,6 +113,16 @@ class Float32Router(nn.Module):
     """A mixin for transformers' routers that computes scores in float32, whatever the dtype of the model."""
 
     weight: nn.Parameter
+    top_k: int
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the weights of a token's experts add up to 1."""
+        return bool(getattr(self, "norm_topk_prob", True))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores [T, E] of the experts for hidden [T, H], in float32."""
+        return nn.functional.linear(hidden.float(), self.weight, getattr(self, "bias", None))
 
     def forward(self, hidden: Tensor) -> Any:
         """Scores of the experts for hidden [..., H], as the class computes them: float32, also in an autocast."""

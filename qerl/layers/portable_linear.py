@@ -33,7 +33,7 @@ class PortableLinear:
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         adapted = [unwrap(layer) for layer in layers]
         self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
-        self._words = _words_of(self._bases)
+        self._words = words_of(self._bases)
         self.out_features = self._words.rows
         self._dtype = dtype
         self._adapters = StackedAdapters(adapted, dtype)
@@ -73,7 +73,7 @@ class PortableLinear:
         multiply(self.operands, x, out, residual, silu)
 
 
-def _words_of(bases: Sequence[PackedLinear]) -> Words:
+def words_of(bases: Sequence[PackedLinear]) -> Words:
     """The words that these layers already share, or new ones, which replace the layers' tensors."""
     words = bases[0].tiles
     if not isinstance(words, Words):

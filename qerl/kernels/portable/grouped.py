@@ -15,10 +15,32 @@ import triton.language as tl
 
 from qerl.kernels.launch import begin
 from qerl.kernels.portable.decoding import weight_values
-from qerl.kernels.portable.products import product_of_rows
 
 #: Columns of dense weights that a program reads at a time.
 DENSE_COLUMNS = tl.constexpr(64)
+
+
+@triton.jit
+def _packed_product(
+    codes, scales, x, n, m, rows_of_w, columns,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """W x^T [N, M], without W's factors, of rows n [N] of packed W and rows m [M] of x."""
+    column = tl.arange(0, 128)[:, None]
+    codes += n[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scales += n[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    x += m.to(tl.int64)[None, :] * columns + column
+    total = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    for first in tl.range(0, columns, 128, num_stages=STAGES):
+        word = tl.load(codes).to(tl.uint32, bitcast=True)
+        weight = weight_values(word, tl.load(scales), MULTIPLIER, OFFSET, x.dtype.element_ty)
+        # The last block of W may have columns that x lacks.
+        read = tl.load(x, column < columns - first, other=0.0) if TAIL else tl.load(x)
+        total = tl.dot(weight, read, total, input_precision="ieee")
+        codes += rows_of_w * 16
+        scales += rows_of_w * GROUPS
+        x += 128
+    return total
 
 
 @triton.jit
@@ -38,8 +60,8 @@ def _dense_product(weights, x, n, m, columns, STAGES: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_product(
     codes, scales, x, block_pairs, block_experts, factors, bias, out, pairs, fan, rows, all_rows, columns, width,
-    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, BIASED: tl.constexpr,
+    SILU: tl.constexpr, N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] of x [pairs / fan, columns]; with SILU, of gate and up, an expert's lower and upper rows."""
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -56,9 +78,7 @@ def grouped_product(
             n = tl.minimum(tile * N + r, width - 1)
         n += expert * rows
         if GROUPS:
-            y = product_of_rows(
-                codes, scales, x, n, m, all_rows, columns, 0, columns // 128, GROUPS, MULTIPLIER, OFFSET, STAGES
-            )
+            y = _packed_product(codes, scales, x, n, m, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES)
             y *= tl.load(factors + n)[:, None]
         else:
             y = _dense_product(codes, x, n, m, columns, STAGES)

@@ -53,10 +53,11 @@ def multiply(
     (codes, scales, factors), all_rows, decode = operands.arguments()
     width = operands.rows // 2 if silu else operands.rows
     tiles = triton.cdiv(width, tile.n // 2 if silu else tile.n)
+    bias = factors if operands.bias is None else operands.bias  # the former isn't read
     grouped_product[(len(groups.experts), tiles)](
-        codes, scales, x, groups.pairs, groups.experts, factors, operands.bias if operands.bias is not None else factors,
-        out, groups.count, _pairs_a_row(x, groups), operands.rows, all_rows, operands.columns, width,
-        **decode, BIASED=operands.bias is not None, SILU=silu, N=tile.n, M=groups.size, STAGES=tile.stages,
+        codes, scales, x, groups.pairs, groups.experts, factors, bias, out, groups.count, _pairs_a_row(x, groups),
+        operands.rows, all_rows, operands.columns, width, **decode, TAIL=operands.columns % BLOCK_COLUMNS != 0,
+        BIASED=operands.bias is not None, SILU=silu, N=tile.n, M=groups.size, STAGES=tile.stages,
         num_warps=tile.warps, **dependent(x.device),
     )  # fmt: skip
 

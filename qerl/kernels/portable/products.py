@@ -21,7 +21,7 @@ SHRINK_ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def product_of_rows(
+def _product(
     codes, scales, x, n, m, rows_of_w, columns, first, last,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def split_product(
     m_read = tl.minimum(m, rows - 1)
     begin(PDL)
     if tile < tiles:
-        total = product_of_rows(
+        total = _product(
             codes, scales, x, tl.minimum(n, rows_of_w - 1), m_read, rows_of_w, columns, first, last,
             GROUPS, MULTIPLIER, OFFSET, STAGES,
         )  # fmt: skip
@@ -176,7 +176,7 @@ def whole_product(
     m, n = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
     n_read, m_read = tl.minimum(n, width - 1), tl.minimum(m, rows - 1)
     begin(PDL)
-    total = product_of_rows(
+    total = _product(
         codes, scales, x, n_read, m_read, rows_of_w, columns, 0, blocks, GROUPS, MULTIPLIER, OFFSET, STAGES
     )
     y = _scaled(total, factors, bias, n_read, BIASED)
@@ -184,7 +184,7 @@ def whole_product(
         y = _plus_adapter(y, up, shrunk, n_read, m_read, RANK, RANKS)
     if SILU:
         above = n_read + width
-        total = product_of_rows(
+        total = _product(
             codes, scales, x, above, m_read, rows_of_w, columns, 0, blocks, GROUPS, MULTIPLIER, OFFSET, STAGES
         )
         z = _scaled(total, factors, bias, above, BIASED)

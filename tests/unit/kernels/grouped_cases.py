@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
 from qerl.kernels import mixture, mixture_reference
 from qerl.kernels.groups import BLOCK_SIZES, block_size
 from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
+from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
+from qerl.layers.packed_linear import PackedLinear
 
-EXPERTS, ROWS, COLUMNS = 5, 40, 256
+EXPERTS, ROWS = 5, 40
 #: Tokens of one block size after the other; expert 3 is never chosen.
 TOKENS = (1, 3, 12, 30, 129, 1030)
 
@@ -19,17 +22,17 @@ def chosen(tokens):
     return torch.tensor([[t * 7 % 3, 4 if t % 5 else 1 + (t * 7 % 3 == 1)] for t in range(tokens)], dtype=torch.int32)
 
 
-def operands_of(weights, bias=False):
-    """Operands, and the weights in float64 [EXPERTS, ROWS, COLUMNS]; each layer of 20 rows has a scale of its own."""
-    dense = torch.randn(2 * EXPERTS, ROWS // 2, COLUMNS) * torch.rand(2 * EXPERTS, 1, 1)
-    made, factors = dense.view(-1, COLUMNS), None
+def operands_of(weights, columns, bias=False):
+    """Operands, and the weights in float64 [EXPERTS, ROWS, columns]; each layer of 20 rows has a scale of its own."""
+    dense = torch.randn(2 * EXPERTS, ROWS // 2, columns) * torch.rand(2 * EXPERTS, 1, 1)
+    made, factors = dense.view(-1, columns), None
     if weights != "float32":
         packed = [quantize(layer, weights) for layer in dense]
         dense = torch.stack([dequantize(one, torch.float32) for one in packed])
         made = layout.pack(packed)
         factors = torch.tensor(made.factors).repeat_interleave(ROWS // 2)
     added = torch.randn(EXPERTS * ROWS) if bias else None
-    return GroupedOperands(made, ROWS, factors, added), dense.double().view(EXPERTS, ROWS, COLUMNS)
+    return GroupedOperands(made, ROWS, factors, added), dense.double().view(EXPERTS, ROWS, columns)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -43,10 +46,12 @@ def test_groups_are_those_of_the_reference(tokens):
 @pytest.mark.parametrize("tokens", TOKENS[:-1])
 @torch.no_grad()
 def test_products_and_gradients_of_pairs(weights, tokens):
-    operands, exact = operands_of(weights, bias=True)
+    columns = 192 if tokens == 12 else 256  # the former is no multiple of a block
+    operands, exact = operands_of(weights, columns, bias=True)
     numbers = chosen(tokens)
-    groups, owner, token = mixture_reference.group(numbers, EXPERTS), numbers.flatten(), torch.arange(tokens).repeat_interleave(2)
-    for x in (torch.randn(tokens, COLUMNS), torch.randn(2 * tokens, COLUMNS)):
+    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    token = torch.arange(tokens).repeat_interleave(2)
+    for x in (torch.randn(tokens, columns), torch.randn(2 * tokens, columns)):
         read = x[token] if len(x) == tokens else x
         y = torch.einsum("pk,pnk->pn", read.double(), exact[owner]) + operands.bias.view(EXPERTS, ROWS)[owner]
         for silu in (False, True):
@@ -55,10 +60,33 @@ def test_products_and_gradients_of_pairs(weights, tokens):
             gate, up = y.chunk(2, 1)
             assert_close(out, torch.nn.functional.silu(gate) * up if silu else y)
     for grad in (torch.randn(tokens, ROWS), torch.randn(2 * tokens, ROWS)):
-        out = torch.full((2 * tokens, COLUMNS), torch.nan)
+        out = torch.full((2 * tokens, columns), torch.nan)
         input_gradient(operands, grad, groups, out)
         read = grad[token] if len(grad) == tokens else grad
         assert_close(out, torch.einsum("pn,pnk->pk", read.double(), exact[owner]))
+
+
+@pytest.mark.parametrize("weights", ["float32", "nvfp4"])
+def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
+    """One copy of the weights serves the grouped product and each layer; gate and up have a scale each."""
+    torch.manual_seed(1)
+    experts = [[layer_of(weights, 16, 192), layer_of(weights, 16, 192)] for _ in range(EXPERTS)]
+    x, rows = torch.randn(6, 192, requires_grad=True), torch.randn(12, 32)
+    numbers, results = chosen(6), []
+    for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
+        out = grouped_product(x, mixture_reference.group(numbers, EXPERTS), linear)
+        [grad] = torch.autograd.grad((out * rows).sum(), x)
+        results.append((out, grad))
+    one_by_one = torch.cat(
+        [torch.cat([layer(x[t]) for layer in experts[e]]) for t, two in enumerate(numbers) for e in two]
+    )
+    torch.testing.assert_close(results[0][0], one_by_one.view(12, 32))
+    torch.testing.assert_close(*results)
+
+
+def layer_of(weights, rows, columns):
+    layer = nn.Linear(columns, rows).requires_grad_(False)
+    return layer if weights == "float32" else PackedLinear.from_packed(quantize(layer.weight.data, weights), layer.bias)
 
 
 def assert_close(out, expected):

@@ -15,14 +15,14 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.w4_linear import W4Linear
 
-CASES = Path(__file__).with_name("portable_cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("portable_cases.py", "grouped_cases.py")]
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
 
 
 def test_products_are_those_of_float64_in_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CASES)]
     ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
 
