@@ -54,42 +54,59 @@ def quantize_checkpoint(
     `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
     texts.
     """
-    layers = linear_layers(source)
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
         _refuse_what_is_not_finite(headers)
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
-    for layer in layers:
+    _check_layers(source, headers, error.of if error else weights_format)
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    from qerl.policy.loading import load_tokenizer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        partial = Path(scratch) / target.name
+        if error is not None:
+            report = _with_error(source, partial, error)
+        elif calibration is not None:
+            report = _equalised(source, partial, weights_format, calibration)
+        else:
+            write_packed(source, partial, weights_format)
+            report = quantization_report(source, partial, weights_format)
+        load_tokenizer(source).save_pretrained(partial)
+        put(partial, target)
+    return report
+
+
+def _check_layers(source: Path, headers: dict[str, TensorInfo], weights_format: str) -> None:
+    """Raise an error for a layer that has no weight, or whose weight the format can't have."""
+    for layer in linear_layers(source):
         if f"{layer}.weight" not in headers:
             raise CheckpointError(f"{source} lacks {layer}.weight, which its config.json calls for; download it again")
         rows, columns = headers[f"{layer}.weight"].shape
         try:
-            tensor_specs(error.of if error else weights_format, (rows, columns))
+            tensor_specs(weights_format, (rows, columns))
         except FormatError as reason:
             raise FormatError(f"{source}: {layer}: {reason}") from None
-    from qerl.policy.loading import load_tokenizer
 
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        partial, dense, awq = Path(scratch) / target.name, source, {}
-        if calibration is not None:
-            from qerl.quantization.awq import write_equalised
 
-            dense = Path(scratch) / "equalised"
-            awq = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
-        if error is None:
-            write_packed(dense, partial, weights_format)
-        else:
-            write_random_error(dense, partial, error)
-        load_tokenizer(source).save_pretrained(partial)
-        report = quantization_report(dense, partial, weights_format) | awq
-        if error is not None:
-            report |= {"method": "random", "random_error": error.model_dump(mode="json")}
-        put(partial, target)
-    return report
+def _with_error(source: Path, target: Path, error: RandomErrorSettings) -> dict[str, Any]:
+    """Write the dense weights with a random error; returns the report."""
+    write_random_error(source, target, error)
+    described = {"method": "random", "random_error": error.model_dump(mode="json")}
+    return quantization_report(source, target, "bf16") | described
+
+
+def _equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
+    """Write the weights packed, after AWQ has equalised the model; returns the report."""
+    from qerl.quantization.awq import write_equalised
+
+    with TemporaryDirectory(dir=target.parent) as scratch:
+        dense = Path(scratch) / "equalised"
+        described = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
+        write_packed(dense, target, weights_format)
+        return quantization_report(dense, target, weights_format) | described
 
 
 def quantization_report(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
