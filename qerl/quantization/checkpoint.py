@@ -54,12 +54,13 @@ def quantize_checkpoint(
     `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
     texts.
     """
+    layers = linear_layers(source)
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
         _refuse_what_is_not_finite(headers)
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
-    _check_layers(source, headers, error.of if error else weights_format)
+    _check_layers(source, layers, headers, error.of if error else weights_format)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     from qerl.policy.loading import load_tokenizer
@@ -79,9 +80,9 @@ def quantize_checkpoint(
     return report
 
 
-def _check_layers(source: Path, headers: dict[str, TensorInfo], weights_format: str) -> None:
+def _check_layers(source: Path, layers: set[str], headers: dict[str, TensorInfo], weights_format: str) -> None:
     """Raise an error for a layer that has no weight, or whose weight the format can't have."""
-    for layer in linear_layers(source):
+    for layer in layers:
         if f"{layer}.weight" not in headers:
             raise CheckpointError(f"{source} lacks {layer}.weight, which its config.json calls for; download it again")
         rows, columns = headers[f"{layer}.weight"].shape
