@@ -3,7 +3,8 @@
     python -m tests.gpu.time_families OUT.jsonl --models phi-4-mini,gemma-3-1b --kernels auto
 
 Every line of OUT is a JSON object: tokens/s beside the floor's bytes, by which models of different sizes compare with
-those of `config/shapes.yaml` (LoRA r16 on all layers, prompts of 128 tokens).
+those of `config/shapes.yaml` (LoRA r16 on all layers that can have it, prompts of 128 tokens). `--step` times GRPO
+steps instead, of 16 prompts x 8 completions of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Tokenizer
 
 from qerl.bench.decode.points import timed
+from qerl.bench.grpo_step.step import run_settings, steps_with
 from qerl.formats.codecs import quantize
+from qerl.jobs.shapes import GrpoStep, Work
+from qerl.layers.experts import Float32Router
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import structure_of
+from qerl.layers.structure import Structure, empty_model, structure_of
 from qerl.policy.policy import Policy, use_own_modules
-from qerl.random_models.policy import adapted
+from qerl.random_models.policy import adapted, fill_model, random_weight
+from qerl.results.schema.speed import SECONDS
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.rollout import Kernels, NativeSettings
 from tests.families import FAMILIES
 
 DEVICE = torch.device("cuda")
@@ -75,21 +81,70 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(48)],
         ),
     ),
+    # The published files have MXFP4 experts, which `--weights mxfp4` gives, and the rest in bfloat16.
+    "gpt-oss-20b": (
+        "gpt_oss",
+        _shape(
+            2880, 24, 64, 8, 2880, 201088, head_dim=64, sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+            rope_parameters={**FAMILIES["gpt_oss"].values["rope_parameters"], "original_max_position_embeddings": 4096},
+            max_position_embeddings=131072,
+        ),
+    ),
 }  # fmt: skip
+#: Families whose files have packed experts alone.
+_EXPERTS_ALONE = ("gpt_oss",)
 
 
-def random_family(family: str, shape: dict[str, Any], weights: str) -> Policy:
+def random_family(family: str, shape: dict[str, Any], weights: str, train_norms: bool = True) -> Policy:
     """A policy of a family's shape with random weights, bfloat16 or packed, and an adapter on all layers."""
     torch.manual_seed(0)
     config = FAMILIES[family].config(**shape)
-    with torch.device(DEVICE):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     structure = structure_of(config)
-    for name in structure.packed_layers() if weights != "bf16" else ():
-        lm.set_submodule(name, PackedLinear.from_packed(quantize(lm.get_parameter(f"{name}.weight").data, weights)))
+    if structure.experts:
+        lm = random_mixture(config, structure, weights, family in _EXPERTS_ALONE)
+    else:
+        with torch.device(DEVICE):
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name in structure.packed_layers() if weights != "bf16" else ():
+            lm.set_submodule(name, PackedLinear.from_packed(quantize(lm.get_parameter(f"{name}.weight").data, weights)))
     use_own_modules(lm)
     lm.requires_grad_(False)
-    return adapted(Policy(lm.eval(), Qwen2Tokenizer()), RANK)
+    return adapted(Policy(lm.eval(), Qwen2Tokenizer()), RANK, train_norms)
+
+
+def random_mixture(config: PreTrainedConfig, structure: Structure, weights: str, experts_alone: bool) -> Any:
+    """A mixture whose experts are packed one by one, as a dense copy of all wouldn't fit."""
+    lm = empty_model(config, torch.bfloat16)
+    for name in structure.packed_layers() if weights != "bf16" else ():
+        layer: Any = lm.get_submodule(name)
+        if ".experts." in name or not experts_alone:
+            bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=torch.bfloat16, device=DEVICE)
+            packed = quantize(random_weight((layer.out_features, layer.in_features), DEVICE), weights)
+            made = PackedLinear.from_packed(packed, bias)
+            made.keepable = ".experts." not in name
+            lm.set_submodule(name, made)
+    fill_model(lm, DEVICE)
+    for module in lm.modules():
+        if isinstance(module, Float32Router):
+            module.float()
+    return lm
+
+
+def time_step(model: str, weights: str, kernels: Kernels, recompute: bool) -> dict[str, Any]:
+    """The parts of a GRPO step, medians of two after a warm-up, and its memory."""
+    work = Work(
+        size=model, weights=weights, prompts=16, group=8, prompt_tokens=128, completion_tokens=1024, rank=RANK,
+        equal_groups=0.0, repeats=2,
+    )  # fmt: skip
+    asked = GrpoStep(
+        kernels=kernels, recompute=recompute or "auto", micro_batch_tokens=16384, kv_cache_gib=None, sleep=True,
+        memory_gb=None,
+    )  # fmt: skip
+    policy = random_family(*MODELS[model], weights, train_norms=False)
+    with TemporaryDirectory() as folder:
+        served, steps, memory, _ = steps_with(policy, work, run_settings(work, asked), Path(folder))
+    parts = {part: round(median(getattr(step, part) for step in steps), 3) for part in SECONDS}
+    return {"model": model, "weights": weights, "kernels": kernels, "served": served, **parts, **memory.model_dump()}
 
 
 def main(
@@ -99,10 +154,16 @@ def main(
     tokens: int = 256,
     weights: str = "nvfp4",
     kernels: str = "auto",
+    step: Annotated[bool, typer.Option(help="Time GRPO steps in place of decoding.")] = False,
+    recompute: Annotated[bool, typer.Option(help="Recompute all activations of updates.")] = False,
 ) -> None:
-    """Time each model at each number of sequences, as `qerl.bench.decode` does."""
+    """Time each model at each number of sequences, as `qerl.bench.decode` does, or its GRPO step."""
     settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels})
     for model in models.split(","):
+        if step:
+            with out.open("a") as file:
+                print(json.dumps(time_step(model, weights, settings.kernels, recompute)), file=file, flush=True)
+            continue
         policy, vocabulary = random_family(*MODELS[model], weights), MODELS[model][1]["vocab_size"]
         held = sum(buffer.nbytes for buffer in policy.lm.buffers()) + sum(p.nbytes for p in policy.lm.parameters())
         for count in map(int, sequences.split(",")):

@@ -86,7 +86,8 @@ class _Watched:
         return groups
 
 
-def _settings(work: Work, asked: GrpoStep) -> RunSettings:
+def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
+    """The settings of a run whose steps do the work."""
     run = {
         "model": work.size,
         "dataset": "random",
@@ -106,9 +107,9 @@ def _settings(work: Work, asked: GrpoStep) -> RunSettings:
     return parse(RunSettings, run, "grpo_step")
 
 
-def _policy(work: Work, settings: RunSettings, folder: Path) -> Policy:
+def _policy(policy: Policy, settings: RunSettings, folder: Path) -> Policy:
+    """The policy with a tokenizer of digits."""
     write_tokenizer(folder, TEXTS)
-    policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
     return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
 
 
@@ -163,11 +164,14 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
     )
 
 
-def _measure(
-    work: Work, settings: RunSettings, folder: Path
+def steps_with(
+    base: Policy, work: Work, settings: RunSettings, folder: Path
 ) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
-    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without."""
-    policy = _policy(work, settings, folder)
+    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without.
+
+    `base` has an adapter without trained norms.
+    """
+    policy = _policy(base, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout))
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
@@ -186,7 +190,8 @@ def measure_step(job: GrpoStepJob) -> None:
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA"
     try:
         with TemporaryDirectory() as folder:
-            sampler, steps, memory, given_up = _measure(work, _settings(work, asked), Path(folder))
+            policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
+            sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
         log.warning("out of memory: %s", str(error))
         return write_failure(job.out, system, work, settings, NO_MEMORY)

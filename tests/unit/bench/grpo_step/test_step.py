@@ -219,7 +219,7 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
     def too_much(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(grpo_step, "_measure", too_much)
+    monkeypatch.setattr(grpo_step, "steps_with", too_much)
     measure(tmp_path / "out.json")
     told = json.loads((tmp_path / "out.json").read_text())
     assert (told["status"], told["work"]["size"]) == ("out of memory", "tiny")
