@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.answers import extract, is_correct
 from qerl.data.countdown import solution_key
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals import grader
@@ -173,9 +172,9 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
 
 
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:
-    form = (dataset.format, dataset.answer, dataset.units)
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
-        for repeat, verdict in enumerate(repeats):
+        ours = grader.verdicts((verdict.drawn for verdict in repeats), problem, dataset)
+        for repeat, (verdict, (read, right)) in enumerate(zip(repeats, ours, strict=True)):
             drawn = verdict.drawn
             yield SampleRow(
                 dataset=task.label,
@@ -185,11 +184,11 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Gra
                 prompt=drawn.prompt,
                 completion=drawn.text,
                 extracted=verdict.extracted,
-                read=extract(drawn.text, *form),
+                read=read,
                 gold=problem.answer,
                 correct=int(verdict.correct),
                 flexible=verdict.flexible,
-                agrees=verdict.correct == is_correct(drawn.text, problem.answer, *form),
+                agrees=verdict.correct == right,
                 tokens=drawn.tokens,
                 finished=drawn.finished,
             )

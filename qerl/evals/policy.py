@@ -94,7 +94,8 @@ class EvaluatedPolicy:
         drawn = []
         for prompt, completions in zip(prompts, self.complete(prompts), strict=True):
             text = cast(str, self.tokenizer.decode(prompt))
-            drawn.append([self._drawn(text, completion, stop) for completion in completions])
+            texts: dict[tuple[int, ...], str] = {}
+            drawn.append([self._drawn(text, completion, stop, texts) for completion in completions])
         return drawn
 
     def complete(self, prompts: Sequence[list[int]]) -> list[list[Completion]]:
@@ -109,8 +110,14 @@ class EvaluatedPolicy:
             longer = (len(prompt) for prompt in prompts if len(prompt) > self.context - limit)
             check_lengths(longer, len(prompts), self.context, limit, "or leave these prompts out")
 
-    def _drawn(self, prompt: str, completion: Completion, stop: Sequence[str]) -> Drawn:
-        text = cast(str, self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+    def _drawn(
+        self, prompt: str, completion: Completion, stop: Sequence[str], texts: dict[tuple[int, ...], str]
+    ) -> Drawn:
+        """One completion; `texts` has those of the prompt's that are decoded already, which many repeat."""
+        ids = tuple(completion.token_ids)
+        if ids not in texts:
+            texts[ids] = cast(str, self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        text = texts[ids]
         end = min((text.index(string) for string in stop if string in text), default=None)
         finished = completion.finished or end is not None
         return Drawn(prompt, text[:end], len(completion.token_ids), finished)

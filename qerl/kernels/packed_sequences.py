@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -63,8 +66,73 @@ class Packing:
         return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
 
     def all_keys(self, row: Tensor) -> Tensor:
-        """The keys or values of all pieces, concatenated along dimension 0 in one write."""
-        return torch.cat([part for parts in self.parts(row, 0) for part in parts])
+        """The keys or values of all pieces, concatenated along dimension 0 in one write.
+
+        The gradients of a prompt's copies are summed in one operation, as those of `keys`.
+        """
+        return _AllKeys.apply(row, self.copies)
+
+    @cached_property
+    def copies(self) -> _Copies:
+        """The places of `all_keys`."""
+        return _Copies.of(self.lengths, self.prompts, self.keys_ends.device)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Places of a row's tokens among the keys of all pieces; index tensors are int64."""
+
+    sources: Tensor  # [keys] the token of each key
+    own: Tensor  # [L] the key of each token in its own piece
+    shared: Tensor  # [S] the tokens of prompts
+    places: Tensor  # [copies, S] the keys of these tokens, in order; the first one where there are fewer copies
+    missing: Tensor | None  # [copies, S] bool, where there are fewer copies; None if nowhere
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> _Copies:
+        keys = [0, *accumulate(_widths(lengths, prompts))]
+        tokens = [np.arange(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
+        sources: list[np.ndarray] = []
+        copies = {piece: [keys[piece]] for piece, prompt in enumerate(prompts) if prompt is None}
+        for piece, prompt in enumerate(prompts):
+            if prompt is not None:
+                sources.append(tokens[prompt])
+                copies[prompt].append(keys[piece])
+            sources.append(tokens[piece])
+        own = [np.arange(end - length, end) for end, length in zip(keys[1:], lengths, strict=True)]
+        most = max(map(len, copies.values()))
+        places, missing = [], []
+        for prompt, firsts in copies.items():
+            padded = np.array([*firsts, *firsts[:1] * (most - len(firsts))])
+            places.append(padded[:, None] + np.arange(lengths[prompt]))
+            missing.append(np.repeat((np.arange(most) >= len(firsts))[:, None], lengths[prompt], 1))
+        uneven = any(part.any() for part in missing)
+        return cls(
+            sources=torch.from_numpy(np.concatenate(sources)).to(device),
+            own=torch.from_numpy(np.concatenate(own)).to(device),
+            shared=torch.from_numpy(np.concatenate([tokens[prompt] for prompt in copies])).to(device),
+            places=torch.from_numpy(np.hstack(places)).to(device),
+            missing=torch.from_numpy(np.hstack(missing)).to(device) if uneven else None,
+        )
+
+
+class _AllKeys(torch.autograd.Function):
+    """See `Packing.all_keys`. One operation in place of one a piece: pieces are many, and short in small policies."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return row.index_select(0, copies.sources)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        copies: _Copies = ctx.copies
+        of_row = grad.index_select(0, copies.own)
+        shared = grad.index_select(0, copies.places.flatten()).unflatten(0, copies.places.shape)
+        if copies.missing is not None:
+            shared.masked_fill_(copies.missing[..., None, None], 0.0)
+        return of_row.index_copy_(0, copies.shared, shared.sum(0)), None
 
 
 def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:

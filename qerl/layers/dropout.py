@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -48,8 +48,12 @@ def key_dropout(model: nn.Module, adapter: str) -> None:
             layer.lora_dropout[adapter] = KeyedDropout(plain.p, number)
 
 
-def set_keys(model: nn.Module, keys: Sequence[Key], lengths: Sequence[int]) -> None:
+def dropouts(model: nn.Module) -> list[KeyedDropout]:
+    """The dropouts of a model's adapters; none if they drop nothing."""
+    return [module for module in model.modules() if isinstance(module, KeyedDropout)]
+
+
+def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequence[int]) -> None:
     """Set the keys and lengths of the next row's pieces. They stay until the next call, also in the backward pass."""
-    for module in model.modules():
-        if isinstance(module, KeyedDropout):
-            module.keys, module.lengths = keys, lengths
+    for module in modules:
+        module.keys, module.lengths = keys, lengths

@@ -46,6 +46,11 @@ class _Operands:
         biases = [None if layer.base.bias is None else layer.base.bias.to(dtype) for layer in layers]
         return cls(layers, down.T, [up.T for up in ups], biases)
 
+    @property
+    def cast(self) -> tuple[Tensor, list[Tensor]]:
+        """All A stacked [ranks, in], and s B of each layer [out, rank]."""
+        return self.down.T, [up.T for up in self.ups]
+
     def products(self, x: Tensor, dropped: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The products with A [M, ranks], and the layers' outputs [M, out]."""
         shrunk = (x if dropped is None else dropped) @ self.down
@@ -55,6 +60,59 @@ class _Operands:
             out = part @ up if bias is None else torch.addmm(bias, part, up)
             outs.append(out.addmm_(x, layer.weight(x.dtype).T))
         return shrunk, tuple(outs)
+
+
+class SharedCasts:
+    """Adapters in the 16-bit dtype of passes, which all passes of an update read.
+
+    In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass, as
+    their casts would take memory.
+    """
+
+    #: The most elements of the adapters of layers with the same input. Those of 7B have more.
+    MOST = 2**17
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
+        self._kept: dict[Any, tuple[_Operands, Sequence[Tensor]]] = {}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which no adapter changes. Outputs and gradients stay the same, bit for bit."""
+        self._cast_again()
+        try:
+            for layer in self._layers:
+                layer.casts = self
+            yield
+        finally:
+            for layer in self._layers:
+                layer.casts = None
+
+    @torch.no_grad()
+    def _cast_again(self) -> None:
+        to: list[Tensor] = []
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        scales: list[float] = []
+        targets: list[Tensor] = []
+        for operands, adapters in self._kept.values():
+            to += operands.down.T.split([len(up) for up in operands.ups])
+            targets += [up.T for up in operands.ups]
+            downs += adapters[::2]
+            ups += adapters[1::2]
+            scales += [layer.scaling for layer in operands.layers]
+        if ups:
+            torch._foreach_copy_(to + targets, downs + list(torch._foreach_mul(ups, scales)))
+
+    def of(
+        self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
+    ) -> _Operands | None:
+        """The operands of layers; None if they are large, or if passes read the adapters as they are."""
+        if dtype == adapters[0].dtype or sum(part.numel() for part in adapters) > self.MOST:
+            return None
+        if (key, dtype) not in self._kept:
+            self._kept[key, dtype] = _Operands.of(layers, adapters, dtype), adapters
+        return self._kept[key, dtype][0]
 
 
 class _LoraProducts(torch.autograd.Function):
@@ -68,19 +126,24 @@ class _LoraProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, layers: Sequence[_Frozen], *adapters: Tensor
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        layers: Sequence[_Frozen],
+        kept: _Operands | None,
+        *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
-        operands = _Operands.of(layers, adapters, x.dtype)
+        operands = kept or _Operands.of(layers, adapters, x.dtype)
         shrunk, outs = operands.products(x, dropped)
         ctx.save_for_backward(x, dropped, shrunk, *adapters)
-        ctx.layers = layers
+        ctx.layers, ctx.kept = layers, kept
         return outs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, shrunk, *adapters = ctx.saved_tensors
-        down, ups = _cast(ctx.layers, adapters, x.dtype)
+        down, ups = ctx.kept.cast if ctx.kept else _cast(ctx.layers, adapters, x.dtype)
         grad_shrunk = torch.empty_like(shrunk)
         of_adapters: list[Tensor | None] = []
         parts = zip(ctx.layers, grads, ups, _parts(shrunk, ups), _parts(grad_shrunk, ups), strict=True)
@@ -91,9 +154,9 @@ class _LoraProducts(torch.autograd.Function):
         of_adapters[::2] = _parts(of_down.to(adapters[0].dtype), ups, 0)
         through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
         if dropped is None:
-            return _add_bases(ctx.layers, grads, through_down), None, None, *of_adapters
+            return _add_bases(ctx.layers, grads, through_down), None, None, None, *of_adapters
         grad_x = _add_bases(ctx.layers, grads, torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
-        return grad_x, through_down, None, *of_adapters
+        return grad_x, through_down, None, None, *of_adapters
 
 
 def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -127,6 +190,8 @@ class LeanLoraLinear(LoraLinear):
 
     #: Operands by dtype and number of layers, of which this is the first; None outside of `kept_operands`.
     kept: dict[tuple[torch.dtype, int], _Operands] | None = None
+    #: The casts that passes of an update share; None outside of `SharedCasts.unchanged`.
+    casts: SharedCasts | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
@@ -170,7 +235,9 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
         outs = kept[dtype, len(layers)].products(rows)[1]
     else:
         frozen, adapters = _read(layers)
-        outs = _LoraProducts.apply(rows, thinned, frozen, *adapters)
+        casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
+        shared = casts.of(key, frozen, adapters, dtype) if casts else None
+        outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 

@@ -27,12 +27,17 @@ def write(path: Path, result: Stored) -> None:
     write_json(path, result.content())
 
 
+def line(row: Stored) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(row.content()) + "\n"
+
+
 def write_rows(path: Path, rows: Iterable[Stored]) -> None:
     """Write JSON lines, compressed if the name ends in .gz.
 
     The whole file is rewritten, so that a killed job leaves no partial or repeated row.
     """
-    text = "".join(json.dumps(row.content()) + "\n" for row in rows)
+    text = "".join(map(line, rows))
     if path.suffix == ".gz":
         write_bytes(path, gzip.compress(text.encode(), mtime=0))
     else:

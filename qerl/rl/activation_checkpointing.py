@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl.host.profiling import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing
 from qerl.layers.attention import packed_hidden
-from qerl.layers.dropout import set_keys
+from qerl.layers.dropout import dropouts, set_keys
 from qerl.layers.packed_linear import dense_weights, unpacked_bytes
 from qerl.policy.policy import Policy
 
@@ -67,7 +67,7 @@ def kept_bytes(policy: Policy) -> float:
 def _row_bytes(policy: Policy, tokens: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.long, device=policy.device)
     positions = torch.arange(tokens, device=policy.device)[None]
-    set_keys(policy.lm, [(0,)], [tokens])
+    set_keys(dropouts(policy.lm), [(0,)], [tokens])
     with policy.autocast(), saved_for_backward(policy.lm) as saved:
         # The result keeps all counted storages alive: the address of a freed one could be reused and not be counted.
         _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))

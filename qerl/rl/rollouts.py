@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -95,8 +96,13 @@ class Rollout:
 def problem_index(count: int, seed: int, position: int) -> int:
     """The problem's index at a position in an endless sequence of epochs, each a permutation by (seed, epoch)."""
     epoch, offset = divmod(position, count)
+    return int(_epoch_order(count, seed, epoch)[offset])
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     key = np.array([seed, epoch], dtype=np.uint64)
-    return int(np.random.Generator(np.random.Philox(key=key)).permutation(count)[offset])
+    return np.random.Generator(np.random.Philox(key=key)).permutation(count)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import Advance, log, showing
 from qerl.policy.policy import Policy
-from qerl.results.files import write_rows
+from qerl.provenance.files import write_text
+from qerl.results.files import line
 from qerl.results.paths import ROLLOUTS
 from qerl.results.schema.training import StepMetrics
 from qerl.rl.checkpoint import Checkpoints
@@ -66,6 +67,8 @@ class Trainer:
         self.store: RolloutStore | None = None
         #: Get the metrics of each step, in the process that writes.
         self.trackers: Trackers | None = None
+        #: The lines of the metrics file.
+        self._lines: list[str] = []
 
     def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
         """Train to the last step, and return the metrics of all steps.
@@ -221,7 +224,8 @@ class Trainer:
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
-        write_rows(self.metrics, map(StepMetrics.model_validate, rows))
+        self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
+        write_text(self.metrics, "".join(self._lines))
 
     def _tell(self, rows: list[dict[str, float]]) -> None:
         if self.trackers:

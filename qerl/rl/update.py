@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from qerl.layers.dropout import set_keys
+from qerl.layers.dropout import dropouts, set_keys
+from qerl.layers.lora import SharedCasts
 from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
@@ -53,9 +54,9 @@ def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimiz
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
     if optimizer.name == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
+        from qerl.rl.adamw8bit import JoinedAdamW8bit
 
-        kind = AdamW8bit
+        kind = JoinedAdamW8bit
     return kind([g for g in groups if g["params"]], lr=optimizer.learning_rate, betas=optimizer.betas)  # type: ignore[call-arg]
 
 
@@ -111,6 +112,9 @@ class Updater:
         self.policy = policy
         self.processes = processes
         self.optimizer = make_optimizer(policy, settings)
+        self._trained = list(policy.trainable())
+        self._dropouts = dropouts(policy.lm)
+        self._casts = SharedCasts(policy.lm)
         chosen = settings.gradient_checkpointing == "auto" and policy.device.type == "cuda"
         #: That of the completions of the present rollout.
         self.temperature = settings.rollout.sampling.temperature
@@ -140,12 +144,16 @@ class Updater:
         stats = UpdateStats()
         self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
-            of_silent = self._read(sampled, look)
-            self._read(shown, look)
-            parts, estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else (parts, {})
-            anchors, norm = self._first_update(parts, whole, stats, look)
+            with self._casts.unchanged():
+                of_silent = self._read(sampled, look)
+                self._read(shown, look)
+                parts, estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else (parts, {})
+                anchors = self._first_gradients(parts, whole, stats, look)
+            norm = self._optimize()
             for _ in range(self.settings.loss.updates_per_rollout - 1):
-                self._further_update(parts, anchors, whole, stats)
+                with self._casts.unchanged():
+                    self._further_gradients(parts, anchors, whole, stats)
+                self._optimize()
         self.policy.lm.eval()
         rate = self.settings.optimizer.learning_rate * schedule
         return {**self._metrics(stats, silent, of_silent), **estimated, "grad_norm": norm, "learning_rate": rate}
@@ -208,7 +216,7 @@ class Updater:
         keep = self._choose_recomputed(part)
         # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
-        set_keys(self.policy.lm, keys, batch.packing.lengths)
+        set_keys(self._dropouts, keys, batch.packing.lengths)
         return logprobs_and_entropy(self.policy, batch, self.temperature, keep)
 
     def _zero(self) -> torch.Tensor:
@@ -245,12 +253,12 @@ class Updater:
                 look.look(part.batch, entropy_NT)
         return stats
 
-    def _first_update(
+    def _first_gradients(
         self, parts: list[_Part], whole: BatchSize, stats: UpdateStats, look: Look | None
-    ) -> tuple[list[_Anchor], float]:
-        """Do the update by the policy that sampled, whose log-probabilities become the old ones.
+    ) -> list[_Anchor]:
+        """Compute gradients of the policy that sampled, whose log-probabilities become the old ones.
 
-        Returns the anchors and the norm of the gradient.
+        Returns the anchors.
         """
         anchors = []
         self.optimizer.zero_grad(set_to_none=True)
@@ -263,17 +271,18 @@ class Updater:
             anchors.append(anchor)
             if look:
                 look.look(part.batch, entropy_NT)
-        return anchors, self._optimize()
+        return anchors
 
     def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:
         importance_NT = importance_weights(old_NT, part.batch.sampler_logprobs_NT, part.mask_NT, self.settings.loss)
         return _Anchor(old_NT, reference_NT, importance_NT)
 
-    def _further_update(self, parts: list[_Part], anchors: list[_Anchor], whole: BatchSize, stats: UpdateStats) -> None:
+    def _further_gradients(
+        self, parts: list[_Part], anchors: list[_Anchor], whole: BatchSize, stats: UpdateStats
+    ) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for part, anchor in zip(parts, anchors, strict=True):
             stats += replace(self._backward(self._forward(part)[0], part, anchor, whole), loss=0.0)
-        self._optimize()
 
     def _backward(self, logprobs_NT: torch.Tensor, part: _Part, anchor: _Anchor, whole: BatchSize) -> UpdateStats:
         """Add the gradient of a micro-batch; returns its share of the loss and its counts of clipped ratios."""
@@ -283,12 +292,10 @@ class Updater:
         outputs = policy_loss(inputs, self.settings.loss, whole)
         if outputs.loss.requires_grad:  # unless all completions are silent
             outputs.loss.backward()
-        stats = UpdateStats(
-            loss=outputs.loss.item(),
-            clipped_low=outputs.clipped_low.item(),
-            clipped_high=outputs.clipped_high.item(),
-            ratios=outputs.ratios.item(),
-        )
+        numbers = (outputs.loss.detach(), outputs.clipped_low, outputs.clipped_high, outputs.ratios)
+        # All at once: each wait for the GPU keeps the host from launching what follows.
+        loss, low, high, ratios = torch.stack(numbers).tolist()
+        stats = UpdateStats(loss=loss, clipped_low=low, clipped_high=high, ratios=ratios)
         if part.targets is not None:
             stats += self._fit_values(part, part.targets, whole)
         return stats
@@ -300,12 +307,11 @@ class Updater:
 
         The value's gradient is clipped separately, so that a large error of the value doesn't shrink the policy's step.
         """
-        trained = list(self.policy.trainable())
         if self.policy.root is None:
-            self.processes.add_gradients(p for _, p in trained)
+            self.processes.add_gradients(p for _, p in self._trained)
         norms = []
         for of_value in (False, True):
-            parameters = [p for name, p in trained if is_value(name) == of_value]
+            parameters = [p for name, p in self._trained if is_value(name) == of_value]
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
             norms.append(norm if self.policy.root is None else self.policy.root.whole(norm))
         if not all(torch.isfinite(norm) for norm in norms):

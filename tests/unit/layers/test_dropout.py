@@ -13,7 +13,7 @@ def masks(layer=0, keys=tuple(PIECES), p=0.3):
     """The masks of the pieces of one row, as multiples of the input."""
     dropout = KeyedDropout(p, layer).train()
     lengths = [PIECES[key] for key in keys]
-    set_keys(dropout, keys, lengths)
+    set_keys([dropout], keys, lengths)
     torch.manual_seed(torch.initial_seed() + 1)  # torch's own generator has no part in it
     return dict(zip(keys, dropout(torch.ones(1, sum(lengths), FEATURES))[0].split(lengths), strict=True))
 

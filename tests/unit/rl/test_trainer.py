@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qerl.data.records import Problem
+from qerl.layers.lora import SharedCasts
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints, ResumeError
@@ -77,6 +78,22 @@ PPO = {
     "loss": {"name": "ppo", "updates_per_rollout": 2, "ppo": {"rank": 4, "learning_rate": 1e-2}},
     "noise": {"schedule": "constant", "mode": "consistent"},
 }
+
+
+def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(checkpoints, tmp_path, monkeypatch):
+    changes = PPO | {"dtype": "bfloat16", "steps": 2, "micro_batch_tokens": 40}
+    made, used = [], []
+    of = SharedCasts.of
+    monkeypatch.setattr(SharedCasts, "of", lambda *args: used.append(of(*args)) or used[-1])
+    for most in (SharedCasts.MOST, 0):
+        monkeypatch.setattr(SharedCasts, "MOST", most)
+        run = trainer(checkpoints, tmp_path / str(most), **changes)
+        rows, shared = untimed(run.run()), [one is not None for one in used]
+        assert all(shared) if most else not any(shared)
+        made.append((rows, weights(run)))
+        used.clear()
+    assert made[0][0] == made[1][0]
+    assert all(torch.equal(made[0][1][name], made[1][1][name]) for name in made[1][1])
 
 
 @pytest.mark.parametrize(
