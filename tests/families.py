@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
-        "experts, packed one by one; LoRA on attention",
+        "packed experts as grouped products; LoRA on attention",
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
     "qwen3_5": Family(

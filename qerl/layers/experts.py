@@ -30,8 +30,8 @@ class ExpertProducts:
 
     gate_up: GroupedLinear
     down: GroupedLinear
-    activation: Callable[[Tensor], Tensor] | None
-    """Of gate and up [pairs, N] to [pairs, N / 2]; None for silu(first half) * second half, which `gate_up` has."""
+    clamped: tuple[float, float] | None
+    """alpha and limit of the clamped GLU between them; None for silu(first half) * second half, which `gate_up` has."""
 
 
 class Experts(nn.ModuleList):
@@ -64,7 +64,7 @@ class Experts(nn.ModuleList):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
         both = grouped_product(hidden.to(dtype), groups, products.gate_up)
-        inner = swiglu(*both.chunk(2, -1)) if products.activation is None else products.activation(both)
+        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(*both.chunk(2, -1))
         return weighted_sum(grouped_product(inner, groups, products.down), weights.float()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
@@ -83,16 +83,10 @@ class Experts(nn.ModuleList):
 def _products(experts: list[nn.Module], dtype: torch.dtype) -> ExpertProducts:
     first = experts[0]
     parts = ("gate_proj", "up_proj") if isinstance(first, GatedMLP) else ("gate_up_proj",)
-    activation = None
-    if isinstance(first, GptOssExpert):
-        alpha, limit = first.alpha, first.limit
-
-        def activation(both: Tensor) -> Tensor:
-            return clamped_glu(both, alpha, limit)
-
+    clamped = (first.alpha, first.limit) if isinstance(first, GptOssExpert) else None
     layers = [[cast(Layer, expert.get_submodule(part)) for part in parts] for expert in experts]
     down = [[cast(Layer, expert.get_submodule("down_proj"))] for expert in experts]
-    return ExpertProducts(grouped(layers, dtype), grouped(down, dtype), activation)
+    return ExpertProducts(grouped(layers, dtype), grouped(down, dtype), clamped)
 
 
 class GptOssExpert(nn.Module):

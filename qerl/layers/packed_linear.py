@@ -144,6 +144,12 @@ class PackedLinear(nn.Module):
         return super()._apply(move, recurse)
 
 
+def packed_format(model: nn.Module) -> str | None:
+    """The weight format of a model's packed layers; None of a dense model."""
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear))
+    return next((layer.weights_format for layer in layers), None)
+
+
 def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """The bytes of memory that `dense_weights` needs."""
     layers = _keepable(model)

@@ -159,7 +159,7 @@ def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
     shape, weights = model.shape, model.weights
     capability = None if gpu is None else gpu.capability
     dtype = RunSettings.model_fields["dtype"].default
-    sampler = native_class(gpu is not None, model.config)
+    sampler = native_class(gpu is not None, model.config, weights)
     operations = operations_name(gpu is not None)
     by_engine = gpu is None or issubclass(sampler, EngineSampler)
     return Serving(
@@ -251,7 +251,7 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
         notes.append(reason)
     if gpus and not torch.cuda.is_available():
         problems.append(_BLIND.format(version=torch.__version__))
-    if refusal := refused_by_engine(served.config):
+    if refusal := refused_by_engine(served.config, served.weights):
         notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, in more time and memory")
     if refusal := refused_by_vllm(served.config):
         notes.append(refusal)

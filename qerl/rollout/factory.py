@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qerl.layers.packed_linear import packed_format
 from qerl.policy.policy import Policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
@@ -13,9 +14,12 @@ from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
 
-def native_class(on_gpu: bool, config: Any) -> type[EngineSampler] | type[NativeSampler]:
-    """The sampler of `engine: native`: the engine on a GPU if it serves a model of `config`, else the eager one."""
-    return EngineSampler if on_gpu and refused_by_engine(config) is None else NativeSampler
+def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[NativeSampler]:
+    """The sampler of `engine: native`: the engine on a GPU if it serves a model of `config`, else the eager one.
+
+    `weights` is the format of a packed model.
+    """
+    return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else NativeSampler
 
 
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
@@ -41,6 +45,6 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
 
         sleep = settings.native.sleep
         return ShardedSampler(policy, lambda whole: make_sampler(whole, settings, max_sequences), sleep)
-    if issubclass(kind := native_class(policy.device.type == "cuda", config), EngineSampler):
+    if issubclass(kind := native_class(policy.device.type == "cuda", config, packed_format(policy.lm)), EngineSampler):
         return kind(policy, settings.native, max_sequences)
     return kind(policy, max_sequences)

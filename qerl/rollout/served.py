@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 #: Values of `model_type` with which the samplers are tested.
-_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
+_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe")
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = "dynamic"
 
 
-def refused_by_engine(config: Any) -> str | None:
-    """A sentence that says why the engine doesn't serve a model of this configuration; None if it does."""
+def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
+    """A sentence that says why the engine doesn't serve a model of this configuration and weights; None if it does."""
     kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
     if kind not in _ENGINE:
         return f"the native engine supports {', '.join(_ENGINE)}, not {kind!r}"
+    if weights == "nf4" and hasattr(config, "num_experts_per_tok"):
+        return "the native engine has no grouped product of nf4 experts"
     # Some models have positions for each kind of attention.
     types = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
     if _CHANGING_ROPE in types:

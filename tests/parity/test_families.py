@@ -109,7 +109,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
                 np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
 
 
-@pytest.mark.parametrize(("name", "weights"), [("phi3", "nvfp4"), ("gemma3", "mxfp4")])
+@pytest.mark.parametrize(("name", "weights"), [("phi3", "nvfp4"), ("gemma3", "mxfp4"), ("qwen3_moe", "nvfp4")])
 def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tmp_path, name, weights):
     """Packed weights, an adapter on all layers, trained norms and noise, together."""
     policy = perturbed(with_adapter(bases / name / weights, AdapterSettings(rank=4), "float32", 0, CPU))

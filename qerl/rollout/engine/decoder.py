@@ -18,10 +18,13 @@ from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.fused_linear import FusedLinear, fuse
+from qerl.layers.grouped_linear import GroupedLinear
 from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.layers.packed_linear import packed_format
 from qerl.layers.structure import epsilon_of, offset_of, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
+from qerl.rollout.engine.mlps import Mlp, mlp_of, projections
 from qerl.rollout.served import activation_of, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
@@ -46,8 +49,7 @@ class _Block:
     #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
     after_attention: _Norm | None
     mlp_norm: _Norm
-    gate_up: FusedLinear
-    down: FusedLinear
+    mlp: Mlp
     after_mlp: _Norm | None
 
 
@@ -56,7 +58,7 @@ class Decoder:
 
     def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
         config = policy.lm.config
-        if refusal := refused_by_engine(config):
+        if refusal := refused_by_engine(config, packed_format(policy.lm)):
             raise ConfigError(f"{refusal}; the eager sampler serves it")
         self.dtype = policy.lm.dtype
         self.device = policy.device
@@ -66,12 +68,13 @@ class Decoder:
         self._embedding: Any = embedding.weight
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
-        self._gelu = activation_of(config) != "silu"
+        geglu = None if activation_of(config) == "silu" else self.operations.geglu
         self._blocks = [
-            _block(layer, number, config, self.dtype, kernels) for number, layer in enumerate(self._model.layers)
+            _block(layer, number, config, mlp_of(layer.mlp, geglu, self.dtype, kernels), self.dtype, kernels)
+            for number, layer in enumerate(self._model.layers)
         ]
         self._norm = _norm(self._model.norm)
-        self._intermediate, self._vocabulary = config.intermediate_size, config.vocab_size
+        self._vocabulary = config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
         #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
         self.longest = context_length(config.to_dict()) if _changes(config) else None
@@ -91,9 +94,9 @@ class Decoder:
         return int(self._embedding.shape[1])
 
     @property
-    def linears(self) -> list[FusedLinear]:
+    def linears(self) -> list[FusedLinear | GroupedLinear]:
         """All matrix products of a step."""
-        return [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)] + [self._head]
+        return [linear for b in self._blocks for linear in (b.qkv, b.out, *b.mlp.linears)] + [self._head]
 
     @property
     def heads(self) -> Heads:
@@ -224,22 +227,11 @@ class Decoder:
                 # After the last attention nothing reads the other rows.
                 x, attended = x[wanted], attended[wanted]
             self._add(x, block.out, attended, block.after_attention)
-            gated = self._gated(self._normed(x, block.mlp_norm), block.gate_up)
-            self._add(x, block.down, gated, block.after_mlp)
+            self._add(x, block.mlp, self._normed(x, block.mlp_norm), block.after_mlp)
         return x
 
-    def _gated(self, x: Tensor, gate_up: FusedLinear) -> Tensor:
-        """The MLP's hidden features [B, I] of x [B, H]."""
-        if self._gelu:
-            both = x.new_empty(len(x), 2 * self._intermediate)
-            gate_up(x, both)
-            return self.operations.geglu(both)
-        gated = x.new_empty(len(x), self._intermediate)
-        gate_up(x, gated, silu=True)
-        return gated
-
-    def _add(self, to: Tensor, linear: FusedLinear, x: Tensor, norm: _Norm | None) -> None:
-        """Add a product, with a norm the normalised product, to the hidden states `to` [B, H] in place."""
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: _Norm | None) -> None:
+        """Add a product or an MLP, with a norm its normalised output, to the hidden states `to` [B, H] in place."""
         if norm is None:
             linear(x, to, residual=True)
         else:
@@ -256,28 +248,21 @@ def _changes(config: Any) -> bool:
     return config.rope_parameters.get("rope_type") == "longrope"
 
 
-def _block(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> _Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    gated = activation_of(config) == "silu"
+def _block(layer: Any, number: int, config: Any, mlp: Mlp, dtype: torch.dtype, kernels: Kernels) -> _Block:
+    attention = layer.self_attn
     # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
     around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
         heads=_heads(attention, config, structure_of(config).windows[number]),
         kind=config.layer_types[number] if "full_attention" in config.rope_parameters else None,
         input_norm=_norm(layer.input_layernorm),
-        qkv=fuse(_projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels),
+        qkv=fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels),
         out=fuse([attention.o_proj], dtype, kernels=kernels),
         after_attention=_norm(layer.post_attention_layernorm) if around else None,
         mlp_norm=_norm(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
-        gate_up=fuse(_projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=gated, kernels=kernels),
-        down=fuse([mlp.down_proj], dtype, kernels=kernels),
+        mlp=mlp,
         after_mlp=_norm(layer.post_feedforward_layernorm) if around else None,
     )
-
-
-def _projections(module: Any, fused: str, *parts: str) -> list[Any]:
-    """The layer that a checkpoint has fused, as in Phi-3, or its parts."""
-    return [getattr(module, name) for name in ((fused,) if hasattr(module, fused) else parts)]
 
 
 def _heads(attention: Any, config: Any, window: int | None) -> Heads:

@@ -11,6 +11,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings, NativeSettings, VllmSettings
+from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_qwen2
 
 
@@ -26,13 +27,21 @@ def test_the_native_sampler_is_the_default(policy):
 
 
 def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
-    experts = load_policy(tiny_family(tmp_path, "qwen3_moe"), None, "float32", torch.device("cpu"))
+    folder = tiny_family(tmp_path, "qwen2", model_type="olmo2", bos_token_id=0)
+    other = load_policy(folder, None, "float32", torch.device("cpu"))
     assert native_class(on_gpu=True, config=policy.lm.config) is EngineSampler
-    assert native_class(on_gpu=True, config=experts.lm.config) is NativeSampler
-    with pytest.raises(ConfigError, match="not 'qwen3_moe'; the eager sampler serves it"):
-        EngineSampler(experts, NativeSettings())
-    with pytest.raises(ConfigError, match=r"not 'qwen3_moe'; use rollout\.engine=native"):
-        make_sampler(experts, EngineSettings(engine="vllm"))
+    assert native_class(on_gpu=True, config=other.lm.config) is NativeSampler
+    with pytest.raises(ConfigError, match="not 'olmo2'; the eager sampler serves it"):
+        EngineSampler(other, NativeSettings())
+    with pytest.raises(ConfigError, match=r"not 'olmo2'; use rollout\.engine=native"):
+        make_sampler(other, EngineSettings(engine="vllm"))
+
+
+def test_experts_without_a_grouped_product_are_sampled_eagerly():
+    config = FAMILIES["qwen3_moe"].config()
+    chosen = [native_class(on_gpu=True, config=config, weights=weights) for weights in (None, "nvfp4", "mxfp4", "nf4")]
+    assert chosen == [EngineSampler] * 3 + [NativeSampler]
+    assert native_class(on_gpu=True, config=FAMILIES["qwen3"].config(), weights="nf4") is EngineSampler
 
 
 def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):
