@@ -31,6 +31,8 @@ PARAMS = SamplingParams(max_tokens=60, count=3, ignore_eos=True)
 
 def shape_of(name):
     """The values of a family's configuration that make its kernels' smallest layers."""
+    if name == "qwen3_moe":
+        return SHAPE | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
     if name != "phi3":
         return SHAPE
     rope = FAMILIES[name].values["rope_parameters"]  # of heads of 16
@@ -59,12 +61,12 @@ def drawn(policy, sampler):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
     if name == "gpt_oss":
         tiny_gpt_oss(tmp_path / "model")
     else:
-        window = {} if name in ("mistral", "qwen3_5") else {"sliding_window": 24}
+        window = {} if name in ("mistral", "qwen3_moe", "qwen3_5") else {"sliding_window": 24}
         tiny_family(tmp_path / "model", name, dtype=torch.bfloat16, **shape_of(name), **window)
     policy = load_policy(tmp_path / "model", None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())
@@ -81,7 +83,7 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3", "qwen3_moe"])
 def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
     tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)

@@ -85,6 +85,10 @@ def mixtures():
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
             grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
         mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
+        if tokens in (8, 1025):  # float32, which has other tiles
+            for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
+                grouped_launches.multiply(operands, x.float(), groups, torch.zeros(pairs, 64), silu=True)
+                grouped_launches.input_gradient(operands, torch.zeros(tokens, 128), groups, torch.zeros(pairs, 256))
     assert groups.size == BLOCK_SIZES[-1]
 
 
