@@ -29,8 +29,10 @@ from qerl.rollout.engine.engine import FREE_SHARE
 from qerl.settings.models import HubModel, LocalModel
 from qerl.settings.run import RunSettings
 
-#: Bytes of a weight's shard: itself, its gradient, and AdamW's two moments, all float32.
-WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+#: Bytes of a weight and of its gradient, both float32.
+WEIGHT, GRADIENT = 4, 4
+#: Bytes of a weight's two moments: float32, or codes with scales (`qerl.rl.sharded_optimizer`).
+MOMENTS = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256}
 #: Prompts of unknown length count as this many tokens, the paper's (Tables 5 to 8).
 PROMPT_TOKENS = 256
 #: The numbers of GPUs that are tried: one, and those that a node of eight, and several nodes, divide into.
@@ -86,7 +88,8 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
     numbers = weight_numbers(shape)
     block = shape.dense_bytes // shape.layers // 2
     outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    shards, whole = (WEIGHT + MOMENTS) * numbers // gpus, wide * weight_bytes(shape, "bf16")
+    shards = int((WEIGHT + MOMENTS[run.optimizer.name]) * numbers / gpus)
+    whole = wide * weight_bytes(shape, "bf16")
     free = max(capacity - CONTEXT - shards - whole, 0)
     wanted = wide * cache_bytes(shape, settings)[1]
     cache = min(wanted, int(FREE_SHARE * free))

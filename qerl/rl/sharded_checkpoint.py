@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 
 from qerl.provenance.files import put, write_json
 from qerl.rl.checkpoint import KEEP, ResumeError
@@ -169,17 +169,16 @@ def _empty_state(
             yield key, trained[name]
             continue
         parameter, dtype = parameters[int(name.partition("/")[0])], stored.properties.dtype
-        alike = isinstance(parameter, DTensor) and stored.size == parameter.shape
-        # A number, such as the count of steps, is on the CPU.
-        device = parameter.device if stored.size else "cpu"
-        yield (
-            key,
-            (
-                torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                if alike
-                else torch.zeros(stored.size, dtype=dtype, device=device)
-            ),
-        )
+        if isinstance(parameter, DTensor) and _has_rows_of(parameter, stored.size):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            yield key, zeros(stored.size, dtype=dtype, device_mesh=mesh, placements=placements)
+        else:  # a number, such as the count of steps, is on the CPU
+            yield key, torch.zeros(stored.size, dtype=dtype, device=parameter.device if stored.size else "cpu")
+
+
+def _has_rows_of(parameter: torch.Tensor, size: torch.Size) -> bool:
+    """Whether a state of this size has the rows of a parameter, of which each process has some."""
+    return len(size) == parameter.ndim and size[0] == parameter.shape[0]
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:

@@ -53,7 +53,11 @@ def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimiz
         groups.append({"params": matrices, "weight_decay": optimizer.weight_decay, "peak": rate})
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if optimizer.name == "adamw8bit":
+    if optimizer.name == "adamw8bit" and policy.peft is None:
+        from qerl.rl.sharded_optimizer import ShardedAdamW8bit
+
+        kind = ShardedAdamW8bit
+    elif optimizer.name == "adamw8bit":
         from qerl.rl.adamw8bit import JoinedAdamW8bit
 
         kind = JoinedAdamW8bit

@@ -152,8 +152,11 @@ class RunSettings(Settings):
             raise ValueError(
                 f"nodes={self.nodes} machines can't share processes={self.processes} equally; use a multiple of nodes"
             )
-        if self.method == "full" and self.processes > 1:
-            self._can_be_sharded()
+        if self.method == "full" and self.processes > 1 and self.gradient_checkpointing == "auto":
+            raise ValueError(
+                "gradient_checkpointing=auto can't measure the shards of method=full with several processes; use true "
+                "or false"
+            )
         if self.loss.name == "ppo" and self.method == "full":
             raise ValueError("loss.name=ppo needs method=lora: policy and value function share a frozen base")
         if self.rollout.group_size == 1 and self.loss.name != "ppo":
@@ -166,18 +169,6 @@ class RunSettings(Settings):
         if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
         return self
-
-    def _can_be_sharded(self) -> None:
-        if self.optimizer.name == "adamw8bit":
-            raise ValueError(
-                "optimizer.name=adamw8bit can't update the shards of method=full with several processes; use "
-                "optimizer.name=adamw"
-            )
-        if self.gradient_checkpointing == "auto":
-            raise ValueError(
-                "gradient_checkpointing=auto can't measure the shards of method=full with several processes; use true "
-                "or false"
-            )
 
     @property
     def calibrated(self) -> CalibrationSettings | None:

@@ -45,6 +45,13 @@ def test_shards_shrink_with_the_gpus_and_whole_weights_do_not():
     assert two.rollout > eight.rollout  # the KV cache of its share of the prompts
 
 
+def test_moments_of_8_bits_have_a_scale_each_256():
+    eight = run(optimizer={"name": "adamw8bit"})
+    found = sharded_memory(shape("32B"), eight, 4, LARGE)
+    assert found.shards == pytest.approx((4 + 2 + 2 * 4 / 256) * 32.764e9 / 4, rel=1e-3)
+    assert found.gradients == pytest.approx(32.764e9, rel=1e-3)
+
+
 def test_a_sampler_that_sleeps_keeps_nothing_during_an_update():
     rollout = {**RUN["rollout"], "native": {"sleep": True}}
     awake, asleep = (sharded_memory(shape("32B"), one, 16, LARGE) for one in (run(), run(rollout=rollout)))
@@ -62,8 +69,9 @@ def test_float32_takes_twice_the_bytes_of_what_passes_compute():
 
 def test_the_least_number_of_gpus_fits_and_half_of_it_does_not():
     capacity = 139.8 * 2**30
-    for size, expected in (("7B", 2), ("14B", 4), ("32B", 16)):
-        one = run(rollout={**RUN["rollout"], "native": {"sleep": True}})
+    least = {"adamw": {"7B": 2, "14B": 4, "32B": 16}, "adamw8bit": {"7B": 2, "14B": 2, "32B": 8}}
+    for name, size, expected in [(name, *item) for name, sizes in least.items() for item in sizes.items()]:
+        one = run(rollout={**RUN["rollout"], "native": {"sleep": True}}, optimizer={"name": name})
         assert least_gpus(shape(size), one, capacity) == expected
         assert sharded_memory(shape(size), one, expected, capacity).verdict(capacity) == "fits"
         assert expected == 2 or sharded_memory(shape(size), one, expected // 2, capacity).verdict(capacity) != "fits"

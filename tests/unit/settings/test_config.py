@@ -68,7 +68,7 @@ def test_the_reference_page_knows_every_settings_class():
 
 
 RUN = {"model": "m", "dataset": "d"}
-SHARDED = {"processes": 2, "method": "full", "weights": "bf16", "optimizer": {"name": "adamw"}}
+SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
 SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters": "/shared"}}
 
 
@@ -88,7 +88,6 @@ SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters
         ({"rollout": {"engine": "vllm-server"}}, "needs vllm.url and vllm.adapters"),
         ({"rollout": SERVER}, "set adapter.train_norms=false and noise.schedule=off"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
-        ({"processes": 2, "method": "full", "weights": "bf16"}, "use optimizer.name=adamw"),
         ({**SHARDED, "gradient_checkpointing": "auto"}, "use true or false"),
     ],
 )

@@ -1,0 +1,136 @@
+"""AdamW in 8 bits on shards in several processes (gloo, on the CPU), against unsharded optimizers."""
+
+import shutil
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_blockwise
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from qerl.rl.data_parallel import Processes, run_in_processes
+from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+from qerl.rl.sharded_optimizer import ShardedAdamW8bit
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+#: Unequal shards; fewer rows than four processes; experts; too few numbers for 8 bits.
+OF_BLOCKS = {"uneven": (7, 768), "few rows": (3, 2048), "experts": (4, 3, 512), "small": (5, 6)}
+#: These have no rows of whole blocks.
+OTHERS = {"odd": (64, 96), "vector": (5000,)}
+SHAPES = {**OF_BLOCKS, **OTHERS}
+
+
+def drawn(step: int) -> dict[str, torch.Tensor]:
+    """Weights (step 0), or the gradients of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def sharded(tensors: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    if count == 1:
+        return tensors
+    mesh = init_device_mesh("cpu", (count,))
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
+
+
+def train(folder: Path, last: int, out: Path | None = None) -> None:
+    """Continue the state of `folder` to a step, in each process, and save state and whole weights."""
+    torch.set_num_threads(1)
+    processes = Processes()
+    weights = {name: torch.nn.Parameter(w) for name, w in sharded(drawn(0), processes.count).items()}
+    optimizer = ShardedAdamW8bit(weights.values(), **SETTINGS)
+    checkpoints = ShardedCheckpoints(folder, "", processes)
+    rows = checkpoints.load(weights, optimizer) or []
+    while len(rows) < last:
+        rows.append({"step": len(rows) + 1})
+        for name, gradient in sharded(drawn(len(rows)), processes.count).items():
+            weights[name].grad = gradient
+        optimizer.step()
+    checkpoints.save(weights, optimizer, rows)
+    if processes.count > 1:
+        check_bytes(weights, optimizer)
+    whole = {n: (w.full_tensor() if isinstance(w, DTensor) else w).detach() for n, w in weights.items()}
+    if out and processes.writes:
+        torch.save(whole, out)
+
+
+def check_bytes(weights: dict[str, torch.nn.Parameter], optimizer: ShardedAdamW8bit) -> None:
+    """A number's moments have two codes and its part of two scales, or else two floats."""
+    for name, weight in weights.items():
+        state = {key: value.to_local() for key, value in optimizer.state[weight].items() if isinstance(value, DTensor)}
+        taken = sum(part.numel() * part.itemsize for part in state.values())
+        each = 2 + 8 / 256 if name in OF_BLOCKS and name != "small" else 8
+        assert taken == each * weight.to_local().numel(), name
+
+
+def trained(folder: Path, processes: int, last: int, state: Path | None = None) -> dict[str, torch.Tensor]:
+    """The weights after a step, continued from a copy of another state, if there is one."""
+    mine = folder / f"{state.name if state else 'begun'}-{processes}-{last}"
+    if state:
+        shutil.copytree(state, mine)
+    run_in_processes(processes, train, mine, last, folder / "weights.pt")
+    return torch.load(folder / "weights.pt")
+
+
+def alone(kind: type[torch.optim.Optimizer], first: int, last: int, start=None, state=None):
+    """Weights and optimizer of the steps between, with a library's optimizer of whole weights."""
+    weights = {name: torch.nn.Parameter(w.clone()) for name, w in (start or drawn(0)).items()}
+    optimizer = kind(weights.values(), **SETTINGS)
+    for parameter, values in zip(weights.values(), state or [], strict=False):
+        optimizer.state[parameter] = values
+    for step in range(first, last + 1):
+        for name, gradient in drawn(step).items():
+            weights[name].grad = gradient
+        optimizer.step()
+    return {name: w.detach() for name, w in weights.items()}, optimizer
+
+
+def unpacked(state: dict) -> dict[str, torch.Tensor]:
+    """torch's AdamW state of bitsandbytes' state."""
+    moments = {"exp_avg": 1, "exp_avg_sq": 2}
+    values = {
+        name: state[f"state{n}"]
+        if f"qmap{n}" not in state
+        else dequantize_blockwise(state[f"state{n}"], absmax=state[f"absmax{n}"], code=state[f"qmap{n}"], blocksize=256)
+        for name, n in moments.items()
+    }
+    return {"step": torch.tensor(float(state["step"])), **values}
+
+
+def assert_like(found, exact, close) -> None:
+    """Rows of whole blocks are as in 8 bits, bit for bit; all others as with float32 moments."""
+    for name in OF_BLOCKS:
+        assert torch.equal(found[name], exact[name]), name
+    for name in OTHERS:
+        torch.testing.assert_close(found[name], close[name], atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights after three steps: bitsandbytes' in 8 bits, and torch's."""
+    exact, close = (alone(kind, 1, 3)[0] for kind in (bitsandbytes.optim.AdamW8bit, torch.optim.AdamW))
+    assert all((exact[name] - close[name]).abs().max() > 1e-4 for name in SHAPES if name != "small")
+    return exact, close
+
+
+@pytest.mark.usefixtures("forking")
+def test_shards_are_updated_as_whole_weights_and_continue_on_other_numbers_of_processes(tmp_path, wanted):
+    trained(tmp_path, 2, 2)
+    for processes in (1, 2, 4):
+        assert_like(trained(tmp_path, processes, 3, tmp_path / "begun-2-2"), *wanted)
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_run_of_one_process_continues_on_two(tmp_path, wanted):
+    """Blocks that go over the ends of rows are unpacked."""
+    begun, optimizer = alone(bitsandbytes.optim.AdamW8bit, 1, 2)
+    same = trained(tmp_path, 1, 2)
+    assert all(torch.equal(same[name], begun[name]) for name in SHAPES)
+    state = [unpacked(state) for state in optimizer.state.values()]
+    continued, _ = alone(torch.optim.AdamW, 3, 3, begun, state)
+    exact, _ = wanted
+    assert_like(trained(tmp_path, 2, 3, tmp_path / "begun-1-2"), exact, continued)
+    again = trained(tmp_path, 1, 3, tmp_path / "begun-1-2")
+    assert all(torch.equal(again[name], exact[name]) for name in SHAPES)
