@@ -110,12 +110,13 @@ def tiny_of_images(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def tiny_gpt_oss(folder: Path, seed: int = 0) -> Path:
+def tiny_gpt_oss(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Write a random gpt-oss as it is published: experts as stacks of MXFP4 codes, scales and biases."""
+    excluded = ["self_attn", "router", "lm_head"]
     config = FAMILIES["gpt_oss"].config(
-        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}
+        **changes, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": excluded}
     )
-    model = _build(AutoModelForCausalLM.from_config, FAMILIES["gpt_oss"].config(), seed).bfloat16()
+    model = _build(AutoModelForCausalLM.from_config, FAMILIES["gpt_oss"].config(**changes), seed).bfloat16()
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in model.state_dict().items():
@@ -125,7 +126,7 @@ def tiny_gpt_oss(folder: Path, seed: int = 0) -> Path:
             tensors[f"{name}_scales"] = torch.randint(119, 126, shape, dtype=torch.uint8, generator=generator)
         else:
             tensors[name] = weight
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
     tiny_tokenizer(folder)

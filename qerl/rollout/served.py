@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 #: Values of `model_type` with which the samplers are tested.
-_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe")
+_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss")
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.

@@ -108,6 +108,14 @@ def kernels_order(heads, rope):
     return torch.cat([places[0], places[2], places[1], places[3]])
 
 
+def with_sinks(scores, heads):
+    """Scores [H, ..., T] with those of a further key, if heads have sinks."""
+    if heads.sinks is None:
+        return scores
+    sinks = heads.sinks.double().view(-1, *[1] * (scores.ndim - 1))
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+
+
 def expected_attention(qkv, cache, state, slot, rope, heads):
     """The attention of one row in float64, [Hq * D], with its rotated key [Hkv, D]."""
     position = int(state.position[slot])
@@ -121,37 +129,41 @@ def expected_attention(qkv, cache, state, slot, rope, heads):
     held[:, 0] = held[:, 0][..., kernels_order(heads, rope).argsort()]
     keys = torch.cat([held[:, 0], key[None]]).repeat_interleave(heads.query // heads.kv, 1)
     values = torch.cat([held[:, 1], parts[2][None]]).repeat_interleave(heads.query // heads.kv, 1)
-    weights = torch.softmax(torch.einsum("hd,thd->ht", query, keys) * heads.scale, -1)
+    scores = torch.einsum("hd,thd->ht", query, keys) * heads.scale
+    weights = with_sinks(scores, heads).softmax(-1)[..., : len(keys)]
     return torch.einsum("ht,thd->hd", weights, values).flatten(), key, parts[2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("query", "kv", "dim", "normed", "rotary", "window"),
+    ("query", "kv", "dim", "normed", "rotary", "window", "sinks"),
     [
-        (2, 1, 32, False, 32, None),
-        (4, 2, 16, True, 16, None),
-        (28, 4, 128, False, 128, None),
-        (16, 8, 128, True, 128, None),
-        (3, 3, 80, False, 80, None),
-        (32, 1, 64, True, 64, None),
-        (24, 8, 128, False, 96, None),
-        (32, 32, 96, False, 96, 700),
-        (4, 1, 256, "1 + w", 256, None),
-        (4, 1, 256, "1 + w", 256, 512),
-        (2, 1, 32, "1 + w", 24, 1),
+        (2, 1, 32, False, 32, None, False),
+        (4, 2, 16, True, 16, None, False),
+        (28, 4, 128, False, 128, None, False),
+        (16, 8, 128, True, 128, None, False),
+        (3, 3, 80, False, 80, None, False),
+        (32, 1, 64, True, 64, None, False),
+        (24, 8, 128, False, 96, None, False),
+        (32, 32, 96, False, 96, 700, False),
+        (4, 1, 256, "1 + w", 256, None, False),
+        (4, 1, 256, "1 + w", 256, 512, False),
+        (2, 1, 32, "1 + w", 24, 1, False),
+        (64, 8, 64, False, 64, 128, True),
+        (8, 1, 16, False, 16, None, True),
     ],
 )
 @pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.usefixtures("dependent_launch")
-def test_attention(dtype, query, kv, dim, normed, rotary, window, least_programs, monkeypatch):
+def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_programs, monkeypatch):
     from qerl.kernels import attention
     from qerl.kernels.attention import attend
 
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     offset = float(normed == "1 + w")
     norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window)
+    scores = torch.randn(query, device=CUDA).to(dtype) if sinks else None
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window, sinks=scores)
     state, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
     state.position[3] = IDLE
     angle = torch.rand(2200, rotary // 2, device=CUDA) * 6

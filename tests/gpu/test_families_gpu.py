@@ -1,11 +1,13 @@
 """Families of models on a GPU in bfloat16: sampler and update against float32, no further off than transformers is."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from qerl.policy.export import write_dense
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
@@ -17,7 +19,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import EngineSettings, NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.parity.test_families import NORMS
+from tests.parity.test_families import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,6 +33,9 @@ PARAMS = SamplingParams(max_tokens=60, count=3, ignore_eos=True)
 
 def shape_of(name):
     """The values of a family's configuration that make its kernels' smallest layers."""
+    if name == "gpt_oss":  # widths that are no multiple of 128, as published
+        heads = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": 24}
+        return heads | {"hidden_size": 320, "intermediate_size": 352, "num_local_experts": 16, "num_experts_per_tok": 4}
     if name == "qwen3_moe":
         return SHAPE | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
     if name != "phi3":
@@ -64,13 +69,13 @@ def drawn(policy, sampler):
 @pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
     if name == "gpt_oss":
-        tiny_gpt_oss(tmp_path / "model")
+        tiny_gpt_oss(tmp_path / "model", **shape_of(name))
     else:
         window = {} if name in ("mistral", "qwen3_moe", "qwen3_5") else {"sliding_window": 24}
         tiny_family(tmp_path / "model", name, dtype=torch.bfloat16, **shape_of(name), **window)
     policy = load_policy(tmp_path / "model", None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings())
-    assert type(sampler) is (NativeSampler if name in ("qwen3_5", "gpt_oss") else EngineSampler)
+    assert type(sampler) is (NativeSampler if name == "qwen3_5" else EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
     exact, stock = (
         forced(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=kind).to(DEVICE, kind).eval(), samples)
@@ -82,33 +87,36 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
 
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("name", ["phi3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "weights"), [*product(["phi3", "gemma3", "qwen3_moe"], ["nvfp4", "mxfp4"]), ("gpt_oss", "mxfp4")]
+)
 def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
-    tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)
-    quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
+    if name == "gpt_oss":
+        tiny_gpt_oss(tmp_path / weights, **shape_of(name))
+    else:
+        tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
     policy = with_adapter(tmp_path / weights, AdapterSettings(rank=16), "bfloat16", 0, DEVICE)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
     policy.save(tmp_path / "adapter")
-    write_dense(tmp_path / weights, tmp_path / "dense", torch.float32)
+    dense = unpacked(tmp_path / weights, tmp_path, name)
     sampler = make_sampler(policy, EngineSettings(native=NativeSettings(kernels=kernels)))
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
         samples, sampled, packed = drawn(policy, sampler)
-    exact, stock = (
-        forced(noisy_peft(tmp_path, NORMS[name], dtype), samples) for dtype in (torch.float32, torch.bfloat16)
-    )
+    peft = partial(noisy_peft, dense, tmp_path / "adapter", NORMS[name])
+    exact, stock = (forced(peft(dtype), samples) for dtype in (torch.float32, torch.bfloat16))
     limit = 2 * (stock - exact).square().mean().sqrt().item()  # PEFT's adapter is float32, ours bfloat16
     for found in (sampled, packed):
         assert (found - exact).square().mean().sqrt().item() < limit
 
 
-def noisy_peft(folder, norms, dtype):
+def noisy_peft(dense, adapter, norms, dtype):
     """The unpacked base with the saved adapter, and the noise of step 2 on its trained norms."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=dtype)
-    peft = PeftModel.from_pretrained(model, folder / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype).to(dtype)
+    peft = PeftModel.from_pretrained(model, adapter)
     for layer, block in enumerate(peft.base_model.model.model.layers):
         for role, norm in enumerate(norms):
             weight = block.get_submodule(norm).modules_to_save["default"].weight

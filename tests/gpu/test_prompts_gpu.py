@@ -14,7 +14,7 @@ from qerl.rollout.engine.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.gpu.test_engine_gpu import kernels_order
+from tests.gpu.test_engine_gpu import kernels_order, with_sinks
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,34 +41,37 @@ def exact(qkv, lengths, positions, rope, heads):
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * heads.scale
         behind = torch.arange(len(q), device=CUDA)[:, None] - torch.arange(len(q), device=CUDA)
         hidden = (behind < 0) | (behind >= (heads.window or len(q)))
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = with_sinks(scores.masked_fill(hidden, -torch.inf), heads).softmax(-1)[..., : len(k)]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1))
     return torch.cat(outs), key, value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("query", "kv", "dim", "normed", "rotary", "window"),
+    ("query", "kv", "dim", "normed", "rotary", "window", "sinks"),
     [
-        (28, 4, 128, False, 128, None),
-        (16, 8, 128, True, 128, None),
-        (3, 3, 80, False, 80, None),
-        (32, 1, 64, True, 64, None),
-        (24, 8, 128, False, 96, 70),
-        (4, 1, 256, "1 + w", 256, 129),
-        (4, 1, 256, "1 + w", 256, 1),
+        (28, 4, 128, False, 128, None, False),
+        (16, 8, 128, True, 128, None, False),
+        (3, 3, 80, False, 80, None, False),
+        (32, 1, 64, True, 64, None, False),
+        (24, 8, 128, False, 96, 70, False),
+        (4, 1, 256, "1 + w", 256, 129, False),
+        (4, 1, 256, "1 + w", 256, 1, False),
+        (64, 8, 64, False, 64, 128, True),
+        (8, 1, 16, False, 16, None, True),
     ],
 )
 @pytest.mark.parametrize("padding", [0, 117])
 @pytest.mark.parametrize("pdl", [True, False])
-def test_attention_of_prompts(dtype, query, kv, dim, normed, rotary, window, padding, pdl, monkeypatch):
+def test_attention_of_prompts(dtype, query, kv, dim, normed, rotary, window, sinks, padding, pdl, monkeypatch):
     from qerl.kernels.prompt_attention import attend_prompts
 
     monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
     torch.manual_seed(torch.seed() % 2**31)
     offset = float(normed == "1 + w")
     norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window)
+    scores = torch.randn(query, device=CUDA).to(dtype) if sinks else None
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window, sinks=scores)
     tokens = sum(LENGTHS) + padding
     order = (torch.randperm(20) + 1).tolist()
     pages = [[order.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS]

@@ -88,6 +88,14 @@ def stock(folder, dtype=torch.float32):
     return model.float() if dtype == torch.float32 else model
 
 
+def unpacked(base, folder, name):
+    """A dense copy of a family's packed checkpoint; gpt-oss's is unpacked by transformers itself."""
+    if name == "gpt_oss":
+        return base
+    write_dense(base, folder / "dense", torch.float32)
+    return folder / "dense"
+
+
 def forced(model, prompt, tokens):
     """Log-probabilities [T] of a completion, from one forward pass over it alone."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -109,13 +117,14 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
                 np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
 
 
-@pytest.mark.parametrize(("name", "weights"), [("phi3", "nvfp4"), ("gemma3", "mxfp4"), ("qwen3_moe", "nvfp4")])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("phi3", "nvfp4"), ("gemma3", "mxfp4"), ("qwen3_moe", "nvfp4"), ("gpt_oss", "mxfp4")]
+)
 def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tmp_path, name, weights):
     """Packed weights, an adapter on all layers, trained norms and noise, together."""
     policy = perturbed(with_adapter(bases / name / weights, AdapterSettings(rank=4), "float32", 0, CPU))
     policy.save(tmp_path / "adapter")
-    write_dense(bases / name / weights, tmp_path / "dense", torch.float32)
-    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(stock(unpacked(bases / name / weights, tmp_path, name)), tmp_path / "adapter")
     for layer, block in enumerate(peft.base_model.model.model.layers):
         for role, norm in enumerate(NORMS[name]):
             trained = block.get_submodule(norm).modules_to_save["default"]
@@ -138,10 +147,7 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
     assert trained == ADAPTED.get(name, SEVEN)
     policy.save(tmp_path / "adapter")
-    if name != "gpt_oss":  # which transformers unpacks itself
-        write_dense(base, tmp_path / "dense", torch.float32)
-    unpacked = base if name == "gpt_oss" else tmp_path / "dense"
-    peft = PeftModel.from_pretrained(stock(unpacked), tmp_path / "adapter", is_trainable=True)
+    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
     drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))

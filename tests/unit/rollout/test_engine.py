@@ -19,13 +19,14 @@ from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
 PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
 CPU = torch.device("cpu")
 MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
 MODELS |= {name: partial(tiny_family, name=name) for name in ("mistral", "mistral-sliding", "phi3", "gemma3")}
+MODELS["gpt_oss"] = tiny_gpt_oss
 
 
 def perturbed(policy):
@@ -294,7 +295,7 @@ def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "supports qwen2, qwen3, llama, mistral, phi3, gemma3_text, not 'gpt2'"),
+        ({"model_type": "gpt2"}, "supports qwen2, .*, not 'gpt2'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "no dynamic rotary positions"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "no dynamic rotary positions"),
         ({"hidden_act": "gelu"}, "supports silu and gelu_pytorch_tanh as the activation, not 'gelu'"),
