@@ -41,7 +41,7 @@ def geglu(both: Tensor) -> Tensor:
 def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) gate sigmoid(alpha gate) [B, N / 2] of gate and up [B, N], whose features alternate.
 
-    gate is at most `limit`, and up is between -`limit` and `limit`. With gradients.
+    gate is at most `limit`, and up is between -`limit` and `limit`.
     """
     gate, up = both.unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

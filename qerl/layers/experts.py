@@ -19,9 +19,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from qerl.kernels.operations import mixture_operations
-from qerl.kernels.reference import clamped_glu
 from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, grouped_product, weighted_sum
-from qerl.layers.mlp import GatedMLP, swiglu
+from qerl.layers.mlp import GatedMLP, clamped_glu, swiglu
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 
+from qerl.kernels import reference
+from qerl.kernels.operations import operations
 from qerl.layers.lora import products
 
 #: transformers' classes that compute only down(silu(gate(x)) * up(x)).
@@ -38,6 +40,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if gate.is_cuda and gate.dtype == up.dtype != torch.float64:
         return _SwiGLU.apply(gate, up)
     return nn.functional.silu(gate) * up
+
+
+class _ClampedGLU(torch.autograd.Function):
+    """The gate of gpt-oss's experts, which saves only gate and up; PyTorch saves five tensors more."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.numbers = alpha, limit
+        kernels = reference if both.dtype == torch.float64 else operations(both.device)
+        return kernels.clamped_glu(both, alpha, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        [both] = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = reference.clamped_glu(both, *ctx.numbers)
+        return torch.autograd.grad(out, both, grad)[0], None, None
+
+
+def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `qerl.kernels.reference.clamped_glu`; on a GPU by Triton forward."""
+    return _ClampedGLU.apply(both.contiguous(), alpha, limit)
 
 
 class GatedMLP(nn.Module):

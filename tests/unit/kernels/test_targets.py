@@ -70,11 +70,11 @@ def products():
 
 
 def mixtures():
-    """Qwen3-30B-A3B's numbers of experts, with narrow ones, and all sizes of blocks."""
+    """Qwen3-30B-A3B's numbers of experts, with narrow ones, and all sizes of blocks; columns that end within one."""
     words = layout.pack([quantize(torch.randn(256, 256), "nvfp4")])
     ones = torch.ones(256)
     packed = grouped_launches.GroupedOperands(words, 128, ones, None)
-    biased = grouped_launches.GroupedOperands(layout.pack([quantize(torch.randn(256, 256), "mxfp4")]), 128, ones, ones)
+    biased = grouped_launches.GroupedOperands(layout.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
     dense_weights = grouped_launches.GroupedOperands(zeros(256, 256), 128, None, None)
     for tokens in (8, 16, 128, 1024, 1025):
         mixture.route(torch.zeros(tokens, 128), 8, True)

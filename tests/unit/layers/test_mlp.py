@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl.layers.mlp import GatedMLP, fuse_mlps
+from qerl.layers.mlp import GatedMLP, clamped_glu, fuse_mlps
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
@@ -53,6 +53,15 @@ def test_float64_is_exact():
     fuse_mlps(block)
     (mlp,) = fused(block)
     assert torch.autograd.gradcheck(mlp, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
+
+
+def test_the_gate_of_gpt_oss_saves_its_input_alone():
+    both = torch.randn(5, 12, dtype=torch.float64, requires_grad=True) * 6
+    assert torch.autograd.gradcheck(lambda x: clamped_glu(x, 1.702, 7.0), both.detach().requires_grad_())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+        clamped_glu(both, 1.702, 7.0)
+    assert [tensor.shape for tensor in saved] == [both.shape]
 
 
 def test_another_activation_is_left_alone(tmp_path):
