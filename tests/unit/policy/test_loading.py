@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
 def test_tied_embeddings_are_one_tensor(folder):
     model = load_model(folder, torch.bfloat16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_of_the_stored_dtype_are_the_pages_of_the_file(folder):
+    """Processes that load the same base share these pages."""
+    weights = [w for w in load_model(folder, torch.bfloat16).parameters() if w.ndim > 1]
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [[int(end, 16) for end in fields[0].split("-")] for fields in mapped]
+    assert weights
+    for weight in weights:
+        assert any(start <= weight.data_ptr() and weight.data_ptr() + weight.nbytes <= end for start, end in ranges)
 
 
 def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(folder):
