@@ -176,12 +176,10 @@ def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
 
 
 def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: str, dtype: torch.dtype) -> str:
-    """The products of a block's fused layers: q, k and v; o; gate and up; down."""
+    """The products of a block's fused layers: q, k and v; o; gate and up; down. A mixture's experts have their own."""
     linears = shape.linears
-    kinds = {
-        product_class(capability, weights, part, dtype)
-        for part in (linears[:3], linears[3:4], linears[4:6], linears[6:])
-    }
+    parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
+    kinds = {product_class(capability, weights, part, dtype) for part in parts}
     plain = "dense" if weights == "bf16" else "weights unpacked in each product"
     texts = {
         W4Linear: "packed",
@@ -189,9 +187,10 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
         BitsandbytesLinear: "bitsandbytes' for few rows",
         TorchLinear: plain,
     }
-    return f"{weights}: " + " and ".join(
-        f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)
-    )
+    names = [f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)]
+    if shape.mixture and capability is not None:
+        names.append(f"grouped products of {'dense' if weights == 'bf16' else 'packed'} experts")
+    return f"{weights}: " + " and ".join(names)
 
 
 def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
@@ -200,10 +199,10 @@ def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
     return next(fitting, None)
 
 
-def _unpredicted(structure: Structure) -> str | None:
+def _unpredicted(shape: ModelShape, structure: Structure) -> str | None:
     """What a model is whose memory isn't predicted; None if it is."""
-    if structure.experts:
-        return "a mixture of experts"
+    if structure.experts and shape.mixture is None:
+        return "a mixture of experts with biases"
     return "a model of delta nets" if len({*structure.packed}) > 1 else None
 
 
@@ -258,7 +257,7 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
     memory = None
-    if model and (kind := _unpredicted(structure_of(model.config))):
+    if model and (kind := _unpredicted(model.shape, structure_of(model.config))):
         notes.append(f"the memory of {kind} isn't predicted")
     elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)

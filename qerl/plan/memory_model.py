@@ -7,6 +7,7 @@ recomputed blocks, come from the functions and constants that make them in a run
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -39,6 +40,16 @@ _OPTIMIZER_TABLES = 2 * 256 * 4
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of each block, and its router."""
+
+    experts: int
+    chosen: int
+    """Experts of a token."""
+    intermediate: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Widths and counts of a model, as its config.json states them."""
 
@@ -53,33 +64,54 @@ class ModelShape:
     tied: bool
     biased: bool
     """Whether q, k and v have biases."""
+    mixture: Mixture | None = None
+    """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """The shape in the content of a config.json, which `qerl.checkpoints.folder.read_config` has checked."""
         heads = config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // heads
+        mixture = None
+        if "moe_intermediate_size" in config:
+            chosen = config["num_experts_per_tok"]
+            mixture = Mixture(config["num_experts"], chosen, config["moe_intermediate_size"])
         return cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
             query_width=heads * size,
             kv_width=(config.get("num_key_value_heads") or heads) * size,
             heads=heads,
-            intermediate=config["intermediate_size"],
+            intermediate=mixture.chosen * mixture.intermediate if mixture else config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings")),
             biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+            mixture=mixture,
         )
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a block's seven projections: q, k, v, o, gate, up, down."""
+        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture."""
         hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
-        return (query, hidden), (kv, hidden), (kv, hidden), (hidden, query), *[(wide, hidden)] * 2, (hidden, wide)
+        attention = (query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
+        return attention if self.mixture else (*attention, (wide, hidden), (wide, hidden), (hidden, wide))
+
+    @property
+    def expert_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of each expert's gate, up and down."""
+        if self.mixture is None:
+            return ()
+        hidden, wide = self.hidden, self.mixture.intermediate
+        return (wide, hidden), (wide, hidden), (hidden, wide)
+
+    @property
+    def projections(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of all projections of a block."""
+        return (*self.linears, *self.expert_linears * (self.mixture.experts if self.mixture else 0))
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all projections in bfloat16."""
+        """Bytes of all projections in bfloat16, without those of experts, which are never unpacked."""
         return _HALF * self.layers * sum(rows * columns for rows, columns in self.linears)
 
     @property
@@ -87,10 +119,16 @@ class ModelShape:
         """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
 
         These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
-        result and log-sum-exps, gate, up and their product.
+        result and log-sum-exps, gate, up and their product. A mixture keeps gate, up and the outputs of a token's
+        experts, with their numbers and weights and the router's probabilities, but not its norm's result.
         """
-        tensors = 4 * self.hidden + 2 * self.query_width + 2 * self.kv_width + 3 * self.intermediate
-        return _HALF * tensors + 4 * self.heads + 2 * 4
+        attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
+        small = 4 * self.heads + 2 * 4
+        if self.mixture is None:
+            return _HALF * (attention + self.hidden + 3 * self.intermediate) + small
+        chosen = self.mixture.chosen
+        small += 4 * self.mixture.experts + (8 + 4 + 4) * chosen
+        return _HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small
 
 
 @dataclass(frozen=True)
@@ -237,13 +275,22 @@ def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
     """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
-    projections = shape.dense_bytes
-    if weights != "bf16":
-        specs = (spec for linear in shape.linears for spec in tensor_specs(weights, linear).values())
-        projections = shape.layers * sum(math.prod(size) * dtype.itemsize for size, dtype in specs)
+    projections = shape.layers * sum(_weight_bytes(linear, weights) * count for linear, count in _counted(shape))
     embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * _HALF
     biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * _HALF * shape.biased
-    return projections + embeddings + biases + shape.layers * 2 * shape.hidden * 4
+    routers = shape.layers * 4 * shape.mixture.experts * shape.hidden if shape.mixture else 0
+    return projections + embeddings + biases + routers + shape.layers * 2 * shape.hidden * 4
+
+
+def _counted(shape: ModelShape) -> list[tuple[tuple[int, int], int]]:
+    """A block's projections, and how many there are of each."""
+    return [*Counter(shape.projections).items()]
+
+
+def _weight_bytes(linear: tuple[int, int], weights: str) -> int:
+    if weights == "bf16":
+        return _HALF * math.prod(linear)
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, linear).values())
 
 
 def _adapter_numbers(shape: ModelShape, rank: int) -> int:
@@ -283,8 +330,10 @@ def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -
 
 
 def _block_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of the tensors of a block that the engine computes."""
+    """Bytes of the tensors of a block that the engine computes: of a mixture, experts' outputs and a float32 input too."""
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
+    if shape.mixture:
+        widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
     return _HALF * tokens * widths
 
 
@@ -324,6 +373,18 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
         keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
     # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
     # recomputed, one of them has its activations too.
-    running = tokens * _HALF * (2 * shape.intermediate + shape.hidden) + (kept if count == shape.layers else 0)
+    running = tokens * _HALF * _gradient_widths(shape) + (kept if count == shape.layers else 0)
     saved = (shape.layers - count) * kept + count * of_input
     return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count
+
+
+def _gradient_widths(shape: ModelShape) -> int:
+    """Widths of the gradients of a running block's MLP, and of its input.
+
+    A mixture has those of its experts' inner features, of gate and up, each in two layouts, and copies of gate and up;
+    or, before and after, those of its experts' outputs or inputs.
+    """
+    if shape.mixture is None:
+        return 2 * shape.intermediate + shape.hidden
+    inner, outer = shape.intermediate, shape.mixture.chosen * shape.hidden
+    return shape.hidden + max(7 * inner, outer + 3 * inner)

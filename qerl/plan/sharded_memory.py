@@ -86,7 +86,7 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
         micro_batch_tokens=run.micro_batch_tokens,
     )
     numbers = weight_numbers(shape)
-    block = shape.dense_bytes // shape.layers // 2
+    block = _block_numbers(shape)
     outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
     shards = int((WEIGHT + MOMENTS[run.optimizer.name]) * numbers / gpus)
     whole = wide * weight_bytes(shape, "bf16")
@@ -111,7 +111,12 @@ def weight_numbers(shape: ModelShape) -> int:
     """The number of trained weights, without final norm and those of queries and keys, which are few."""
     biases = shape.biased * (shape.query_width + 2 * shape.kv_width)
     outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    return shape.dense_bytes // 2 + shape.layers * (2 * shape.hidden + biases) + outside
+    return shape.layers * (_block_numbers(shape) + 2 * shape.hidden + biases) + outside
+
+
+def _block_numbers(shape: ModelShape) -> int:
+    """The number of weights of a block's projections."""
+    return sum(rows * columns for rows, columns in shape.projections)
 
 
 def least_gpus(shape: ModelShape, run: RunSettings, capacity: float) -> int | None:
