@@ -74,8 +74,8 @@ class ModelShape:
         size = config.get("head_dim") or config["hidden_size"] // heads
         mixture = None
         if "moe_intermediate_size" in config:
-            chosen = config["num_experts_per_tok"]
-            mixture = Mixture(config["num_experts"], chosen, config["moe_intermediate_size"])
+            experts = config.get("num_experts") or config["num_local_experts"]  # of the hub, or written by transformers
+            mixture = Mixture(experts, config["num_experts_per_tok"], config["moe_intermediate_size"])
         return cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
@@ -127,7 +127,7 @@ class ModelShape:
         if self.mixture is None:
             return _HALF * (attention + self.hidden + 3 * self.intermediate) + small
         chosen = self.mixture.chosen
-        small += 4 * self.mixture.experts + (8 + 4 + 4) * chosen
+        small += 4 * self.mixture.experts + (8 + 4) * chosen
         return _HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small
 
 
@@ -330,7 +330,7 @@ def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -
 
 
 def _block_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of the tensors of a block that the engine computes: of a mixture, experts' outputs and a float32 input too."""
+    """Bytes of the tensors of a block that the engine computes, with those of a mixture."""
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
     if shape.mixture:
         widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden

@@ -106,17 +106,28 @@ def test_without_a_gpu_the_cpu_serves(machine):
 
 def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_path):
     machine((9, 0))
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"].config().to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen2"].config(model_type="olmo2").to_dict()))
     found = diagnose(asked_model(str(tmp_path), None), None)
     (device,) = found.devices
     assert (device.sampler, device.products) == (
         "eager sampler, for small models",
         "nvfp4: weights unpacked once a rollout",
     )
-    assert any("the native engine supports qwen2, " in note and "'qwen3_moe'" in note for note in found.notes)
+    assert any("the native engine supports qwen2, " in note and "'olmo2'" in note for note in found.notes)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config().to_dict()))
     with pytest.raises(CheckpointError, match="GatedDeltaNet"):
         asked_model(str(tmp_path), None)
+
+
+def test_a_mixture_has_grouped_products(machine, tmp_path):
+    machine((8, 9))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"].config(hidden_size=256).to_dict()))
+    (device,) = diagnose(asked_model(str(tmp_path), "nvfp4"), None).devices
+    assert device.sampler == "engine with CUDA graphs"
+    assert device.products.endswith("weights unpacked in each product (TorchLinear) and grouped products of packed experts")
+    nf4 = diagnose(asked_model(str(tmp_path), "nf4"), None)
+    assert nf4.devices[0].sampler == "eager sampler, for small models"
+    assert any("no grouped product of nf4 experts" in note for note in nf4.notes)
 
 
 def test_the_classes_are_those_that_the_engine_takes():

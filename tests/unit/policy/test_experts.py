@@ -1,5 +1,7 @@
 """Experts of a mixture in a policy; `tests.parity.test_families` compares them with other libraries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,14 +9,32 @@ from transformers import AutoModelForCausalLM
 from qerl.checkpoints.folder import read_headers
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear, dense_weights, unpacked_bytes
+from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
-from qerl.plan.memory_model import StepSettings
+from qerl.plan.memory_model import ModelShape, StepSettings, step_memory, weight_bytes
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
-from qerl.policy.policy import trained_in_full
+from qerl.policy.policy import trained_in_full, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.rl.activation_checkpointing import saved_for_backward
+from qerl.settings.training import AdapterSettings
+from tests.families import FAMILIES
 from tests.tiny import tiny_family
 
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
 
 
@@ -54,10 +74,39 @@ def test_the_router_is_float32_and_dense(folder):
     assert torch.equal(scores, hidden.float() @ router.weight.T)
 
 
-def test_doctor_predicts_no_memory(folder):
-    told = diagnose(asked_model(str(folder), None), StepSettings("nvfp4", 4, 2, 2, 16, 16, recompute="auto"))
-    assert told.memory is None
-    assert "the memory of a mixture of experts isn't predicted" in told.notes
+def test_the_memory_model_has_the_bytes_of_weights_adapter_and_activations(folder):
+    asked = asked_model(str(folder), None)
+    memory = diagnose(asked, StepSettings("nvfp4", 4, 2, 2, 16, 16, recompute="auto")).memory
+    policy = with_adapter(folder, AdapterSettings(rank=4), "bfloat16", 0, torch.device("cpu"))
+    adapter = [parameter for name, parameter in policy.trainable() if ".lora_" in name]
+    assert memory.adapter == sum(parameter.nbytes for parameter in adapter)
+    model = load_model(folder, torch.bfloat16, float32_norms=True)
+    tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "weight" in name)]
+    assert memory.weights == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.005)
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_the_memory_model_has_what_a_mixture_keeps_for_its_backward_pass(chosen):
+    """In float32, and with the inner features, which the GPU's kernel computes again."""
+    config = FAMILIES["qwen3_moe"].config(num_experts_per_tok=chosen)
+    mlp = empty_model(config, torch.float32).to_empty(device="cpu").requires_grad_(False).model.layers[0].mlp
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(1, 50, 64, requires_grad=True)
+    with saved_for_backward(mlp) as saved:
+        _ = mlp(x)
+    shape = ModelShape.of(config.to_dict())
+    alone = replace(shape, mixture=None, intermediate=0).kept_bytes - 2 * 64  # attention's, without its norm's result
+    assert saved.bytes / 50 == 2 * (shape.kept_bytes - alone) - (4 * 4 + 12 * chosen) + 4 * chosen * 64
+
+
+def test_a_step_of_qwen3_30b_a3b_fits_into_40_gb():
+    shape = ModelShape.of(QWEN3_30B_A3B)
+    assert shape.layers * sum(a * b for a, b in shape.projections) == pytest.approx(29.9e9, rel=0.01)
+    asked = StepSettings("nvfp4", 16, 16, 8, 128, 1024, recompute="auto")
+    assert step_memory(shape, asked, 40e9).verdict == "fits"
+    assert weight_bytes(shape, "nvfp4") == pytest.approx(18.1e9, rel=0.01)
+    assert step_memory(shape, replace(asked, weights="bf16"), 60e9).verdict == "doesn't fit"
 
 
 def test_a_mixture_that_was_trained_in_full_is_saved_in_the_hubs_layout(folder, tmp_path):
