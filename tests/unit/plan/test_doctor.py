@@ -124,7 +124,9 @@ def test_a_mixture_has_grouped_products(machine, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"].config(hidden_size=256).to_dict()))
     (device,) = diagnose(asked_model(str(tmp_path), "nvfp4"), None).devices
     assert device.sampler == "engine with CUDA graphs"
-    assert device.products.endswith("weights unpacked in each product (TorchLinear) and grouped products of packed experts")
+    assert device.products == (
+        "nvfp4: packed, portable kernels (PortableLinear) and grouped products of packed experts"
+    )
     nf4 = diagnose(asked_model(str(tmp_path), "nf4"), None)
     assert nf4.devices[0].sampler == "eager sampler, for small models"
     assert any("no grouped product of nf4 experts" in note for note in nf4.notes)
