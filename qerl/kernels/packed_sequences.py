@@ -20,7 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 #: Features that are added to heads with sinks; kernels of GPUs need a multiple of it.
-_ALIGNED = 8
+SINK_FEATURES = 8
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def attend_masked(
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
     size = query.shape[-1]
     scores = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
-    query = pad(torch.cat([query, scores], -1), (0, _ALIGNED - 1))
-    unit = pad(key.new_ones(1), (size, _ALIGNED - 1))
-    key = torch.cat([unit.expand(*key.shape[:2], 1, -1), pad(key, (0, _ALIGNED))], 2)
-    value, seen = pad(value, (0, _ALIGNED, 1, 0)), pad(seen, (1, 0), value=True)
+    query = pad(torch.cat([query, scores], -1), (0, SINK_FEATURES - 1))
+    unit = pad(key.new_ones(1), (size, SINK_FEATURES - 1))
+    key = torch.cat([unit.expand(*key.shape[:2], 1, -1), pad(key, (0, SINK_FEATURES))], 2)
+    value, seen = pad(value, (0, SINK_FEATURES, 1, 0)), pad(seen, (1, 0), value=True)
     out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
     return out[..., :size]
 

@@ -28,7 +28,8 @@ from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
-from qerl.plan.memory_model import CONTEXT, ModelShape, PredictedMemory, StepSettings, step_memory, that_fit
+from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
+from qerl.plan.model_shape import ModelShape
 from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
@@ -179,8 +180,9 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     """The products of a block's fused layers: q, k and v; o; gate and up; down. A mixture's experts have their own."""
     linears = shape.linears
     parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
-    kinds = {product_class(capability, weights, part, dtype) for part in parts}
-    plain = "dense" if weights == "bf16" else "weights unpacked in each product"
+    attention = shape.attention_format(weights)
+    kinds = {product_class(capability, attention, part, dtype) for part in parts}
+    plain = "dense" if attention == "bf16" else "weights unpacked in each product"
     texts = {
         W4Linear: "packed",
         PortableLinear: "packed, portable kernels",
@@ -202,7 +204,7 @@ def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
 def _unpredicted(shape: ModelShape, structure: Structure) -> str | None:
     """What a model is whose memory isn't predicted; None if it is."""
     if structure.experts and shape.mixture is None:
-        return "a mixture of experts with biases"
+        return "an unknown mixture of experts"
     return "a model of delta nets" if len({*structure.packed}) > 1 else None
 
 

@@ -7,14 +7,15 @@ recomputed blocks, come from the functions and constants that make them in a run
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from qerl.formats.codecs import tensor_specs
+from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.geometry import PAGE
 from qerl.layers.linear_logprobs import COLUMNS, ROWS
+from qerl.plan.model_shape import HALF, ModelShape
 from qerl.rl.activation_checkpointing import USABLE, recomputed_blocks
 from qerl.rl.sequence_packing import Sample, row_tokens, split
 from qerl.rollout.engine.cuda_graphs import bucket_of
@@ -31,104 +32,10 @@ Verdict = Literal["fits", "tight", "doesn't fit"]
 CONTEXT = 500_000_000
 #: Bytes of a rollout besides its cache, prefill and CUDA graphs: workspaces of libraries, as on an H200.
 WORKSPACE = 300_000_000
-#: Bytes of an activation, a dense weight or a cached key: bfloat16.
-_HALF = 2
 #: Weights of an 8-bit optimizer's block, which share a float32 scale for each of the two states (bitsandbytes).
 _OPTIMIZER_BLOCK = 256
 #: Bytes of the tables of an 8-bit optimizer's two codes, which each tensor has.
 _OPTIMIZER_TABLES = 2 * 256 * 4
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The experts of each block, and its router."""
-
-    experts: int
-    chosen: int
-    """Experts of a token."""
-    intermediate: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Widths and counts of a model, as its config.json states them."""
-
-    hidden: int
-    layers: int
-    query_width: int
-    """Outputs of the query projection, which are heads times their size."""
-    kv_width: int
-    heads: int
-    intermediate: int
-    vocabulary: int
-    tied: bool
-    biased: bool
-    """Whether q, k and v have biases."""
-    mixture: Mixture | None = None
-    """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape in the content of a config.json, which `qerl.checkpoints.folder.read_config` has checked."""
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        mixture = None
-        if "moe_intermediate_size" in config:
-            experts = config.get("num_experts") or config["num_local_experts"]  # of the hub, or written by transformers
-            mixture = Mixture(experts, config["num_experts_per_tok"], config["moe_intermediate_size"])
-        return cls(
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            query_width=heads * size,
-            kv_width=(config.get("num_key_value_heads") or heads) * size,
-            heads=heads,
-            intermediate=mixture.chosen * mixture.intermediate if mixture else config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-            biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
-            mixture=mixture,
-        )
-
-    @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture."""
-        hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
-        attention = (query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
-        return attention if self.mixture else (*attention, (wide, hidden), (wide, hidden), (hidden, wide))
-
-    @property
-    def expert_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of each expert's gate, up and down."""
-        if self.mixture is None:
-            return ()
-        hidden, wide = self.hidden, self.mixture.intermediate
-        return (wide, hidden), (wide, hidden), (hidden, wide)
-
-    @property
-    def projections(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of all projections of a block."""
-        return (*self.linears, *self.expert_linears * (self.mixture.experts if self.mixture else 0))
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of all projections in bfloat16, without those of experts, which are never unpacked."""
-        return _HALF * self.layers * sum(rows * columns for rows, columns in self.linears)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
-
-        These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
-        result and log-sum-exps, gate, up and their product. A mixture keeps gate, up and the outputs of a token's
-        experts, with their numbers and weights and the router's probabilities, but not its norm's result.
-        """
-        attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
-        small = 4 * self.heads + 2 * 4
-        if self.mixture is None:
-            return _HALF * (attention + self.hidden + 3 * self.intermediate) + small
-        chosen = self.mixture.chosen
-        small += 4 * self.mixture.experts + (8 + 4) * chosen
-        return _HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small
 
 
 @dataclass(frozen=True)
@@ -226,7 +133,7 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         "adapter": adapter,
         "gradients": adapter,
         "optimizer": _optimizer_bytes(shape, settings),
-        "adapter_copies": _HALF * _adapter_numbers(shape, -(-settings.rank // 16) * 16),
+        "adapter_copies": HALF * _adapter_numbers(shape, -(-settings.rank // 16) * 16),
     }
     free = capacity - CONTEXT - sum(parts.values())
     alone, wanted = cache_bytes(shape, settings)
@@ -275,22 +182,28 @@ def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
     """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
-    projections = shape.layers * sum(_weight_bytes(linear, weights) * count for linear, count in _counted(shape))
-    embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * _HALF
-    biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * _HALF * shape.biased
-    routers = shape.layers * 4 * shape.mixture.experts * shape.hidden if shape.mixture else 0
-    return projections + embeddings + biases + routers + shape.layers * 2 * shape.hidden * 4
+    block = _weight_bytes(shape.linears, shape.attention_format(weights)) + _mixture_bytes(shape, weights)
+    embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * HALF
+    biases = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased
+    return shape.layers * (block + biases + 2 * shape.hidden * 4) + embeddings
 
 
-def _counted(shape: ModelShape) -> list[tuple[tuple[int, int], int]]:
-    """A block's projections, and how many there are of each."""
-    return [*Counter(shape.projections).items()]
+def _mixture_bytes(shape: ModelShape, weights: str) -> int:
+    """Bytes of a block's experts and router. Packed experts have whole blocks of columns, and biases in float32 too."""
+    mixture = shape.mixture
+    if mixture is None:
+        return 0
+    block = 1 if weights == "bf16" else BLOCK_COLUMNS
+    linears = [(rows, -(-columns // block) * block) for rows, columns in shape.expert_linears]
+    biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
+    return mixture.experts * (_weight_bytes(linears, weights) + biases + 4 * shape.hidden)
 
 
-def _weight_bytes(linear: tuple[int, int], weights: str) -> int:
+def _weight_bytes(linears: Iterable[tuple[int, int]], weights: str) -> int:
     if weights == "bf16":
-        return _HALF * math.prod(linear)
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, linear).values())
+        return HALF * sum(map(math.prod, linears))
+    specs = (spec for linear in linears for spec in tensor_specs(weights, linear).values())
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs)
 
 
 def _adapter_numbers(shape: ModelShape, rank: int) -> int:
@@ -307,7 +220,7 @@ def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
 
 def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits."""
-    page = shape.layers * 2 * shape.kv_width * PAGE * _HALF
+    page = shape.layers * 2 * shape.kv_width * PAGE * HALF
     longest = [[0] * settings.prompt_tokens]
     alone, wanted = pages_for(longest, settings.max_tokens, settings.prompts * settings.group)
     return alone * page, wanted * page
@@ -320,7 +233,7 @@ def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
     """
     rows = bucket_of(settings.prompts * settings.group)
     prompts = min(BUCKETS[-1], settings.prompts * settings.prompt_tokens)
-    return _block_bytes(shape, rows + prompts) + rows * shape.vocabulary * _HALF
+    return _block_bytes(shape, rows + prompts) + rows * shape.vocabulary * HALF
 
 
 def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
@@ -334,7 +247,7 @@ def _block_bytes(shape: ModelShape, tokens: int) -> int:
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
     if shape.mixture:
         widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
-    return _HALF * tokens * widths
+    return HALF * tokens * widths
 
 
 def longest_row(settings: StepSettings) -> int:
@@ -357,9 +270,9 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     """
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
-    kept = tokens * (shape.kept_bytes + _HALF * len(shape.linears) * settings.rank)
-    of_input = tokens * _HALF * shape.hidden
-    logits, tile = tokens * shape.vocabulary * _HALF, ROWS * COLUMNS * _HALF
+    kept = tokens * (shape.kept_bytes + HALF * len(shape.linears) * settings.rank)
+    of_input = tokens * HALF * shape.hidden
+    logits, tile = tokens * shape.vocabulary * HALF, ROWS * COLUMNS * HALF
 
     def needed(free: float) -> int:
         return recomputed_blocks(shape.layers, free, kept, of_input)
@@ -367,13 +280,13 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     unpacked, keeps_logits = 0, False
     count = shape.layers if settings.recompute is True else 0
     if settings.recompute == "auto":
-        dense = shape.dense_bytes if settings.weights != "bf16" else 0
+        dense = shape.dense_bytes if shape.attention_format(settings.weights) != "bf16" else 0
         unpacked = dense if needed(usable - logits - dense) == 0 else 0
         count = needed(usable - USABLE * unpacked)
         keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
     # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
     # recomputed, one of them has its activations too.
-    running = tokens * _HALF * _gradient_widths(shape) + (kept if count == shape.layers else 0)
+    running = tokens * HALF * _gradient_widths(shape) + (kept if count == shape.layers else 0)
     saved = (shape.layers - count) * kept + count * of_input
     return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count
 

@@ -14,7 +14,6 @@ from qerl.checkpoints.folder import read_config
 from qerl.plan.memory_model import (
     CONTEXT,
     WORKSPACE,
-    ModelShape,
     StepSettings,
     Verdict,
     activation_bytes,
@@ -23,6 +22,7 @@ from qerl.plan.memory_model import (
     prefill_bytes,
     weight_bytes,
 )
+from qerl.plan.model_shape import ModelShape
 from qerl.random_models.checkpoint import model_config
 from qerl.rl.activation_checkpointing import USABLE
 from qerl.rollout.engine.engine import FREE_SHARE

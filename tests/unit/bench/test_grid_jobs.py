@@ -15,7 +15,8 @@ from qerl.plan import plan_from
 from qerl.plan.cost_model import total
 from qerl.plan.grid_costs import GridCosts
 from qerl.plan.jobs import Jobs
-from qerl.plan.memory_model import CONTEXT, ModelShape, StepSettings, step_memory
+from qerl.plan.memory_model import CONTEXT, StepSettings, step_memory
+from qerl.plan.model_shape import ModelShape
 from qerl.plan.shapes import measured_files, point_jobs, remaining, state
 from qerl.random_models.checkpoint import model_config
 from qerl.results.printed import FOLDER, read_cells

@@ -7,7 +7,6 @@ import pytest
 
 from qerl.plan.memory_model import (
     CONTEXT,
-    ModelShape,
     StepSettings,
     graph_bytes,
     longest_row,
@@ -15,6 +14,7 @@ from qerl.plan.memory_model import (
     that_fit,
     weight_bytes,
 )
+from qerl.plan.model_shape import ModelShape
 from qerl.random_models.checkpoint import model_config
 from qerl.results.files import read
 from qerl.results.schema.speed import GrpoStepResult

@@ -11,7 +11,8 @@ from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear, dense_weights, unpacked_bytes
 from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
-from qerl.plan.memory_model import ModelShape, StepSettings, step_memory, weight_bytes
+from qerl.plan.memory_model import StepSettings, step_memory, weight_bytes
+from qerl.plan.model_shape import ModelShape
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import trained_in_full, with_adapter
@@ -19,7 +20,8 @@ from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.activation_checkpointing import saved_for_backward
 from qerl.settings.training import AdapterSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family
+from tests.gpu.time_families import MODELS
+from tests.tiny import tiny_family, tiny_gpt_oss
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -74,15 +76,25 @@ def test_the_router_is_float32_and_dense(folder):
     assert torch.equal(scores, hidden.float() @ router.weight.T)
 
 
-def test_the_memory_model_has_the_bytes_of_weights_adapter_and_activations(folder):
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_memory_model_has_the_bytes_of_weights_and_adapter(name, tmp_path):
+    """Of whole blocks of columns, which a GPU's kernels fill up."""
+    folder = tmp_path / "packed"
+    if name == "gpt_oss":
+        tiny_gpt_oss(folder, hidden_size=128, intermediate_size=128)
+    else:
+        wide = tiny_family(tmp_path, name, dtype=torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+        quantize_checkpoint(wide, folder, "nvfp4")
     asked = asked_model(str(folder), None)
-    memory = diagnose(asked, StepSettings("nvfp4", 4, 2, 2, 16, 16, recompute="auto")).memory
+    memory = diagnose(asked, StepSettings(asked.weights, 4, 2, 2, 16, 16, recompute="auto")).memory
     policy = with_adapter(folder, AdapterSettings(rank=4), "bfloat16", 0, torch.device("cpu"))
     adapter = [parameter for name, parameter in policy.trainable() if ".lora_" in name]
     assert memory.adapter == sum(parameter.nbytes for parameter in adapter)
     model = load_model(folder, torch.bfloat16, float32_norms=True)
     tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "weight" in name)]
-    assert memory.weights == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.005)
+    # The kernels have experts' biases in float32, too.
+    biases = sum(2 * p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert memory.weights == pytest.approx(biases + sum(tensor.nbytes for tensor in tensors), rel=0.005)
 
 
 @pytest.mark.parametrize("chosen", [1, 3])
@@ -117,3 +129,11 @@ def test_a_mixture_that_was_trained_in_full_is_saved_in_the_hubs_layout(folder, 
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(stock(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_gpt_oss_20b_has_the_weights_of_its_files():
+    family, values = MODELS["gpt-oss-20b"]
+    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    assert weight_bytes(shape, "mxfp4") == pytest.approx(13.76e9 + 0.226e9, rel=0.005)  # and zeros after 2,880 columns
+    asked = StepSettings("mxfp4", 16, 16, 8, 128, 1024, recompute="auto")
+    assert step_memory(shape, asked, 40e9).verdict == "fits"

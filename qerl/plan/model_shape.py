@@ -1,0 +1,120 @@
+"""Widths and counts of a model, from which its memory follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.kernels.packed_sequences import SINK_FEATURES
+
+#: Bytes of an activation, a dense weight or a cached key: bfloat16.
+HALF = 2
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of each block, and its router."""
+
+    experts: int
+    chosen: int
+    """Experts of a token."""
+    intermediate: int
+    biased: bool = False
+    """Whether experts have biases, as gpt-oss's. They alone are packed then, and attention has sinks."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Mixture | None:
+        """The experts in the content of a config.json; None of a dense model."""
+        experts = config.get("num_experts") or config.get("num_local_experts")  # of the hub, or by transformers
+        if config["model_type"] == "gpt_oss":
+            return cls(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
+        if experts is None or "moe_intermediate_size" not in config:
+            return None
+        return cls(experts, config["num_experts_per_tok"], config["moe_intermediate_size"])
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths and counts of a model, as its config.json states them."""
+
+    hidden: int
+    layers: int
+    query_width: int
+    """Outputs of the query projection, which are heads times their size."""
+    kv_width: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    biased: bool
+    """Whether q, k and v have biases."""
+    mixture: Mixture | None = None
+    """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape in the content of a config.json, which `qerl.checkpoints.folder.read_config` has checked."""
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        mixture = Mixture.of(config)
+        return cls(
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            query_width=heads * size,
+            kv_width=(config.get("num_key_value_heads") or heads) * size,
+            heads=heads,
+            intermediate=mixture.chosen * mixture.intermediate if mixture else config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings")),
+            biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+            mixture=mixture,
+        )
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture."""
+        hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
+        attention = (query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
+        return attention if self.mixture else (*attention, (wide, hidden), (wide, hidden), (hidden, wide))
+
+    @property
+    def expert_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of each expert's gate, up and down."""
+        if self.mixture is None:
+            return ()
+        hidden, wide = self.hidden, self.mixture.intermediate
+        return (wide, hidden), (wide, hidden), (hidden, wide)
+
+    @property
+    def projections(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of all projections of a block."""
+        return (*self.linears, *self.expert_linears * (self.mixture.experts if self.mixture else 0))
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all projections in bfloat16, without those of experts, which are never unpacked."""
+        return HALF * self.layers * sum(rows * columns for rows, columns in self.linears)
+
+    def attention_format(self, weights: str) -> str:
+        """The format of q, k, v and o in a base of `weights`."""
+        return "bf16" if self.mixture and self.mixture.biased else weights
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
+
+        These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
+        result and log-sum-exps, gate, up and their product. A mixture keeps gate, up and the outputs of a token's
+        experts, with their numbers and weights and the router's probabilities, but not its norm's result. Attention
+        with sinks keeps copies of its inputs and its result with more features, those of keys for all heads.
+        """
+        attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
+        if self.mixture and self.mixture.biased:
+            attention = 3 * self.hidden + self.query_width + 4 * (self.query_width + self.heads * SINK_FEATURES)
+        small = 4 * self.heads + 2 * 4
+        if self.mixture is None:
+            return HALF * (attention + self.hidden + 3 * self.intermediate) + small
+        chosen = self.mixture.chosen
+        small += 4 * self.mixture.experts + (8 + 4) * chosen
+        return HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small
