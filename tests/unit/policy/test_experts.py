@@ -78,7 +78,7 @@ def test_the_router_is_float32_and_dense(folder):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_memory_model_has_the_bytes_of_weights_and_adapter(name, tmp_path):
-    """Of whole blocks of columns, which a GPU's kernels fill up."""
+    """Widths are whole blocks of columns, which a GPU's kernels would fill up."""
     folder = tmp_path / "packed"
     if name == "gpt_oss":
         tiny_gpt_oss(folder, hidden_size=128, intermediate_size=128)
