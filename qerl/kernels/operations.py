@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels import drafts_reference, mixture_reference, reference
+from qerl.kernels import delta_reference, drafts_reference, mixture_reference, reference
 from qerl.kernels.draft_state import Guesses
 from qerl.kernels.groups import Groups
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Norm, gates of MLPs, attention of decode steps and prompts, and sampling (`qerl.kernels.reference`). Then those
-    of steps that verify drafts, in `qerl.kernels.drafts_reference`.
+    """Norm, gates of MLPs, attention of decode steps and prompts, and sampling (`qerl.kernels.reference`). Delta
+    nets are in `qerl.kernels.delta_reference`, and steps that verify drafts in `qerl.kernels.drafts_reference`.
     """
 
     name: str
@@ -26,6 +26,8 @@ class Operations:
     clamped_glu: Callable[[Tensor, float, float], Tensor]
     attend: Callable[..., Tensor]
     attend_prompts: Callable[..., Tensor]
+    delta_step: Callable[..., Tensor]
+    delta_prompts: Callable[..., Tensor]
     draw: Callable[..., None]
     keep: Callable[..., None]
     guess: Callable[..., Guesses]
@@ -43,10 +45,10 @@ def operations(device: torch.device) -> Operations:
     name = operations_name(device.type == "cuda")
     if name == "PyTorch":
         ref = reference
-        return _operations(name, ref, ref, ref, ref, ref, drafts_reference)
-    from qerl.kernels import attention, drafts, geglu, norm, prompt_attention, sampling
+        return _operations(name, ref, ref, ref, ref, delta_reference, ref, drafts_reference)
+    from qerl.kernels import attention, delta, drafts, geglu, norm, prompt_attention, sampling
 
-    return _operations(name, norm, geglu, attention, prompt_attention, sampling, drafts)
+    return _operations(name, norm, geglu, attention, prompt_attention, delta, sampling, drafts)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def mixture_operations(device: torch.device) -> MixtureOperations:
 
 
 def _operations(
-    name: str, norm: Any, geglu: Any, attention: Any, prompts: Any, sampling: Any, drafts: Any
+    name: str, norm: Any, geglu: Any, attention: Any, prompts: Any, delta: Any, sampling: Any, drafts: Any
 ) -> Operations:
     return Operations(
         name=name,
@@ -76,6 +78,8 @@ def _operations(
         clamped_glu=geglu.clamped_glu,
         attend=attention.attend,
         attend_prompts=prompts.attend_prompts,
+        delta_step=delta.delta_step,
+        delta_prompts=delta.delta_prompts,
         draw=sampling.draw,
         keep=drafts.keep,
         guess=drafts.guess,

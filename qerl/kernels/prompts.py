@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qerl.kernels.packed_sequences import Packing
 
@@ -26,13 +27,27 @@ class PromptRow:
     blocks: Tensor  # [blocks, 3] int32, for each block of queries: its first query, and its prompt's start and end
     #: The prompts' lengths, for attention prompt by prompt; None in graphs, which must not depend on the host.
     packing: Packing | None
+    #: [prompts] int32, the rows of delta nets' states that get those after each prompt; None without delta nets.
+    slots: Tensor | None = None
 
     @classmethod
-    def of(cls, row: Tensor, tokens: int, prompts: int, packing: Packing | None) -> PromptRow:
+    def of(
+        cls, row: Tensor, tokens: int, prompts: int, packing: Packing | None, slots: Tensor | None = None
+    ) -> PromptRow:
         """Views of the fields in a `row` from `pack`; `tokens` and `prompts` include a graph's padding."""
         parts = [tokens, tokens, tokens, prompts]
         ids, positions, places, last, blocks = row.split([*parts, len(row) - sum(parts)])
-        return cls(ids, positions, places, last, blocks.view(-1, 3), packing)
+        return cls(ids, positions, places, last, blocks.view(-1, 3), packing, slots)
+
+    @property
+    def starts(self) -> Tensor:
+        """[prompts] int32, each prompt's first token. That of padding isn't before its end."""
+        return pad(self.ends[:-1], (1, 0))
+
+    @property
+    def ends(self) -> Tensor:
+        """[prompts] int32, the place after each prompt's last token; 1 for padding prompts of a graph."""
+        return self.last + 1
 
 
 def pack(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 #: Values of `model_type` with which the samplers are tested.
-_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss")
+_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text")
+#: Those of them with delta nets, whose convolution has the model's activation.
+_HYBRIDS = ("qwen3_5_text",)
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
@@ -25,6 +27,8 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in _ACTIVATIONS:
         return f"the native engine supports {' and '.join(_ACTIVATIONS)} as the activation, not {activation!r}"
+    if kind in _HYBRIDS and activation != "silu":
+        return f"the native engine supports silu as the activation of delta nets, not {activation!r}"
     return None
 
 

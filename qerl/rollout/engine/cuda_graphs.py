@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState, SamplingState
+from qerl.kernels.delta_state import DeltaStates
 from qerl.kernels.graphs import captured
 from qerl.kernels.w4a16.variants import padded_rows
 from qerl.rollout.engine.decoder import Decoder
@@ -31,13 +32,20 @@ class DecodeGraphs:
     """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
 
     `whole`: every step has the batch size of all slots, so that no product depends on the number of active sequences.
-    `memory`: the memory pool of the graphs, None without graphs.
+    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
     """
 
     def __init__(
-        self, decoder: Decoder, state: DecodeState, cache: Tensor, sampling: SamplingState, whole: bool, memory: Any
+        self,
+        decoder: Decoder,
+        state: DecodeState,
+        cache: Tensor,
+        sampling: SamplingState,
+        whole: bool,
+        memory: Any,
+        states: DeltaStates | None = None,
     ) -> None:
-        self._decoder = decoder
+        self._decoder, self._states = decoder, states
         self._whole = whole
         self._state, self._cache, self._sampling = state, cache, sampling
         self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
@@ -60,9 +68,8 @@ class DecodeGraphs:
         key = bucket, splits, truncated, replayed
         if key not in self._captured:
             rows = self._rows[:bucket]
-            eager: Callable[[], None] = partial(
-                self._decoder.step, rows, self._state, self._cache, self._sampling, splits, truncated, replayed
-            )
+            step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
+            eager: Callable[[], None] = partial(step, *inputs, splits, truncated, replayed, states=self._states)
             if self._memory is not None:
                 rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
                 eager = captured(eager, self._memory)

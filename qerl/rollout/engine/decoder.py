@@ -3,54 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from qerl.checkpoints.context import context_length
 from qerl.kernels.decode_state import DecodeState, SamplingState
+from qerl.kernels.delta_state import DeltaStates, state_bytes
 from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
-from qerl.layers.adapters import POLICY_ADAPTER
+from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.grouped_linear import GroupedLinear
-from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.layers.packed_linear import packed_format
-from qerl.layers.structure import epsilon_of, offset_of, structure_of
+from qerl.layers.structure import structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
-from qerl.rollout.engine.mlps import Mlp, mlp_of, projections
+from qerl.rollout.engine.mixers import (
+    Attention,
+    DeltaNet,
+    PromptTokens,
+    StepTokens,
+    Tokens,
+    attention_of,
+    delta_net_of,
+)
+from qerl.rollout.engine.mlps import Mlp, mlp_of
+from qerl.rollout.engine.norms import Norm, norm_of
 from qerl.rollout.served import activation_of, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
 
 
 @dataclass(frozen=True)
-class _Norm:
-    weight: Tensor
-    noise: Tensor | None
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True)
 class _Block:
-    heads: Heads
-    #: The kind of the block's attention, where rotary positions differ by it.
-    kind: str | None
-    input_norm: _Norm
-    qkv: FusedLinear
-    out: FusedLinear
+    mixer: Attention | DeltaNet
+    input_norm: Norm
     #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
-    after_attention: _Norm | None
-    mlp_norm: _Norm
+    after_attention: Norm | None
+    mlp_norm: Norm
     mlp: Mlp
-    after_mlp: _Norm | None
+    after_mlp: Norm | None
 
 
 class Decoder:
@@ -73,7 +70,9 @@ class Decoder:
             _block(layer, number, config, mlp_of(layer.mlp, geglu, self.dtype, kernels), self.dtype, kernels)
             for number, layer in enumerate(self._model.layers)
         ]
-        self._norm = _norm(self._model.norm)
+        self._norm = norm_of(self._model.norm)
+        self._attentions = [block.mixer for block in self._blocks if isinstance(block.mixer, Attention)]
+        self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
         self._vocabulary = config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
         #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
@@ -86,7 +85,8 @@ class Decoder:
         self._copies: Callable[[], None] | None = None
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """Number of blocks with attention, each of which has a part of the KV cache."""
+        return len(self._attentions)
 
     @property
     def width(self) -> int:
@@ -96,18 +96,29 @@ class Decoder:
     @property
     def linears(self) -> list[FusedLinear | GroupedLinear]:
         """All matrix products of a step."""
-        return [linear for b in self._blocks for linear in (b.qkv, b.out, *b.mlp.linears)] + [self._head]
+        return [linear for b in self._blocks for linear in (*b.mixer.linears, *b.mlp.linears)] + [self._head]
 
     @property
     def heads(self) -> Heads:
         """Attention heads of a block; they are the same in all blocks."""
-        return self._blocks[0].heads
+        return self._attentions[0].heads
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the delta nets' states of a sequence, 0 without delta nets."""
+        return sum(state_bytes(net.heads, self.dtype) for net in self._nets)
+
+    def new_states(self, slots: int) -> DeltaStates | None:
+        """The delta nets' states for so many sequences, None without delta nets."""
+        if not self._nets:
+            return None
+        return DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
 
     def new_cache(self, pages: int, size: int) -> Tensor:
         """A KV cache [layers, pages, 2, Hkv, size, D] in the model's dtype. It is zeroed, because attention multiplies
         masked tokens by 0.
         """
-        shape = (len(self._blocks), pages, 2, self.heads.kv, size, self.heads.dim)
+        shape = (len(self), pages, 2, self.heads.kv, size, self.heads.dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
@@ -141,7 +152,7 @@ class Decoder:
         """Extend the rotary tables to sequences of `tokens`, at most `longest`. If they grow, graphs that were captured
         before are invalid.
         """
-        if tokens > len(self._ropes[self._blocks[0].kind][0]):
+        if tokens > len(self._ropes[self._attentions[0].kind][0]):
             self._ropes = self._rope_tables(tokens)
 
     def _rope_tables(self, tokens: int) -> dict[str | None, tuple[Tensor, Tensor]]:
@@ -152,7 +163,9 @@ class Decoder:
         # With more positions than `longest`, the module would change the angles of all.
         positions = torch.arange(min(tokens, self.longest or tokens), device=self.device)[None]
         tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-        for kind in dict.fromkeys(block.kind for block in self._blocks):
+        if hasattr(self._model.rotary_emb, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # in time, height and width, which are the same in a text
+        for kind in dict.fromkeys(attention.kind for attention in self._attentions):
             rotary, of_kind = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
             cos, sin = rotary(self._embedding[:1, None], positions, **of_kind)
             half = len(getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq"))  # most models have both
@@ -169,33 +182,24 @@ class Decoder:
         truncated: bool,
         replayed: bool,
         drafted: bool = False,
+        states: DeltaStates | None = None,
     ) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
 
-        `drafted`: slots may share pages that they write to, each at a position of its own.
+        `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
+        `new_states`.
         """
-        ops = self.operations
-        x = self._embedded(state.token[rows])
-        x = self._through_blocks(
-            x,
-            cache,
-            lambda qkv, cached, heads, rope: ops.attend(qkv, cached, state, rows, rope, heads, splits, drafted),
-        )
-        ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
+        tokens = StepTokens(self.operations, state, rows, splits, drafted)
+        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, tokens)
+        self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
-    def last_hidden(self, row: PromptRow, cache: Tensor) -> Tensor:
+    def last_hidden(self, row: PromptRow, cache: Tensor, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last block, at each prompt's last token.
 
-        `cache` then holds the keys and values of all tokens.
+        `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
         """
-        ops = self.operations
-        x = self._embedded(row.ids)
-        return self._through_blocks(
-            x,
-            cache,
-            lambda qkv, cached, heads, rope: ops.attend_prompts(qkv, cached, row, rope, heads),
-            row.last,
-        )
+        tokens = PromptTokens(self.operations, row)
+        return self._through_blocks(self._embedded(row.ids), cache, states, tokens, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] after the last block."""
@@ -211,26 +215,23 @@ class Decoder:
         self,
         x: Tensor,
         cache: Tensor,
-        attend: Callable[[Tensor, Tensor, Heads, tuple[Tensor, Tensor]], Tensor],
+        states: DeltaStates | None,
+        tokens: Tokens,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x.
-
-        `attend` takes q, k and v [B, (Hq + 2 Hkv) * D], a block's cache, its heads and its rotary table.
-        """
-        for block, layer_cache in zip(self._blocks, cache, strict=True):
-            normed = self._normed(x, block.input_norm)
-            qkv = x.new_empty(len(x), (block.heads.query + 2 * block.heads.kv) * block.heads.dim)
-            block.qkv(normed, qkv)
-            attended = attend(qkv, layer_cache, block.heads, self._ropes[block.kind])
+        """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
+        pages, nets = iter(cache), iter(()) if states is None else states.nets()
+        for block in self._blocks:
+            kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
+            mixed = block.mixer(self._normed(x, block.input_norm), tokens, kept, self._ropes)
             if wanted is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
-                x, attended = x[wanted], attended[wanted]
-            self._add(x, block.out, attended, block.after_attention)
+                x, mixed = x[wanted], mixed[wanted]
+            self._add(x, block.mixer.out, mixed, block.after_attention)
             self._add(x, block.mlp, self._normed(x, block.mlp_norm), block.after_mlp)
         return x
 
-    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: _Norm | None) -> None:
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None) -> None:
         """Add a product or an MLP, with a norm its normalised output, to the hidden states `to` [B, H] in place."""
         if norm is None:
             linear(x, to, residual=True)
@@ -239,7 +240,7 @@ class Decoder:
             linear(x, out)
             self._normed(out, norm, to)
 
-    def _normed(self, x: Tensor, norm: _Norm, to: Tensor | None = None) -> Tensor:
+    def _normed(self, x: Tensor, norm: Norm, to: Tensor | None = None) -> Tensor:
         return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps, norm.offset, to)
 
 
@@ -249,40 +250,20 @@ def _changes(config: Any) -> bool:
 
 
 def _block(layer: Any, number: int, config: Any, mlp: Mlp, dtype: torch.dtype, kernels: Kernels) -> _Block:
-    attention = layer.self_attn
     # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
     around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
-        heads=_heads(attention, config, structure_of(config).windows[number]),
-        kind=config.layer_types[number] if "full_attention" in config.rope_parameters else None,
-        input_norm=_norm(layer.input_layernorm),
-        qkv=fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels),
-        out=fuse([attention.o_proj], dtype, kernels=kernels),
-        after_attention=_norm(layer.post_attention_layernorm) if around else None,
-        mlp_norm=_norm(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
+        mixer=_mixer(layer, number, config, dtype, kernels),
+        input_norm=norm_of(layer.input_layernorm),
+        after_attention=norm_of(layer.post_attention_layernorm) if around else None,
+        mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
         mlp=mlp,
-        after_mlp=_norm(layer.post_feedforward_layernorm) if around else None,
+        after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
     )
 
 
-def _heads(attention: Any, config: Any, window: int | None) -> Heads:
-    heads = Heads(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attention.head_dim,
-        attention.scaling,
-        window=window,
-        sinks=getattr(attention, "sinks", None),
-    )
-    if not hasattr(attention, "q_norm"):
-        return heads
-    q_norm, k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
-    return replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
-
-
-def _norm(norm: Any) -> _Norm:
-    """A norm with its noise; PEFT's trained copy if there is one."""
-    if isinstance(norm, ModulesToSaveWrapper):
-        norm = norm.modules_to_save[POLICY_ADAPTER]
-    offset = norm.offset if isinstance(norm, NoisyRMSNorm) else offset_of(norm)
-    return _Norm(norm.weight, getattr(norm, "noise", None), epsilon_of(norm), offset or 0.0)
+def _mixer(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> Attention | DeltaNet:
+    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
+        return delta_net_of(net, dtype, kernels)
+    kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
+    return attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)

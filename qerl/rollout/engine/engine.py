@@ -15,7 +15,7 @@ from qerl.policy.policy import Policy
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs, bucket_of
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
-from qerl.rollout.engine.paging import Pages
+from qerl.rollout.engine.paging import Pages, slots_for
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
 from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
@@ -29,6 +29,8 @@ from qerl.settings.rollout import NativeSettings
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6
+#: Of a model with delta nets.
+DRAFTS_REFUSED = "native.drafts would need earlier states of the model's delta nets, which aren't kept"
 _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
 
 
@@ -43,11 +45,14 @@ class EngineSampler:
         self.settings = settings
         self.max_sequences = max_sequences
         self._decoder = Decoder(policy, settings.kernels)
+        if settings.drafts and self._decoder.state_bytes:
+            raise ConfigError(f"{DRAFTS_REFUSED}; set rollout.native.drafts=false")
         self._pool: Pool | None = None
-        self._bounded = False
-        #: Bytes of the latest KV cache, whether it is released or not.
+        #: Whether memory bounds the cache's pages, and the slots of a model with delta nets.
+        self._bounded = self._few_slots = False
+        #: Bytes of the latest KV cache and states of delta nets, whether it is released or not.
         self.cache_bytes = 0
-        #: Bytes of a KV cache with which no sequence of the latest rollout would wait.
+        #: Bytes of those with which no sequence of the latest rollout would wait.
         self.cache_wanted_bytes = 0
         #: Time of the latest rollout by phase.
         self.phases = RolloutPhases()
@@ -177,25 +182,30 @@ class EngineSampler:
     def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
         state = pool.state
         fits = state.tokens.shape[1] >= max_tokens and state.pages.shape[1] >= alone - 2
-        return fits and state.count >= sequences and (self._bounded or pool.pages.count >= wanted)
+        enough = state.count >= sequences or self._few_slots
+        return fits and enough and (self._bounded or pool.pages.count >= wanted)
 
     def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads
         page_bytes = len(decoder) * 2 * heads.kv * PAGE * heads.dim * decoder.dtype.itemsize
-        affordable = self._cache_bytes() // page_bytes
-        self._bounded = affordable < wanted
+        state_bytes, room = decoder.state_bytes, self._cache_bytes()
+        slots = slots_for(room, sequences, alone, page_bytes, state_bytes)
+        # Two more rows of states: an idle one and a held one.
+        affordable = max(room - (slots + 2) * state_bytes, 0) // page_bytes
+        self._bounded, self._few_slots = affordable < wanted, slots < sequences
         # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
-        state = DecodeState.empty(sequences, tokens, pages_each, decoder.device)
+        state, states = DecodeState.empty(slots, tokens, pages_each, decoder.device), decoder.new_states(slots)
         cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
-        self.cache_bytes, self.cache_wanted_bytes = cache.nbytes, wanted * page_bytes
+        self.cache_bytes = cache.nbytes + (states.nbytes if states else 0)
+        self.cache_wanted_bytes = wanted * page_bytes + (sequences + 2) * state_bytes
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         whole = self.settings.batch_invariant
-        steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory)
-        pages, prefill = Pages(len(cache[0]), PAGE), Prefill(decoder, cache, memory)
-        return Pool(decoder, state, cache, pages, sampling, steps, prefill, None, memory)
+        steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory, states)
+        pages, prefill = Pages(len(cache[0]), PAGE), Prefill(decoder, cache, memory, states)
+        return Pool(decoder, state, cache, pages, sampling, steps, prefill, None, memory, states)
 
     def _cache_bytes(self) -> int:
         """The largest allowed size of the cache in bytes."""

@@ -1,4 +1,4 @@
-"""Reference counts of the KV cache's pages, kept on the host."""
+"""The KV cache's pages: their reference counts, kept on the host, and the slots that memory has room for."""
 
 from __future__ import annotations
 
@@ -52,3 +52,14 @@ class Pages:
     def _check_held(self, page: int) -> None:
         if not self._holders[page]:
             raise RuntimeError(f"page {page} of the KV cache has no holder")
+
+
+def slots_for(room: int, sequences: int, alone: int, page: int, state: int) -> int:
+    """Slots of a pool in `room` bytes: one for each of the `sequences`, or fewer if they have states of `state` bytes.
+
+    Each slot then also has the pages of the longest sequence, so that no sequence waits for pages. `alone` are the
+    pages that it needs in an empty cache, and `page` the bytes of a page.
+    """
+    if not state:
+        return sequences
+    return max(1, min(sequences, (room - 2 * state - alone * page) // (state + (alone - 1) * page)))

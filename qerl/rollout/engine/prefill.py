@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.kernels.delta_state import DeltaStates
 from qerl.kernels.graphs import captured
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.prompts import PromptRow, pack
@@ -32,9 +33,13 @@ def bucket_of(tokens: int, prompts: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Graph:
-    """Replaying it computes `hidden` [MOST_PROMPTS, H], at each prompt's last token, from the prompts in `row`."""
+    """Replaying it computes `hidden` [MOST_PROMPTS, H], at each prompt's last token, from the prompts in `row`.
+
+    `slots` [MOST_PROMPTS] are the rows of states that it writes.
+    """
 
     row: Tensor
+    slots: Tensor | None
     hidden: Tensor
     replay: Callable[[], None]
 
@@ -42,19 +47,19 @@ class _Graph:
 class Prefill:
     """Computes prompts into a cache [layers, pages, 2, Hkv, PAGE, D]; graphs are captured at their first use.
 
-    `memory`: the memory pool of the graphs, None without graphs.
+    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
     """
 
-    def __init__(self, decoder: Decoder, cache: Tensor, memory: Any) -> None:
-        self._decoder, self._cache, self._memory = decoder, cache, memory
+    def __init__(self, decoder: Decoder, cache: Tensor, memory: Any, states: DeltaStates | None = None) -> None:
+        self._decoder, self._cache, self._memory, self._states = decoder, cache, memory, states
         self._graphs: dict[int, _Graph] = {}
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures = memory is not None and cache.element_size() == 2
 
     @torch.no_grad()
-    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, and does
-        not wait for the device.
+    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, states
+        of delta nets to their `slots`, and does not wait for the device.
         """
         lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
         tokens, page = sum(lengths), self._cache.shape[-2]
@@ -62,25 +67,35 @@ class Prefill:
         if bucket is None:
             row = upload(pack(prompts, pages, page, tokens), torch.int32, device)
             packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
-            hidden = self._decoder.last_hidden(PromptRow.of(row, tokens, len(prompts), packing), self._cache)
+            placed = PromptRow.of(row, tokens, len(prompts), packing, self._placed(slots, len(slots)))
+            hidden = self._decoder.last_hidden(placed, self._cache, self._states)
         else:
             row = upload(pack(prompts, pages, page, bucket, MOST_PROMPTS), torch.int32, device)
-            hidden = self._replayed(bucket, row)[: len(prompts)]
+            hidden = self._replayed(bucket, row, self._placed(slots, MOST_PROMPTS))[: len(prompts)]
         return self._decoder.logits(hidden)
 
-    def _replayed(self, bucket: int, row: Tensor) -> Tensor:
+    def _placed(self, slots: Sequence[int], count: int) -> Tensor | None:
+        """The slots on the device, with idle ones up to `count`; None without states."""
+        if self._states is None:
+            return None
+        padded = [*slots, *[self._states.idle] * (count - len(slots))]
+        return upload(padded, torch.int32, self._decoder.device)
+
+    def _replayed(self, bucket: int, row: Tensor, slots: Tensor | None) -> Tensor:
         if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket, row.clone())
+            self._graphs[bucket] = self._capture(bucket, row.clone(), slots)
         graph = self._graphs[bucket]
         graph.row.copy_(row)
+        if graph.slots is not None and slots is not None:
+            graph.slots.copy_(slots)
         graph.replay()
         return graph.hidden
 
-    def _capture(self, bucket: int, row: Tensor) -> _Graph:
-        prompts, width = PromptRow.of(row, bucket, MOST_PROMPTS, None), self._decoder.width
+    def _capture(self, bucket: int, row: Tensor, slots: Tensor | None) -> _Graph:
+        prompts, width = PromptRow.of(row, bucket, MOST_PROMPTS, None, slots), self._decoder.width
         hidden = torch.empty(MOST_PROMPTS, width, dtype=self._decoder.dtype, device=self._decoder.device)
 
         def compute() -> None:
-            hidden.copy_(self._decoder.last_hidden(prompts, self._cache))
+            hidden.copy_(self._decoder.last_hidden(prompts, self._cache, self._states))
 
-        return _Graph(row, hidden, captured(compute, self._memory))
+        return _Graph(row, slots, hidden, captured(compute, self._memory))

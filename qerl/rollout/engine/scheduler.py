@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
+from qerl.kernels.delta_state import DeltaStates
 from qerl.kernels.draft_state import MOST_DRAFTED
 from qerl.kernels.geometry import PAGE, splits_of
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
@@ -32,7 +33,7 @@ CHECK_EVERY = 8
 @dataclass(frozen=True)
 class Pool:
     """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it, whose memory pool is
-    `memory`; `verify` only where drafts are asked for.
+    `memory`; `verify` only where drafts are asked for, and `states` only where there are delta nets.
     """
 
     decoder: Decoder
@@ -44,6 +45,7 @@ class Pool:
     prefill: Prefill
     verify: VerifyGraphs | None
     memory: Any
+    states: DeltaStates | None = None
 
 
 class Scheduler:
@@ -119,11 +121,12 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         while self._free and self._waits() and self._has_room(self._queue[0], len(starting)):
             group = self._queue[0]
-            if not group.pages:
-                group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))
-                fresh.append(group)
             sequence = group.waiting.popleft()
             sequence.slot = self._free.pop()
+            if not group.pages:
+                group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))
+                group.row = sequence.slot
+                fresh.append(group)
             copies += self._hand_over(group, sequence)
             starting.append((sequence, group))
             if not group.waiting:
@@ -132,10 +135,11 @@ class Scheduler:
             return
         self.clock.end("between")
         for batch in _batches(fresh, self._prefill_tokens):
-            logits = self._pool.prefill.logits([g.prompt for g in batch], [g.pages for g in batch])
+            logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
         self._copy_pages(copies)
+        self._copy_states(starting)
         self._start(starting)
         self.clock.end("prefill")
 
@@ -173,6 +177,16 @@ class Scheduler:
             source, target = upload(copies, torch.int64, self._pool.cache.device).T
             for layer in self._pool.cache:
                 layer[target] = layer[source]
+
+    def _copy_states(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
+        """Copy the states after prompts to slots. Only the last group can have sequences that wait: its are held."""
+        states, last = self._pool.states, starting[-1][1]
+        copies = [(group.row, sequence.slot) for sequence, group in starting if group.row != sequence.slot]
+        if states is not None and last.waiting and last.row != states.held:
+            copies.append((last.row, states.held))
+            last.row = states.held
+        if states is not None and copies:
+            states.copy(*upload(copies, torch.int64, self._pool.decoder.device).T)
 
     def _start(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Write sequences to their slots and draw their first tokens."""

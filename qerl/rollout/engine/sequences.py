@@ -57,9 +57,13 @@ class ProgressLook:
 
 @dataclass
 class WaitingGroup:
-    """Completions that wait to continue the same tokens; `pages` and `logits` are set once these are computed."""
+    """Completions that wait to continue the same tokens; `pages` and `logits` are set once these are computed.
+
+    `row` is then that of the delta nets' states after these tokens.
+    """
 
     prompt: list[int]
     waiting: deque[DecodedSequence]
     pages: list[int] = field(default_factory=list)
     logits: Tensor | None = None
+    row: int = IDLE

@@ -1,0 +1,85 @@
+"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_delta.py` starts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qerl.kernels import delta, delta_reference
+from qerl.kernels.decode_state import IDLE, DecodeState
+from qerl.kernels.delta_state import DeltaHeads, DeltaState, DeltaStates
+from qerl.kernels.geometry import PAGE
+from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.prompts import PromptRow, pack
+
+CPU = torch.device("cpu")
+#: Key and value heads, features of each, and taps; powers of two and others, and more columns than a program has.
+SHAPES = [(2, 4, 8, 16, 4), (1, 3, 12, 24, 3), (2, 2, 16, 32, 2)]
+LENGTHS = [1, 9, 2, 5]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def heads_of(key, value, key_dim, value_dim, taps):
+    torch.manual_seed(0)
+    channels = 2 * key * key_dim + value * value_dim
+    return DeltaHeads(
+        key, value, key_dim, value_dim, torch.randn(channels, taps), torch.randn(value), torch.randn(value),
+        torch.rand(value_dim) + 0.5, 1e-6,
+    )  # fmt: skip
+
+
+def inputs(heads, count):
+    """Convolution's inputs, gates of the output, b and a, as columns of one tensor."""
+    parts = [heads.channels, heads.parts[2], heads.value, heads.value]
+    return torch.randn(count, sum(parts)).split(parts, 1)
+
+
+def states(heads, slots):
+    made = DeltaStates.empty(heads, 1, slots, torch.float32, CPU)
+    return DeltaState(torch.randn_like(made.recent[0]), torch.randn_like(made.recurrent[0]))
+
+
+def wide(value):
+    """Tensors of a dataclass or a list in float64."""
+    if isinstance(value, DeltaHeads | DeltaState):
+        changed = {k: v.double() for k, v in vars(value).items() if isinstance(v, torch.Tensor)}
+        return replace(value, **changed)
+    return [one.double() for one in value]
+
+
+def same(found, net, expected, exact, rows):
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(net.recent[rows].double(), exact.recent[rows], rtol=0, atol=0)
+    torch.testing.assert_close(net.recurrent[rows].double(), exact.recurrent[rows], rtol=1e-5, atol=2e-6)
+
+
+@shapes
+def test_steps(shape):
+    heads = heads_of(*shape)
+    state, net = DecodeState.empty(5, 1, 1, CPU), states(heads, 5)
+    state.position[:5] = torch.tensor([3, 0, IDLE, 7, 1])
+    exact, rows = wide(net), torch.tensor([3, 2, 0, 4, 5, 5], dtype=torch.int32)
+    for _ in range(3):
+        given = inputs(heads, len(rows))
+        found = delta.delta_step(*given, heads, net, state, rows)
+        expected = delta_reference.delta_step(*wide(given), wide(heads), exact, state, rows)
+        same(found, net, expected, exact, slice(None))
+        assert not found[[1, 4, 5]].any()
+
+
+@shapes
+@pytest.mark.parametrize("padding", [0, 7])
+def test_prompts(shape, padding):
+    """With padding as in a graph: tokens after the prompts, and prompts without tokens."""
+    heads, tokens = heads_of(*shape), sum(LENGTHS) + padding
+    most = len(LENGTHS) + 2 if padding else None
+    packed = pack([[1] * n for n in LENGTHS], [[1]] * len(LENGTHS), PAGE, tokens, most)
+    net, slots = states(heads, 5), [4, 0, 2, 1] + [5] * (2 if padding else 0)
+    packing = Packing.of(LENGTHS, [None] * len(LENGTHS), CPU)
+    place = torch.tensor(slots, dtype=torch.int32)
+    row, exact = PromptRow.of(torch.from_numpy(packed), tokens, len(slots), packing, place), wide(net)
+    given = inputs(heads, tokens)
+    found = delta.delta_prompts(*given, heads, net, row)
+    expected = delta_reference.delta_prompts(*wide(given), wide(heads), exact, row)
+    same(found, net, expected, exact, [0, 1, 2, 3, 4])
+    assert not found[sum(LENGTHS) :].any()
