@@ -90,6 +90,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             max_position_embeddings=131072,
         ),
     ),
+    "qwen3.5-27b": (  # the text model's shape, which Qwen3.6-27B has, too
+        "qwen3_5",
+        _shape(
+            5120, 64, 24, 4, 17408, 248320, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48,
+            linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=262144,
+            layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(64)],
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+            },
+        ),
+    ),
 }  # fmt: skip
 #: Families whose files have packed experts alone.
 _EXPERTS_ALONE = ("gpt_oss",)

@@ -12,6 +12,7 @@ from qerl.formats.codecs import quantize
 from qerl.kernels import (
     attention,
     copies,
+    delta,
     drafts,
     geglu,
     logits,
@@ -24,6 +25,7 @@ from qerl.kernels import (
     swiglu,
 )
 from qerl.kernels.decode_state import DecodeState, SamplingState
+from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.groups import BLOCK_SIZES
@@ -48,6 +50,10 @@ GEMMA = Heads(4, 1, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, 
 PHI = Heads(24, 8, 128, 128**-0.5)
 #: The heads of gpt-oss, in its layers with windows.
 GPT_OSS = Heads(64, 8, 64, 0.125, window=128, sinks=zeros(64))
+
+
+#: The heads of Qwen3.5-27B's attention.
+QWEN = Heads(24, 4, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0)
 
 
 def rope_of(rotary):
@@ -105,6 +111,8 @@ def decode_steps():
         (4, PHI, 96, False),
         (4, GPT_OSS, 64, False),
         (64, GPT_OSS, 64, True),
+        (4, QWEN, 64, False),
+        (64, QWEN, 64, False),
     ):
         rows = torch.zeros(count, dtype=torch.int32)
         qkv, cache = row_of(count, heads)
@@ -124,13 +132,29 @@ def decode_steps():
     for replayed in (False, True):
         drafts.spread(guesses, slots, state, drafted, 16, replayed)
     drafts.settle(drafted, state, 16, totals)
+    heads, states = nets()
+    delta.delta_step(*inputs_of(4, heads), heads, next(states.nets()), state, torch.zeros(4, dtype=torch.int32))
+
+
+def nets():
+    """The delta nets of Qwen3.5-27B and states of them."""
+    heads = DeltaHeads(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
+    return heads, DeltaStates.empty(heads, 1, 2, torch.bfloat16, CPU)
+
+
+def inputs_of(count, heads):
+    parts = [heads.channels, heads.parts[2], heads.value, heads.value]
+    return zeros(count, sum(parts)).split(parts, 1)
 
 
 def prompts():
     row = PromptRow.of(torch.from_numpy(pack([[1] * 200], [[1, 2, 3, 4]], PAGE, 200)), 200, 1, None)
-    for heads, rotary in ((HEADS, 128), (GEMMA, 256), (PHI, 96), (GPT_OSS, 64)):
+    for heads, rotary in ((HEADS, 128), (GEMMA, 256), (PHI, 96), (GPT_OSS, 64), (QWEN, 64)):
         qkv, cache = row_of(200, heads)
         prompt_attention.attend_prompts(qkv, cache, row, rope_of(rotary), heads)
+    heads, states = nets()
+    placed = replace(row, slots=torch.zeros(1, dtype=torch.int32))
+    delta.delta_prompts(*inputs_of(200, heads), heads, next(states.nets()), placed)
 
 
 def updates():
