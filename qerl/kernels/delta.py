@@ -1,8 +1,8 @@
 """Gated delta nets of decode steps and prompts in Triton; `qerl.kernels.delta_reference` has the PyTorch version.
 
 Three launches: the convolution with the lengths of queries and keys, the recurrence, and the norm with its gate. A
-program of the recurrence has some columns of one head's state in registers and takes the tokens of a sequence one by
-one: one in a decode step, all of them in a prompt.
+program of the recurrence has some columns of one head's state in registers. It takes the tokens of a sequence one by
+one, which are one in a decode step and all of a prompt.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ CHECK_EVERY = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it, whose memory pool is
-    `memory`; `verify` only where drafts are asked for, and `states` only where there are delta nets.
+    """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it.
+
+    `memory` is the graphs' memory pool. `verify` is there only for drafts, and `states` only for delta nets.
     """
 
     decoder: Decoder
