@@ -23,8 +23,8 @@ def delta_step(
 ) -> Tensor:
     """A delta net's normalised, gated outputs [B, H * V] for one token of each slot in `rows` [B], 0 for idle rows.
 
-    It advances the slots' states in `net`. `mixed` [B, C] are inputs of the convolution, `z` [B, H * V] gates of the
-    outputs, `b` and `a` [B, H] those of the recurrence; all may be columns of one tensor.
+    It advances the slots' states in `net`. Inputs of the convolution are `mixed` [B, C], gates of the outputs `z`
+    [B, H * V], and gates of the recurrence `b` and `a` [B, H]. All may be columns of one tensor.
     """
     live = state.position[rows] != IDLE
     out = mixed.new_zeros(len(rows), heads.parts[2])

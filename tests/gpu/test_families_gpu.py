@@ -87,7 +87,8 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize(
-    ("name", "weights"), [*product(["phi3", "gemma3", "qwen3_moe", "qwen3_5"], ["nvfp4", "mxfp4"]), ("gpt_oss", "mxfp4")]
+    ("name", "weights"),
+    [*product(["phi3", "gemma3", "qwen3_moe", "qwen3_5"], ["nvfp4", "mxfp4"]), ("gpt_oss", "mxfp4")],
 )
 def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
