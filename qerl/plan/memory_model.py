@@ -294,8 +294,8 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
 def _gradient_widths(shape: ModelShape) -> int:
     """Widths of the gradients of a running block's MLP, and of its input.
 
-    A mixture has those of its experts' inner features, of gate and up, each in two layouts, and copies of gate and up;
-    or, before and after, those of its experts' outputs or inputs.
+    A mixture has those of its experts' inner features, and those of gate and up in two layouts, beside copies of both.
+    Before and after these, it has those of its experts' outputs or inputs.
     """
     if shape.mixture is None:
         return 2 * shape.intermediate + shape.hidden
