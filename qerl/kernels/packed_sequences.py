@@ -83,7 +83,7 @@ class _Copies:
     """Places of a row's tokens among the keys of all pieces; index tensors are int64."""
 
     sources: Tensor  # [keys] the token of each key
-    own: Tensor  # [L] the key of each token in its own piece
+    of_piece: Tensor  # [L] the key of each token in its own piece
     shared: Tensor  # [S] the tokens of prompts
     places: Tensor  # [copies, S] the keys of these tokens, in order; the first one where there are fewer copies
     missing: Tensor | None  # [copies, S] bool, where there are fewer copies; None if nowhere
@@ -99,7 +99,7 @@ class _Copies:
                 sources.append(tokens[prompt])
                 copies[prompt].append(keys[piece])
             sources.append(tokens[piece])
-        own = [np.arange(end - length, end) for end, length in zip(keys[1:], lengths, strict=True)]
+        of_piece = [np.arange(end - length, end) for end, length in zip(keys[1:], lengths, strict=True)]
         most = max(map(len, copies.values()))
         places, missing = [], []
         for prompt, firsts in copies.items():
@@ -109,7 +109,7 @@ class _Copies:
         uneven = any(part.any() for part in missing)
         return cls(
             sources=torch.from_numpy(np.concatenate(sources)).to(device),
-            own=torch.from_numpy(np.concatenate(own)).to(device),
+            of_piece=torch.from_numpy(np.concatenate(of_piece)).to(device),
             shared=torch.from_numpy(np.concatenate([tokens[prompt] for prompt in copies])).to(device),
             places=torch.from_numpy(np.hstack(places)).to(device),
             missing=torch.from_numpy(np.hstack(missing)).to(device) if uneven else None,
@@ -128,7 +128,7 @@ class _AllKeys(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         copies: _Copies = ctx.copies
-        of_row = grad.index_select(0, copies.own)
+        of_row = grad.index_select(0, copies.of_piece)
         shared = grad.index_select(0, copies.places.flatten()).unflatten(0, copies.places.shape)
         if copies.missing is not None:
             shared.masked_fill_(copies.missing[..., None, None], 0.0)

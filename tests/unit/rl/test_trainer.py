@@ -13,11 +13,11 @@ from qerl.layers.lora import SharedCasts
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints, ResumeError
+from qerl.rl.optimizer import warmup_cosine
 from qerl.rl.rollouts import Collector, Task, problem_index
 from qerl.rl.thermostat import Thermostat, followed_entropies
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
-from qerl.rl.update import warmup_cosine
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import parse
