@@ -22,37 +22,37 @@ OTHERS = {"odd": (64, 96), "vector": (5000,)}
 SHAPES = {**OF_BLOCKS, **OTHERS}
 
 
-def drawn(step: int) -> dict[str, torch.Tensor]:
+def drawn(step: int, device: str) -> dict[str, torch.Tensor]:
     """Weights (step 0), or the gradients of a step."""
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
 
 
 def sharded(tensors: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
     if count == 1:
         return tensors
-    mesh = init_device_mesh("cpu", (count,))
+    mesh = init_device_mesh(next(iter(tensors.values())).device.type, (count,))
     return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
 
 
-def train(folder: Path, last: int, out: Path | None = None) -> None:
+def train(folder: Path, last: int, out: Path, device: str) -> None:
     """Continue the state of `folder` to a step, in each process, and save state and whole weights."""
     torch.set_num_threads(1)
     processes = Processes()
-    weights = {name: torch.nn.Parameter(w) for name, w in sharded(drawn(0), processes.count).items()}
+    weights = {name: torch.nn.Parameter(w) for name, w in sharded(drawn(0, device), processes.count).items()}
     optimizer = ShardedAdamW8bit(weights.values(), **SETTINGS)
     checkpoints = ShardedCheckpoints(folder, "", processes)
     rows = checkpoints.load(weights, optimizer) or []
     while len(rows) < last:
         rows.append({"step": len(rows) + 1})
-        for name, gradient in sharded(drawn(len(rows)), processes.count).items():
+        for name, gradient in sharded(drawn(len(rows), device), processes.count).items():
             weights[name].grad = gradient
         optimizer.step()
     checkpoints.save(weights, optimizer, rows)
     if processes.count > 1:
         check_bytes(weights, optimizer)
     whole = {n: (w.full_tensor() if isinstance(w, DTensor) else w).detach() for n, w in weights.items()}
-    if out and processes.writes:
+    if processes.writes:
         torch.save(whole, out)
 
 
@@ -65,23 +65,25 @@ def check_bytes(weights: dict[str, torch.nn.Parameter], optimizer: ShardedAdamW8
         assert taken == each * weight.to_local().numel(), name
 
 
-def trained(folder: Path, processes: int, last: int, state: Path | None = None) -> dict[str, torch.Tensor]:
+def trained(
+    folder: Path, processes: int, last: int, state: Path | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """The weights after a step, continued from a copy of another state, if there is one."""
     mine = folder / f"{state.name if state else 'begun'}-{processes}-{last}"
     if state:
         shutil.copytree(state, mine)
-    run_in_processes(processes, train, mine, last, folder / "weights.pt")
+    run_in_processes(processes, train, mine, last, folder / "weights.pt", device)
     return torch.load(folder / "weights.pt")
 
 
-def alone(kind: type[torch.optim.Optimizer], first: int, last: int, start=None, state=None):
+def alone(kind: type[torch.optim.Optimizer], first: int, last: int, start=None, state=None, device: str = "cpu"):
     """Weights and optimizer of the steps between, with a library's optimizer of whole weights."""
-    weights = {name: torch.nn.Parameter(w.clone()) for name, w in (start or drawn(0)).items()}
+    weights = {name: torch.nn.Parameter(w.clone()) for name, w in (start or drawn(0, device)).items()}
     optimizer = kind(weights.values(), **SETTINGS)
     for parameter, values in zip(weights.values(), state or [], strict=False):
         optimizer.state[parameter] = values
     for step in range(first, last + 1):
-        for name, gradient in drawn(step).items():
+        for name, gradient in drawn(step, device).items():
             weights[name].grad = gradient
         optimizer.step()
     return {name: w.detach() for name, w in weights.items()}, optimizer
@@ -107,12 +109,17 @@ def assert_like(found, exact, close) -> None:
         torch.testing.assert_close(found[name], close[name], atol=1e-6, rtol=1e-6, msg=name)
 
 
-@pytest.fixture(scope="module")
-def wanted() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights after three steps: bitsandbytes' in 8 bits, and torch's."""
-    exact, close = (alone(kind, 1, 3)[0] for kind in (bitsandbytes.optim.AdamW8bit, torch.optim.AdamW))
+def after_three_steps(device: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights with unsharded optimizers: bitsandbytes' in 8 bits, and torch's."""
+    kinds = bitsandbytes.optim.AdamW8bit, torch.optim.AdamW
+    exact, close = (alone(kind, 1, 3, device=device)[0] for kind in kinds)
     assert all((exact[name] - close[name]).abs().max() > 1e-4 for name in SHAPES if name != "small")
     return exact, close
+
+
+@pytest.fixture(scope="module")
+def wanted() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return after_three_steps("cpu")
 
 
 @pytest.mark.usefixtures("forking")
