@@ -192,6 +192,8 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     names = [f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)]
     if shape.mixture and capability is not None:
         names.append(f"grouped products of {'dense' if weights == 'bf16' else 'packed'} experts")
+    if shape.nets and weights != "bf16":
+        names.append(f"dense layers of delta nets ({TorchLinear.__name__})")
     return f"{weights}: " + " and ".join(names)
 
 
@@ -205,7 +207,7 @@ def _unpredicted(shape: ModelShape, structure: Structure) -> str | None:
     """What a model is whose memory isn't predicted; None if it is."""
     if structure.experts and shape.mixture is None:
         return "an unknown mixture of experts"
-    return "a model of delta nets" if len({*structure.packed}) > 1 else None
+    return "an unknown model of delta nets" if len({*structure.packed}) > 1 and shape.nets is None else None
 
 
 def unfit_libraries(extra: str = "") -> list[Library]:

@@ -182,10 +182,10 @@ def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
     """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
-    block = _weight_bytes(shape.linears, shape.attention_format(weights)) + _mixture_bytes(shape, weights)
+    projections = _weight_bytes(shape.packable, shape.attention_format(weights)) + _weight_bytes(shape.dense, "bf16")
     embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * HALF
     biases = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased
-    return shape.layers * (block + biases + 2 * shape.hidden * 4) + embeddings
+    return shape.layers * (_mixture_bytes(shape, weights) + biases + 2 * shape.hidden * 4) + projections + embeddings
 
 
 def _mixture_bytes(shape: ModelShape, weights: str) -> int:
@@ -207,23 +207,27 @@ def _weight_bytes(linears: Iterable[tuple[int, int]], weights: str) -> int:
 
 
 def _adapter_numbers(shape: ModelShape, rank: int) -> int:
-    return shape.layers * rank * sum(map(sum, shape.linears))
+    return rank * sum(map(sum, (*shape.packable, *shape.dense)))
 
 
 def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
     numbers = _adapter_numbers(shape, settings.rank)
     if settings.optimizer == "adamw":
         return 2 * 4 * numbers
-    tensors = 2 * len(shape.linears) * shape.layers if settings.rank else 0
+    tensors = 2 * len((*shape.packable, *shape.dense)) if settings.rank else 0
     return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
 
 
 def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
-    """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits."""
-    page = shape.layers * 2 * shape.kv_width * PAGE * HALF
+    """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits.
+
+    Both have the states of delta nets, with two rows that no sequence has (`qerl.kernels.delta_state`).
+    """
+    state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
+    page = shape.attentions * 2 * shape.kv_width * PAGE * HALF
     longest = [[0] * settings.prompt_tokens]
-    alone, wanted = pages_for(longest, settings.max_tokens, settings.prompts * settings.group)
-    return alone * page, wanted * page
+    alone, wanted = pages_for(longest, settings.max_tokens, sequences)
+    return alone * page + 3 * state, wanted * page + (sequences + 2) * state
 
 
 def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
@@ -247,6 +251,9 @@ def _block_bytes(shape: ModelShape, tokens: int) -> int:
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
     if shape.mixture:
         widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
+    if shape.nets:  # its layers' outputs, and in float32 the convolution's and the recurrence's
+        nets = shape.nets
+        widths += 3 * nets.channels + 4 * nets.value_width
     return HALF * tokens * widths
 
 
@@ -270,7 +277,8 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     """
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
-    kept = tokens * (shape.kept_bytes + HALF * len(shape.linears) * settings.rank)
+    layers = max(len(shape.linears), len(shape.linears[4:] + shape.net_linears))
+    kept = tokens * (shape.kept_bytes + HALF * layers * settings.rank)
     of_input = tokens * HALF * shape.hidden
     logits, tile = tokens * shape.vocabulary * HALF, ROWS * COLUMNS * HALF
 

@@ -35,6 +35,61 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class DeltaNets:
+    """The gated delta nets that stand in place of attention in some blocks. Their layers are bfloat16."""
+
+    count: int
+    """Blocks that have one."""
+    key: int
+    """Heads of queries and keys."""
+    value: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> DeltaNets | None:
+        """The delta nets in the content of a config.json; None of a model without them."""
+        count = (config.get("layer_types") or []).count("linear_attention")
+        if not count:
+            return None
+        return cls(
+            count=count,
+            key=config["linear_num_key_heads"],
+            value=config["linear_num_value_heads"],
+            key_dim=config["linear_key_head_dim"],
+            value_dim=config["linear_value_head_dim"],
+            taps=config["linear_conv_kernel_dim"],
+        )
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution."""
+        return 2 * self.key * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Inputs of the output's product."""
+        return self.value * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the engine keeps of a sequence, in all blocks."""
+        each = 4 * self.value * self.key_dim * self.value_dim + HALF * (self.taps - 1) * self.channels
+        return self.count * each
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes per token that a net keeps for its backward pass, without its input.
+
+        They were counted in transformers' rule for chunks of 64 tokens. It keeps float32 copies of queries, keys and
+        values for each value head, matrices of a chunk, and the state before it.
+        """
+        head = 32 * self.key_dim + 30 * self.value_dim + self.key_dim * self.value_dim // 16 + 1314
+        return self.value * head + 8 * self.key * self.key_dim
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Widths and counts of a model, as its config.json states them."""
 
@@ -51,6 +106,8 @@ class ModelShape:
     """Whether q, k and v have biases."""
     mixture: Mixture | None = None
     """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
+    nets: DeltaNets | None = None
+    """The delta nets that stand in place of attention in some blocks; queries of the others then have gates."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -69,14 +126,41 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings")),
             biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
             mixture=mixture,
+            nets=DeltaNets.of(config),
         )
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture."""
+        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture.
+
+        In a hybrid these are those of a block with attention.
+        """
         hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
-        attention = (query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
+        attention = (2 * query if self.nets else query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
         return attention if self.mixture else (*attention, (wide, hidden), (wide, hidden), (hidden, wide))
+
+    @property
+    def net_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers."""
+        if self.nets is None:
+            return ()
+        widths = self.nets.channels, self.nets.value_width, self.nets.value, self.nets.value
+        return (*((width, self.hidden) for width in widths), (self.hidden, self.nets.value_width))
+
+    @property
+    def attentions(self) -> int:
+        """Blocks with attention."""
+        return self.layers - (self.nets.count if self.nets else 0)
+
+    @property
+    def packable(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of the projections of all blocks that a weight format packs, without experts."""
+        return (*self.linears * self.attentions, *self.linears[4:] * (self.layers - self.attentions))
+
+    @property
+    def dense(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of the layers of all delta nets."""
+        return self.net_linears * (self.layers - self.attentions)
 
     @property
     def expert_linears(self) -> tuple[tuple[int, int], ...]:
@@ -93,8 +177,8 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all projections in bfloat16, without those of experts, which are never unpacked."""
-        return HALF * self.layers * sum(rows * columns for rows, columns in self.linears)
+        """Bytes of all packable projections in bfloat16, without those of experts, which are never unpacked."""
+        return HALF * sum(rows * columns for rows, columns in self.packable)
 
     def attention_format(self, weights: str) -> str:
         """The format of q, k, v and o in a base of `weights`."""
@@ -107,12 +191,15 @@ class ModelShape:
         These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
         result and log-sum-exps, gate, up and their product. A mixture keeps gate, up and the outputs of a token's
         experts, with their numbers and weights and the router's probabilities, but not its norm's result. Attention
-        with sinks keeps copies of its inputs and its result with more features, those of keys for all heads.
+        with sinks keeps copies of its inputs and its result with more features, those of keys for all heads. Of a
+        hybrid it is a block with a delta net.
         """
         attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
         if self.mixture and self.mixture.biased:
             attention = 3 * self.hidden + self.query_width + 4 * (self.query_width + self.heads * SINK_FEATURES)
         small = 4 * self.heads + 2 * 4
+        if self.nets:  # most blocks have one, and it keeps more than attention
+            return HALF * (4 * self.hidden + 3 * self.intermediate) + self.nets.kept_bytes + 2 * 4
         if self.mixture is None:
             return HALF * (attention + self.hidden + 3 * self.intermediate) + small
         chosen = self.mixture.chosen

@@ -6,6 +6,7 @@ No run on several GPUs was measured, so the numbers are the formulas of docs/sca
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,12 +112,17 @@ def weight_numbers(shape: ModelShape) -> int:
     """The number of trained weights, without final norm and those of queries and keys, which are few."""
     biases = shape.biased * (shape.query_width + 2 * shape.kv_width)
     outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    return shape.layers * (_block_numbers(shape) + 2 * shape.hidden + biases) + outside
+    experts = shape.projections[len(shape.linears) :] * shape.layers
+    return _numbers((*shape.packable, *shape.dense, *experts)) + shape.layers * (2 * shape.hidden + biases) + outside
 
 
 def _block_numbers(shape: ModelShape) -> int:
-    """The number of weights of a block's projections."""
-    return sum(rows * columns for rows, columns in shape.projections)
+    """The number of weights of a block's projections, of the largest block in a hybrid."""
+    return max(_numbers(shape.projections), _numbers(shape.linears[4:] + shape.net_linears))
+
+
+def _numbers(linears: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in linears)
 
 
 def least_gpus(shape: ModelShape, run: RunSettings, capacity: float) -> int | None:
