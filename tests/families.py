@@ -126,7 +126,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3-MoE",
         "packed experts as grouped products; LoRA on attention",
-        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
     ),
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",

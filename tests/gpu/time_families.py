@@ -81,6 +81,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(48)],
         ),
     ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        _shape(
+            2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=True, rope_parameters={**_DEFAULT_ROPE, "rope_theta": 1e6},
+        ),
+    ),
     # The published files have MXFP4 experts, which `--weights mxfp4` gives, and the rest in bfloat16.
     "gpt-oss-20b": (
         "gpt_oss",

@@ -23,20 +23,6 @@ from tests.families import FAMILIES
 from tests.gpu.time_families import MODELS
 from tests.tiny import tiny_family, tiny_gpt_oss
 
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
 
 
@@ -113,7 +99,8 @@ def test_the_memory_model_has_what_a_mixture_keeps_for_its_backward_pass(chosen)
 
 
 def test_a_step_of_qwen3_30b_a3b_fits_into_40_gb():
-    shape = ModelShape.of(QWEN3_30B_A3B)
+    family, values = MODELS["qwen3-30b-a3b"]
+    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
     assert shape.layers * sum(a * b for a, b in shape.projections) == pytest.approx(29.9e9, rel=0.01)
     asked = StepSettings("nvfp4", 16, 16, 8, 128, 1024, recompute="auto")
     assert step_memory(shape, asked, 40e9).verdict == "fits"

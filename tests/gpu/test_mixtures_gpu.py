@@ -1,0 +1,97 @@
+"""Kernels of mixtures on a GPU in bfloat16 against float64, at the widths of Qwen3-30B-A3B with fewer experts."""
+
+import pytest
+import torch
+from torch import nn
+
+from qerl.formats.codecs import dequantize, quantize
+from qerl.kernels import mixture_reference
+from qerl.kernels.graphs import captured
+from qerl.kernels.groups import BLOCK_SIZES, block_size
+from qerl.kernels.operations import mixture_operations
+from qerl.layers.grouped_linear import PortableGroupedLinear, grouped, grouped_product, weighted_sum
+from qerl.layers.packed_linear import PackedLinear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+EXPERTS, CHOSEN, HIDDEN, WIDE = 16, 4, 2048, 768
+#: Tokens of every size of block; 1,000 have more pairs than one launch groups.
+TOKENS = (1, 8, 13, 100, 1000, 2000)
+
+
+def layer(weights, rows, columns):
+    """A layer, and its weight in float64."""
+    dense = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) * columns**-0.5
+    if weights == "bf16":
+        made = nn.Linear(columns, rows, bias=False, device="meta")
+        made.weight = nn.Parameter(dense, requires_grad=False)
+        return made, dense.double()
+    packed = quantize(dense, weights)
+    return PackedLinear.from_packed(packed), dequantize(packed, torch.float32).double()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4"])
+def test_products_and_gradients_are_near_those_of_float64(weights):
+    torch.manual_seed(0)
+    pairs = [[layer(weights, WIDE, HIDDEN) for _ in range(2)] for _ in range(EXPERTS)]
+    linear = grouped([[one for one, _ in two] for two in pairs], torch.bfloat16)
+    assert type(linear) is PortableGroupedLinear
+    exact = torch.stack([torch.cat([weight for _, weight in two]) for two in pairs])
+    for tokens in TOKENS:
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        scores = torch.randn(tokens, EXPERTS, device=DEVICE)
+        numbers, _ = mixture_operations(DEVICE).route(scores, CHOSEN, True)
+        groups = mixture_operations(DEVICE).group(numbers, EXPERTS)
+        out = grouped_product(x, groups, linear)
+        rows = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
+        [grad] = torch.autograd.grad(out, x, rows)
+        of_pairs, of_x = torch.zeros(out.shape, device=DEVICE).double(), torch.zeros(x.shape, device=DEVICE).double()
+        for number in range(EXPERTS):
+            token, place = torch.where(numbers == number)
+            pair = token * CHOSEN + place
+            of_pairs[pair] = x.detach()[token].double() @ exact[number].T
+            of_x.index_add_(0, token, rows[pair].double() @ exact[number])
+        silu = torch.empty(len(out), WIDE, device=DEVICE, dtype=torch.bfloat16)
+        linear(x.detach(), groups, silu, silu=True)
+        gate, up = of_pairs.chunk(2, 1)
+        for result, expected in ((out, of_pairs), (grad, of_x), (silu, nn.functional.silu(gate) * up)):
+            assert (result.double() - expected).norm() < 0.006 * expected.norm(), (tokens, weights)
+
+
+def test_routes_groups_and_sums_are_those_of_pytorch():
+    torch.manual_seed(1)
+    operations = mixture_operations(DEVICE)
+    for tokens in TOKENS:
+        scores = torch.randn(tokens, 128, device=DEVICE)
+        numbers, weights = operations.route(scores, 8, True)
+        expected = mixture_reference.route(scores, 8, True)
+        assert torch.equal(numbers, expected[0])
+        torch.testing.assert_close(weights, expected[1], rtol=1e-5, atol=0)
+        groups, exact = operations.group(numbers, 128), mixture_reference.group(numbers, 128)
+        assert torch.equal(groups.experts, exact.experts)
+        assert torch.equal(groups.pairs[exact.experts >= 0], exact.pairs[exact.experts >= 0])
+        y = torch.randn(tokens * 8, HIDDEN, device=DEVICE)
+        torch.testing.assert_close(weighted_sum(y, weights), (y.view(tokens, 8, -1) * weights[..., None]).sum(1))
+    assert {block_size(tokens) for tokens in TOKENS} == {*BLOCK_SIZES}
+
+
+def test_a_captured_graph_follows_another_choice_of_experts():
+    torch.manual_seed(2)
+    operations, rows = mixture_operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
+    linear = grouped(rows, torch.bfloat16)
+    x, scores = torch.randn(300, HIDDEN, device=DEVICE).bfloat16(), torch.randn(300, EXPERTS, device=DEVICE)
+    out = torch.empty(300 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
+
+    def compute() -> None:
+        numbers, _ = operations.route(scores, 8, True)
+        linear(x, operations.group(numbers, EXPERTS), out)
+
+    with torch.no_grad():
+        replay = captured(compute)
+        for choice in (torch.randn(300, EXPERTS, device=DEVICE), torch.arange(EXPERTS, device=DEVICE).expand(300, -1)):
+            scores.copy_(choice)
+            replay()
+            replayed = out.clone()
+            compute()
+            assert torch.equal(out, replayed)
