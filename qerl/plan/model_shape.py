@@ -203,5 +203,5 @@ class ModelShape:
         if self.mixture is None:
             return HALF * (attention + self.hidden + 3 * self.intermediate) + small
         chosen = self.mixture.chosen
-        small += 4 * self.mixture.experts + (8 + 4) * chosen
+        small += 4 * self.mixture.experts + (8 + 4 + 4) * chosen + 4
         return HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small

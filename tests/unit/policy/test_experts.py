@@ -95,7 +95,7 @@ def test_the_memory_model_has_what_a_mixture_keeps_for_its_backward_pass(chosen)
         _ = mlp(x)
     shape = ModelShape.of(config.to_dict())
     alone = replace(shape, mixture=None, intermediate=0).kept_bytes - 2 * 64  # attention's, without its norm's result
-    assert saved.bytes / 50 == 2 * (shape.kept_bytes - alone) - (4 * 4 + 12 * chosen) + 4 * chosen * 64
+    assert saved.bytes / 50 == 2 * (shape.kept_bytes - alone) - (4 * 4 + 16 * chosen + 4) + 4 * chosen * 64
 
 
 def test_a_step_of_qwen3_30b_a3b_fits_into_40_gb():
