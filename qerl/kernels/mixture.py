@@ -13,6 +13,8 @@ from qerl.kernels.launch import begin, dependent
 
 #: Pairs up to which one launch groups them: each of its programs reads all. More are sorted.
 MOST_PAIRS = 2048
+#: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
+_LEAST_PAIRS = 128
 _BLOCK = 1024
 
 
@@ -91,7 +93,7 @@ def group(numbers: Tensor, experts: int) -> Groups:
     owners = torch.empty(blocks, dtype=torch.int32, device=device)
     _group[(experts + 1,)](
         numbers, pairs, owners, count, experts, blocks,
-        PAIRS=triton.next_power_of_2(count), EXPERTS=triton.next_power_of_2(experts + 1),
+        PAIRS=max(triton.next_power_of_2(count), _LEAST_PAIRS), EXPERTS=triton.next_power_of_2(experts + 1),
         BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4, **dependent(device),
     )  # fmt: skip
     return Groups(pairs, owners, count, chosen)
