@@ -73,7 +73,7 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
         window = {} if name in ("mistral", "qwen3_moe", "qwen3_5") else {"sliding_window": 24}
         tiny_family(tmp_path / "model", name, dtype=torch.bfloat16, **shape_of(name), **window)
     policy = load_policy(tmp_path / "model", None, dtype, DEVICE)
-    sampler = make_sampler(policy, EngineSettings())
+    sampler = make_sampler(policy, EngineSettings(), max_sequences=4)  # of nine, so that slots are used again
     assert isinstance(sampler, EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
     exact, stock = (
