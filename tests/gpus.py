@@ -29,8 +29,9 @@ _HEAD = [
     "NF4 in rollouts",
     "attention, norms, sampling",
     "sampler",
+    "`kv_cache_dtype: fp8`",
 ]
-_REFUSED = ("not supported; a sentence at the start says what works instead", "", "", "")
+_REFUSED = ("not supported; a sentence at the start says what works instead", "", "", "", "")
 
 
 def cells(capability: tuple[int, int] | None) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def cells(capability: tuple[int, int] | None) -> tuple[str, ...]:
         return _REFUSED
     products = {weights: re.sub(r".*?: | \(\w+\)", "", answer.products) for weights, answer in answers.items()}
     packed = " / ".join(dict.fromkeys((products["nvfp4"], products["mxfp4"])))
-    return packed, products["nf4"], one.attention.partition(",")[0], one.sampler
+    return packed, products["nf4"], one.attention.partition(",")[0], one.sampler, "yes" if one.fp8_cache else "no"
 
 
 def other_makers() -> list[str]:

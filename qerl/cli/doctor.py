@@ -11,7 +11,7 @@ from rich.text import Text
 from qerl.cli.console import console, print_table
 from qerl.host.screen import quiet
 from qerl.settings.models import WeightFormat
-from qerl.settings.rollout import NativeSettings, RolloutSettings, SamplingSettings
+from qerl.settings.rollout import KvCacheDtype, NativeSettings, RolloutSettings, SamplingSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings
 
@@ -46,6 +46,9 @@ def doctor(
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0, help="`rollout.native.kv_cache_gib` of the run.")
     ] = NativeSettings.model_fields["kv_cache_gib"].default,
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, typer.Option(help="`rollout.native.kv_cache_dtype` of the run.")
+    ] = NativeSettings.model_fields["kv_cache_dtype"].default,
     sleep: Annotated[bool, typer.Option("--sleep", help="`rollout.native.sleep` of the run.")] = False,
     memory_gb: Annotated[
         float | None,
@@ -69,6 +72,7 @@ def doctor(
             recompute="auto" if recompute == "auto" else recompute == "true",
             micro_batch_tokens=micro_batch_tokens,
             kv_cache_gib=kv_cache_gib,
+            kv_cache_dtype=kv_cache_dtype,
             sleep=sleep,
         )
         diagnosis = state.diagnose(asked, settings, memory_gb)

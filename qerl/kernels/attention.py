@@ -25,8 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.geometry import Heads, splits_of
+from qerl.kernels.geometry import PAGE, Heads, splits_of
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
+from qerl.kernels.token_heads import angles, in_fp8, power_scale, rotated, sink_weight
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
 _LEAST_PROGRAMS = 0.5
@@ -37,6 +39,13 @@ _OTHER_BYTES = 12 * 1024
 #: A split has one page in shared memory: most splits have one page, and the next product needs the rest of the memory
 #: for the weights that it copies.
 _SPLIT_PAGES = 1
+
+
+class _Cache(NamedTuple):
+    """The tensors of a `KVCache`; `scales` aren't read without FP8."""
+
+    data: Tensor
+    scales: Tensor
 
 
 class _Sequences(NamedTuple):
@@ -90,6 +99,7 @@ class _Shape:
     sinks: bool
     rotary: int  # elements of a head that rotate
     window: int  # tokens that a token sees, or 0 for all so far
+    rounded: bool  # keys and values are in FP8
     appends: bool  # each program its own new token, while others attend
     early: bool  # a split loads its first page while qkv is computed
 
@@ -100,59 +110,6 @@ def _split_tokens(position, PAGE: tl.constexpr):
     pages = position // PAGE + 1
     size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
     return size * PAGE
-
-
-@triton.jit
-def in_halves(place, half, DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """The places of both halves' elements in a head of which the first ROTARY rotate; `place` is that of `half`."""
-    if ROTARY == DIM:
-        return place, place + DIM // 2
-    turns = half < ROTARY // 2
-    return place + tl.where(turns, 0, ROTARY // 2), place + tl.where(turns, ROTARY // 2, DIM // 2)
-
-
-@triton.jit
-def _normed(
-    first, second, weight, half, inside, eps,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm of heads in two halves [N, D / 2]. Without an offset it rounds before the weight is applied, as Qwen3."""
-    square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    scale = tl.rsqrt(square / DIM + eps)[:, None]
-    p1, p2 = in_halves(weight + half, half, DIM, ROTARY)
-    w1 = tl.load(p1, inside, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(p2, inside, other=0.0).to(tl.float32)[None, :]
-    if OFFSET != 0:
-        first = (first * scale * (w1 + OFFSET)).to(dtype).to(tl.float32)
-        second = (second * scale * (w2 + OFFSET)).to(dtype).to(tl.float32)
-    else:
-        first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def rotated(
-    place, mask, half, c, s, weight, eps,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Heads at `place` [N, D / 2], which is `half` behind their first elements, normalised and rotated, in halves."""
-    p1, p2 = in_halves(place, half[None, :], DIM, ROTARY)
-    first = tl.load(p1, mask, other=0.0).to(tl.float32)
-    second = tl.load(p2, mask, other=0.0).to(tl.float32)
-    if NORM:
-        first, second = _normed(first, second, weight, half, half < DIM // 2, eps, DIM, ROTARY, OFFSET, dtype)
-    return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
-
-
-@triton.jit
-def angles(cos, sin, position, half, DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Cosines and sines of a position [1, D / 2]; 1 and 0 for elements that don't rotate."""
-    turns = half < ROTARY // 2
-    still: tl.constexpr = 0.0 if ROTARY == DIM else 1.0
-    angle = position * (ROTARY // 2) + half
-    c = tl.load(cos + angle, turns, other=still).to(tl.float32)[None, :]
-    return c, tl.load(sin + angle, turns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -176,7 +133,7 @@ def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
     """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most one page."""
     half, whole, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
     page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
-    place = cache + (page * 2 * shape.kv + head) * shape.page * shape.dim
+    place = cache.data + (page * 2 * shape.kv + head) * shape.page * shape.dim
     exists = first + token < end
     keys = place + token[None, :] * shape.dim + half[:, None]
     mask = (half < shape.dim // 2)[:, None] & exists[None, :]
@@ -187,36 +144,71 @@ def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale):
+def _load_scales(cache, pages, head, first, end, shape: tl.constexpr):
+    """The scales [PAGE] of the keys and of the values that `_load_page` loads; 1 if they aren't in FP8."""
+    if not shape.rounded:
+        return 1.0, 1.0
+    token = tl.arange(0, shape.page)
+    page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
+    place = cache.scales + (page * 2 * shape.kv + head) * shape.page + token
+    exists = first + token < end
+    return tl.load(place, exists, other=0.0), tl.load(place + shape.kv * shape.page, exists, other=0.0)
+
+
+@triton.jit
+def _attend_to_page(
+    q1, q2, k1, k2, v, k_scale, v_scale, exists, highest, total, summed, scale, shape: tl.constexpr
+):  # fmt: skip
     """Continue softmax(q k) v over the existing tokens of a page; scores are in units of log2."""
+    if shape.rounded:
+        k1, k2, v = k1.to(q1.dtype), k2.to(q1.dtype), v.to(q1.dtype)
     scores = tl.dot(q1, k1, input_precision="ieee") + tl.dot(q2, k2, input_precision="ieee")
+    if shape.rounded:
+        scores *= k_scale[None, :]
     scores = tl.where(exists[None, :], scores * scale, float("-inf"))
     rising = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - rising[:, None])
     fade = tl.exp2(highest - rising)
     total = total * fade + tl.sum(weights, axis=1)
+    if shape.rounded:
+        weights *= v_scale[None, :]
     summed = summed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return rising, total, summed
 
 
 @triton.jit
 def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr, STORES: tl.constexpr):
-    """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D]."""
+    """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D], as
+    the cache has them.
+    """
     half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
     in_half = (half < shape.dim // 2)[None, :]
     key = token + (shape.query + head) * shape.dim + half[None, :]
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = token.dtype.element_ty
     k1, k2 = rotated(
         key, in_half, half, c, s, norms.key, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
     )  # fmt: skip
     value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
+    kept: tl.constexpr = cache.data.dtype.element_ty
+    s1, s2, stored = k1, k2, value
+    if shape.rounded:
+        peak = tl.maximum(tl.max(tl.abs(k1.to(tl.float32)), axis=1), tl.max(tl.abs(k2.to(tl.float32)), axis=1))
+        k_scale, k_inverse = power_scale(peak)
+        v_scale, v_inverse = power_scale(tl.max(tl.abs(value.to(tl.float32)), axis=0))
+        s1, k1 = in_fp8(k1, k_scale[:, None], k_inverse[:, None], kept)
+        s2, k2 = in_fp8(k2, k_scale[:, None], k_inverse[:, None], kept)
+        stored, value = in_fp8(value, v_scale, v_inverse, kept)
     if STORES:
         page = tl.load(pages + position // shape.page).to(tl.int64)
-        place = cache + ((page * 2 * shape.kv + head) * shape.page + position % shape.page) * shape.dim
-        tl.store(place + half[None, :], k1, in_half)
-        tl.store(place + shape.dim // 2 + half[None, :], k2, in_half)
-        tl.store(place + shape.kv * shape.page * shape.dim + whole, value, whole < shape.dim)
+        number = (page * 2 * shape.kv + head) * shape.page + position % shape.page
+        place = cache.data + number * shape.dim
+        tl.store(place + half[None, :], s1, in_half)
+        tl.store(place + shape.dim // 2 + half[None, :], s2, in_half)
+        tl.store(place + shape.kv * shape.page * shape.dim + whole, stored, whole < shape.dim)
+        if shape.rounded:
+            tl.store(cache.scales + number + tl.arange(0, 1), k_scale)
+            tl.store(cache.scales + number + shape.kv * shape.page, v_scale)
     return k1, k2, value
 
 
@@ -232,15 +224,6 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
         token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
         pages = sequences.pages + slot * sequences.pages_stride
         _append(token, cache, pages, head, position, c, s, norms, shape, True)
-
-
-@triton.jit
-def sink_weight(sinks, head, mask, highest):
-    """The weight exp(sink) of heads beside others of their scores, of which `highest` has weight 1, in units of log2.
-
-    It adds to the sum of weights alone. It may be infinite, which leaves nothing for the tokens.
-    """
-    return tl.exp2(tl.load(sinks + head, mask, other=0.0).to(tl.float32) * 1.4426950408889634 - highest)
 
 
 @triton.jit
@@ -269,6 +252,7 @@ def _attend(
     pages = sequences.pages + slot * sequences.pages_stride
     if shape.early:
         k1, k2, v = _load_page(cache, pages, head, start, end, shape)
+        k_first, v_first = _load_scales(cache, pages, head, start, end, shape)
     in_half = half < shape.dim // 2
     c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
@@ -276,7 +260,7 @@ def _attend(
     token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
     query = token + (head * shape.group + member)[:, None] * shape.dim + half[None, :]
     q_mask = (member < shape.group)[:, None] & in_half[None, :]
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = qkv.dtype.element_ty
     q1, q2 = rotated(
         query, q_mask, half, c, s, norms.query, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
@@ -294,14 +278,19 @@ def _attend(
     token_in_page = tl.arange(0, shape.page)
     if shape.early:
         exists = _seen(start + token_in_page, end, low, shape)
-        highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
+        highest, total, summed = _attend_to_page(
+            q1, q2, k1, k2, v, k_first, v_first, exists, highest, total, summed, scale, shape
+        )
         start += shape.page
     # Most splits have one page, so they skip the start of the copy pipeline.
     if start < end:
         for first in tl.range(start, end, shape.page, num_stages=shape.stages):
             k1, k2, v = _load_page(cache, pages, head, first, end, shape)
+            k_scale, v_scale = _load_scales(cache, pages, head, first, end, shape)
             exists = _seen(first + token_in_page, end, low, shape)
-            highest, total, summed = _attend_to_page(q1, q2, k1, k2, v, exists, highest, total, summed, scale)
+            highest, total, summed = _attend_to_page(
+                q1, q2, k1, k2, v, k_scale, v_scale, exists, highest, total, summed, scale, shape
+            )
 
     if shape.splits == 1:
         if shape.sinks:
@@ -349,17 +338,16 @@ def _combine(rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.con
     tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
 
 
-def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int, splits: int, drafted: bool) -> _Shape:
+def _shape(heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int, splits: int, drafted: bool) -> _Shape:
     """The kernel's sizes; `splits` becomes 1 if there are enough sequences."""
-    page = cache.shape[-2]
     if heads.window is not None:
-        splits = min(splits, splits_of((heads.window - 2) // page + 2))  # of the most pages in which a window lies
-    gpu: Any = torch.cuda.get_device_properties(cache.device)
+        splits = min(splits, splits_of((heads.window - 2) // PAGE + 2))  # of the most pages in which a window lies
+    gpu: Any = torch.cuda.get_device_properties(cache.data.device)
     if batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count:
         splits = 1
     dim_block, group = triton.next_power_of_2(heads.dim), heads.query // heads.kv
     room = min(_PAGES_BYTES, gpu.shared_memory_per_block_optin - _OTHER_BYTES)
-    fitting = room // (2 * page * dim_block * cache.element_size())
+    fitting = room // (2 * PAGE * dim_block * cache.data.element_size())
     # Triton's pipeline has two stages for a page: its number and the page itself.
     stages = 2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1
     return _Shape(
@@ -370,7 +358,7 @@ def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int,
         dim=heads.dim,
         dim_block=max(16, dim_block),
         half_block=max(16, dim_block // 2),
-        page=page,
+        page=PAGE,
         splits=splits,
         stages=stages,
         normed=heads.q_norm is not None,
@@ -378,6 +366,7 @@ def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int,
         sinks=heads.sinks is not None,
         rotary=2 * rope[0].shape[1],
         window=heads.window or 0,
+        rounded=cache.scales is not None,
         appends=not drafted,
         early=splits > 1 and not drafted,
     )
@@ -385,7 +374,7 @@ def _shape(heads: Heads, cache: Tensor, rope: tuple[Tensor, Tensor], batch: int,
 
 def attend(
     qkv: Tensor,
-    cache: Tensor,
+    cache: KVCache,
     state: DecodeState,
     rows: Tensor,
     rope: tuple[Tensor, Tensor],
@@ -403,11 +392,12 @@ def attend(
     # Placeholders, which aren't read without norms and sinks.
     q_norm, k_norm, sinks = (qkv if one is None else one for one in (heads.q_norm, heads.k_norm, heads.sinks))
     scale = heads.scale * 1.4426950408889634  # scores are in units of log2
+    parts = _Cache(cache.data, cache.data if cache.scales is None else cache.scales)
     tables, norms, pdl = _Rope(*rope), _HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
     if drafted:
-        _append_all[(batch, heads.kv)](qkv, cache, sequences, tables, norms, shape=shape, num_warps=4, **pdl)
+        _append_all[(batch, heads.kv)](qkv, parts, sequences, tables, norms, shape=shape, num_warps=4, **pdl)
     _attend[(batch, heads.kv, shape.splits)](
-        qkv, cache, out, sequences, tables, norms, sinks, sums, scale, shape=shape, num_warps=4, **pdl,
+        qkv, parts, out, sequences, tables, norms, sinks, sums, scale, shape=shape, num_warps=4, **pdl,
     )  # fmt: skip
     if shape.splits > 1:
         _combine[(batch, heads.query)](rows, state.position, sinks, sums, out, shape=shape, num_warps=1, **pdl)

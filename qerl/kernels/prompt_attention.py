@@ -1,8 +1,9 @@
 """Attention of prompts in Triton; `qerl.kernels.reference` has the PyTorch version.
 
-The first launch normalises and rotates queries and keys in place, and copies keys and values into their pages. The
-second computes attention: a program has some queries of one head of one prompt, and iterates over the keys up to them.
-With a window it begins at the first key that one of them sees.
+The first launch normalises and rotates queries and keys in place, and copies keys and values into their pages. Where
+these are in FP8, it rounds keys and values in place, too, so that attention reads what decode steps read. The second
+computes attention: a program has some queries of one head of one prompt, and iterates over the keys up to them. With a
+window it begins at the first key that one of them sees.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.attention import angles, in_halves, rotated, sink_weight
-from qerl.kernels.geometry import Heads
+from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
+from qerl.kernels.token_heads import angles, in_fp8, in_halves, power_scale, rotated, sink_weight
 
 #: Keys that a program reads at a time, and stages of its pipeline; the first pair that fits shared memory is used.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
@@ -29,11 +31,25 @@ _OUTSIDE = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _store_rounded(first, second, p1, p2, page, scales, mask, exists, DIM: tl.constexpr):
+    """Store keys or values [N, D / 2] in two halves in FP8, and what is read from there in their own places."""
+    peak = tl.maximum(tl.max(tl.abs(first.to(tl.float32)), axis=1), tl.max(tl.abs(second.to(tl.float32)), axis=1))
+    scale, inverse = power_scale(peak)
+    for_page, first = in_fp8(first, scale[:, None], inverse[:, None], page.dtype.element_ty)
+    tl.store(page, for_page, mask)
+    tl.store(p1, first, mask)
+    for_page, second = in_fp8(second, scale[:, None], inverse[:, None], page.dtype.element_ty)
+    tl.store(page + DIM // 2, for_page, mask)
+    tl.store(p2, second, mask)
+    tl.store(scales, scale, exists)
+
+
+@triton.jit
 def _rotate_and_store(
-    qkv, cache, positions, places, cos, sin, q_norm, k_norm, eps,
+    qkv, cache, scales, positions, places, cos, sin, q_norm, k_norm, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)
@@ -59,14 +75,24 @@ def _rotate_and_store(
     target = keys + head[:, None] * DIM + half[None, :]
     first, second = rotated(target, mask, half, c, s, k_norm, eps, DIM, ROTARY, NORM, OFFSET, dtype)
     p1, p2 = in_halves(target, half[None, :], DIM, ROTARY)
-    tl.store(p1, first, mask)
-    tl.store(p2, second, mask)
-    page = cache + ((place // PAGE * 2 * KV + head[:, None]) * PAGE + place % PAGE) * DIM + half[None, :]
-    tl.store(page, first, mask)
-    tl.store(page + DIM // 2, second, mask)
+    number = (place // PAGE * 2 * KV + head) * PAGE + place % PAGE
+    page = cache + number[:, None] * DIM + half[None, :]
+    if ROUNDED:
+        _store_rounded(first, second, p1, p2, page, scales + number, mask, head < KV, DIM)
+    else:
+        tl.store(p1, first, mask)
+        tl.store(p2, second, mask)
+        tl.store(page, first, mask)
+        tl.store(page + DIM // 2, second, mask)
+    target += KV * DIM
     page += KV * PAGE * DIM
-    tl.store(page, tl.load(target + KV * DIM, mask, other=0.0), mask)
-    tl.store(page + DIM // 2, tl.load(target + KV * DIM + DIM // 2, mask, other=0.0), mask)
+    first, second = tl.load(target, mask, other=0.0), tl.load(target + DIM // 2, mask, other=0.0)
+    if ROUNDED:
+        behind = scales + number + KV * PAGE
+        _store_rounded(first, second, target, target + DIM // 2, page, behind, mask, head < KV, DIM)
+    else:
+        tl.store(page, first, mask)
+        tl.store(page + DIM // 2, second, mask)
 
 
 @triton.jit
@@ -164,16 +190,16 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     return out
 
 
-def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
     """See `reference.attend_prompts`."""
     blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
     _rotate_and_store[(len(qkv),)](
-        qkv, cache, row.positions, row.places, *rope,
-        # Placeholders, which aren't read without norms.
+        # Placeholders, which aren't read without scales and norms.
+        qkv, cache.data, cache.data if cache.scales is None else cache.scales, row.positions, row.places, *rope,
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
         QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
-        PAGE=cache.shape[-2], ROTARY=2 * rope[0].shape[1], NORM=heads.q_norm is not None, OFFSET=heads.norm_offset,
-        num_warps=4, **dependent(qkv.device),
+        PAGE=PAGE, ROTARY=2 * rope[0].shape[1], NORM=heads.q_norm is not None, OFFSET=heads.norm_offset,
+        ROUNDED=cache.scales is not None, num_warps=4, **dependent(qkv.device),
     )  # fmt: skip
     if qkv.element_size() == 2:
         return _attend_to_prompts(qkv, row.blocks, heads)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.geometry import CHUNK, Heads
+from qerl.kernels.geometry import CHUNK, PAGE, Heads
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import attend_masked, attend_packed
 from qerl.kernels.prompts import PromptRow
 
@@ -50,7 +51,7 @@ def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 def attend(
     qkv: Tensor,
-    cache: Tensor,
+    cache: KVCache,
     state: DecodeState,
     rows: Tensor,
     rope: tuple[Tensor, Tensor],
@@ -60,8 +61,8 @@ def attend(
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
-    Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` is
-    [pages, 2, Hkv, PAGE, D]. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
+    Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` that of
+    the block. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
     the others don't rotate. `splits` bounds the kernel's grid, and
     `drafted` says that slots may share pages that they write to, so that a row attends to tokens of other rows. Both
     have no effect here, where all tokens are appended first.
@@ -76,14 +77,12 @@ def attend(
         angles = rope[0][position][:, None], rope[1][position][:, None]
         query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
         key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
-        page_size = cache.shape[-2]
-        page, place = state.pages[rows, position // page_size].long(), position % page_size
-        cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
+        cache.put(state.pages[rows, position // PAGE].long(), position % PAGE, key, parts[2])
         out[live] = _over_pages(query, cache, state.pages[rows], position, heads)
     return out
 
 
-def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
     """Write keys and values of prompts to the cache and attend within each prompt; returns [n, Hq * D].
 
     qkv is [n, (Hq + 2 Hkv) * D] and may be overwritten; cache and rope are as in `attend`.
@@ -92,17 +91,16 @@ def attend_prompts(qkv: Tensor, cache: Tensor, row: PromptRow, rope: tuple[Tenso
     angles = rope[0][row.positions][:, None], rope[1][row.positions][:, None]
     query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
     key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
-    page, place = row.places // cache.shape[-2], row.places % cache.shape[-2]
-    cache[page, 0, :, place], cache[page, 1, :, place] = key, parts[2]
+    key, value = cache.put(row.places // PAGE, row.places % PAGE, key, parts[2])
     assert row.packing is not None
-    return attend_packed(query, key, parts[2], row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    return attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
 
 
-def _over_pages(query: Tensor, cache: Tensor, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
+def _over_pages(query: Tensor, cache: KVCache, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:
     """Attention [B, Hq * D] of query [B, Hq, D] over the first position + 1 [B] tokens of `pages` [B, P]."""
-    used = int(position.max()) // cache.shape[-2] + 1
+    used = int(position.max()) // PAGE + 1
     # [B, P, 2, Hkv, PAGE, D] to keys and values [B, Hkv, P * PAGE, D]
-    cached = cache[pages[:, :used].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    cached = cache.pages_of(pages[:, :used].long(), query.dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     token = torch.arange(cached.shape[3], device=query.device)
     mask = token <= position[:, None]
     if heads.window is not None:

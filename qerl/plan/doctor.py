@@ -37,7 +37,7 @@ from qerl.random_models.checkpoint import model_config
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import native_class
-from qerl.rollout.served import refused_by_engine, refused_by_vllm
+from qerl.rollout.served import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.run import RunSettings
 
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
@@ -61,6 +61,8 @@ class Serving:
     attention: str
     sampler: str
     dtype: str
+    fp8_cache: bool
+    """Whether `rollout.native.kv_cache_dtype` may be fp8."""
     unsupported: str | None
 
 
@@ -172,6 +174,7 @@ def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
         attention=f"{operations}, in {'rollouts and updates' if by_engine else 'updates; PyTorch in rollouts'}",
         sampler=_SAMPLERS[sampler],
         dtype=dtype,
+        fp8_cache=gpu is not None and issubclass(sampler, EngineSampler) and refused_fp8_cache(capability) is None,
         unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
     )
 
@@ -260,6 +263,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
         notes.append(refusal)
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
+    if settings and settings.kv_cache_dtype == "fp8":
+        problems += [f"{gpu.name}: {refusal}" for gpu in gpus if (refusal := refused_fp8_cache(gpu.capability))]
     memory = None
     if model and (kind := _unpredicted(model.shape, structure_of(model.config))):
         notes.append(f"the memory of {kind} isn't predicted")

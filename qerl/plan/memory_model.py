@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from qerl.formats.codecs import tensor_specs
 from qerl.formats.words import BLOCK_COLUMNS
-from qerl.kernels.geometry import PAGE
+from qerl.kernels.kv_cache import FP8, page_bytes
 from qerl.layers.linear_logprobs import COLUMNS, ROWS
 from qerl.plan.model_shape import HALF, ModelShape
 from qerl.rl.activation_checkpointing import USABLE, recomputed_blocks
@@ -23,7 +25,7 @@ from qerl.rollout.engine.engine import FREE_SHARE, PREFILL_TOKENS
 from qerl.rollout.engine.prefill import BUCKETS
 from qerl.rollout.engine.scheduler import pages_for
 from qerl.rollout.sampler import Completion
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.rollout import KvCacheDtype, NativeSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import OptimizerSettings
 
@@ -51,6 +53,7 @@ class StepSettings:
     recompute: bool | Literal["auto"]
     micro_batch_tokens: int = RunSettings.model_fields["micro_batch_tokens"].default
     kv_cache_gib: float | None = NativeSettings.model_fields["kv_cache_gib"].default
+    kv_cache_dtype: KvCacheDtype = NativeSettings.model_fields["kv_cache_dtype"].default
     sleep: bool = NativeSettings.model_fields["sleep"].default
     optimizer: str = OptimizerSettings.model_fields["name"].default
 
@@ -224,7 +227,8 @@ def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     Both have the states of delta nets, with two rows that no sequence has (`qerl.kernels.delta_state`).
     """
     state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
-    page = shape.attentions * 2 * shape.kv_width * PAGE * HALF
+    dim, dtype = shape.query_width // shape.heads, FP8 if settings.kv_cache_dtype == "fp8" else torch.bfloat16
+    page = shape.attentions * page_bytes(shape.kv_width // dim, dim, dtype)
     longest = [[0] * settings.prompt_tokens]
     alone, wanted = pages_for(longest, settings.max_tokens, sequences)
     return alone * page + 3 * state, wanted * page + (sequences + 2) * state

@@ -85,6 +85,7 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
         max_tokens=run.rollout.sampling.max_tokens,
         recompute=run.gradient_checkpointing,
         micro_batch_tokens=run.micro_batch_tokens,
+        kv_cache_dtype=run.rollout.native.kv_cache_dtype,
     )
     numbers = weight_numbers(shape)
     block = _block_numbers(shape)
@@ -92,7 +93,7 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
     shards = int((WEIGHT + MOMENTS[run.optimizer.name]) * numbers / gpus)
     whole = wide * weight_bytes(shape, "bf16")
     free = max(capacity - CONTEXT - shards - whole, 0)
-    wanted = wide * cache_bytes(shape, settings)[1]
+    wanted = (wide if settings.kv_cache_dtype == "auto" else 1) * cache_bytes(shape, settings)[1]
     cache = min(wanted, int(FREE_SHARE * free))
     half = 2 * wide
     return ShardedMemory(

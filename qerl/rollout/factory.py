@@ -27,7 +27,8 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that
     these decode together; `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole
-    ones. Raises `ConfigError` for a model that vLLM doesn't sample for.
+    ones. Raises `ConfigError` for a model that vLLM doesn't sample for,
+    and for a KV cache in FP8 where the eager sampler is chosen.
     """
     config = policy.lm.config
     if settings.engine != "native" and (refusal := refused_by_vllm(config)):
@@ -47,4 +48,9 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         return ShardedSampler(policy, lambda whole: make_sampler(whole, settings, max_sequences), sleep)
     if issubclass(kind := native_class(policy.device.type == "cuda", config, packed_format(policy.lm)), EngineSampler):
         return kind(policy, settings.native, max_sequences)
+    if settings.native.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"rollout.native.kv_cache_dtype={settings.native.kv_cache_dtype} is an option of the engine on a GPU, and "
+            "the eager sampler draws this model's completions here; use auto"
+        )
     return kind(policy, max_sequences)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
+
 #: Values of `model_type` with which the samplers are tested.
 _ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text")
 #: Those of them with delta nets, whose convolution has the model's activation.
@@ -30,6 +32,17 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
     if kind in _HYBRIDS and activation != "silu":
         return f"the native engine supports silu as the activation of delta nets, not {activation!r}"
     return None
+
+
+def refused_fp8_cache(capability: tuple[int, int] | None) -> str | None:
+    """A sentence that says why a GPU of this capability, or with None a CPU, has no KV cache in FP8; None if it has."""
+    if capability is None or capability >= LEAST_FP8_CAPABILITY:
+        return None  # the engine runs on CPUs in tests
+    have, least = (".".join(map(str, one)) for one in (capability, LEAST_FP8_CAPABILITY))
+    return (
+        f"rollout.native.kv_cache_dtype=fp8 needs a GPU of compute capability {least} (RTX 40, L40S) or newer, and "
+        f"this one has {have}; use auto"
+    )
 
 
 def activation_of(config: Any) -> str:

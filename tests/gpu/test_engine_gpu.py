@@ -7,6 +7,7 @@ import torch
 from qerl.kernels import reference
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
+from qerl.kernels.kv_cache import KVCache
 from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
@@ -171,7 +172,7 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
     rows = torch.tensor([8, 3, 0, 9, 1, 2, 9, 4, 5, 6, 7], dtype=torch.int32, device=CUDA)
     qkv = torch.randn(len(rows), (query + 2 * kv) * dim, device=CUDA).to(dtype)
     before, splits = cache.clone(), splits_of(state.pages.shape[1])
-    out = attend(qkv, cache, state, rows, rope, heads, splits)
+    out = attend(qkv, KVCache(cache), state, rows, rope, heads, splits)
     for row, slot in enumerate(rows.tolist()):
         position = int(state.position[slot])
         if position == IDLE:
@@ -184,7 +185,7 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
         torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), stored, **tolerance(dtype))
         assert torch.equal(cache[page, 1, :, position % PAGE].double(), value)
         before[page, :, :, position % PAGE] = cache[page, :, :, position % PAGE]
-        alone = attend(qkv[row : row + 1], cache.clone(), state, rows[row : row + 1], rope, heads, splits)
+        alone = attend(qkv[row : row + 1], KVCache(cache.clone()), state, rows[row : row + 1], rope, heads, splits)
         assert torch.equal(alone[0], out[row])
     assert torch.equal(cache.nan_to_num(7), before.nan_to_num(7))
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.prompts import PromptRow, pack
 from qerl.random_models.policy import random_policy
@@ -83,7 +84,7 @@ def test_attention_of_prompts(dtype, query, kv, dim, normed, rotary, window, sin
     qkv = torch.randn(tokens, (query + 2 * kv) * dim, device=CUDA).to(dtype)
     cache = torch.full((21, 2, kv, PAGE, dim), torch.nan, dtype=dtype, device=CUDA)
     expected, keys, values = exact(qkv, lengths, row.positions, rope, heads)
-    out = attend_prompts(qkv, cache, row, rope, heads)
+    out = attend_prompts(qkv, KVCache(cache), row, rope, heads)
     close = {"atol": 3e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
     torch.testing.assert_close(out.double(), expected, **close)
     assert (out.double() - expected).norm() <= (5e-3 if dtype == torch.bfloat16 else 1e-6) * expected.norm()

@@ -6,6 +6,7 @@ import torch
 
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.geometry import PAGE, Heads, splits_of
+from qerl.kernels.kv_cache import KVCache
 from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
 from qerl.rl.noise import Noise
@@ -59,11 +60,11 @@ def test_rows_of_a_sequence_attend_as_steps_one_after_the_other(
         chosen = torch.tensor([place for place, (_, other) in enumerate(places) if other == ahead], device=CUDA)
         rows = torch.full((count,), count, device=CUDA)  # idle ones, so that each launch has the same size
         rows[: len(chosen)] = chosen
-        out = attention.attend(qkv[rows.clamp(max=count - 1)], steps, state, rows.int(), rope, heads, splits)
+        out = attention.attend(qkv[rows.clamp(max=count - 1)], KVCache(steps), state, rows.int(), rope, heads, splits)
         expected[chosen] = out[: len(chosen)]
     for _ in range(5):
         together = cache.clone()
-        out = attention.attend(qkv, together, state, numbers.int(), rope, heads, splits, drafted=True)
+        out = attention.attend(qkv, KVCache(together), state, numbers.int(), rope, heads, splits, drafted=True)
         assert torch.equal(out, expected)
         assert torch.equal(together, steps)
 

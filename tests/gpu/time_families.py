@@ -3,8 +3,8 @@
     python -m tests.gpu.time_families OUT.jsonl --models phi-4-mini,gemma-3-1b --kernels auto
 
 Every line of OUT is a JSON object: tokens/s beside the floor's bytes, by which models of different sizes compare with
-those of `config/shapes.yaml` (LoRA r16 on all layers that can have it, prompts of 128 tokens). `--step` times GRPO
-steps instead, of 16 prompts x 8 completions of 1,024 tokens.
+those of `config/shapes.yaml` (LoRA r16 on all layers that can have it, prompts of 128 tokens or `--prompt`). `--step`
+times GRPO steps instead, of 16 prompts x 8 completions of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -173,11 +173,13 @@ def main(
     tokens: int = 256,
     weights: str = "nvfp4",
     kernels: str = "auto",
+    kv_cache_dtype: str = "auto",
+    prompt: int = 128,
     step: Annotated[bool, typer.Option(help="Time GRPO steps in place of decoding.")] = False,
     recompute: Annotated[bool, typer.Option(help="Recompute all activations of updates.")] = False,
 ) -> None:
     """Time each model at each number of sequences, as `qerl.bench.decode` does, or its GRPO step."""
-    settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels})
+    settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels, "kv_cache_dtype": kv_cache_dtype})
     for model in models.split(","):
         if step:
             with out.open("a") as file:
@@ -199,8 +201,9 @@ def main(
                 groups = sampler.generate(prompts, SamplingParams(max_tokens=most, seed=seed, ignore_eos=True))
                 return sum(len(completion.token_ids) for group in groups for completion in group)
 
-            timing = timed(draw, count, 128, tokens)
+            timing = timed(draw, count, prompt, tokens)
             point = {"model": model, "weights": weights, "kernels": kernels, "sequences": count, "bytes": held}
+            point |= {"kv_cache_dtype": kv_cache_dtype, "prompt": prompt}
             point |= {"tokens_per_s": round(median(timing.samples), 1), "served": sampler.served}
             point["prompt_s"] = round(median(timing.prompt_samples), 4)
             with out.open("a") as file:

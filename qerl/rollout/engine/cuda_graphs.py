@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaStates
 from qerl.kernels.graphs import captured
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.w4a16.variants import padded_rows
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.transfer import upload
@@ -39,7 +39,7 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         state: DecodeState,
-        cache: Tensor,
+        cache: KVCache,
         sampling: SamplingState,
         whole: bool,
         memory: Any,

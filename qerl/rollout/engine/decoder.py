@@ -14,6 +14,7 @@ from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaStates, state_bytes
 from qerl.kernels.geometry import Heads
 from qerl.kernels.graphs import captured
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
 from qerl.layers.delta_net import PackedDeltaNet
@@ -114,12 +115,9 @@ class Decoder:
             return None
         return DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
 
-    def new_cache(self, pages: int, size: int) -> Tensor:
-        """A KV cache [layers, pages, 2, Hkv, size, D] in the model's dtype. It is zeroed, because attention multiplies
-        masked tokens by 0.
-        """
-        shape = (len(self), pages, 2, self.heads.kv, size, self.heads.dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def new_cache(self, pages: int, dtype: torch.dtype) -> KVCache:
+        """A KV cache of zeros with so many pages, in the model's dtype or FP8."""
+        return KVCache.empty(len(self), pages, self.heads, dtype, self.device)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -176,7 +174,7 @@ class Decoder:
         self,
         rows: Tensor,
         state: DecodeState,
-        cache: Tensor,
+        cache: KVCache,
         sampling: SamplingState,
         splits: int,
         truncated: bool,
@@ -193,7 +191,7 @@ class Decoder:
         x = self._through_blocks(self._embedded(state.token[rows]), cache, states, tokens)
         self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
-    def last_hidden(self, row: PromptRow, cache: Tensor, states: DeltaStates | None = None) -> Tensor:
+    def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last block, at each prompt's last token.
 
         `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
@@ -214,13 +212,13 @@ class Decoder:
     def _through_blocks(
         self,
         x: Tensor,
-        cache: Tensor,
+        cache: KVCache,
         states: DeltaStates | None,
         tokens: Tokens,
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
-        pages, nets = iter(cache), iter(()) if states is None else states.nets()
+        pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         for block in self._blocks:
             kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
             mixed = block.mixer(self._normed(x, block.input_norm), tokens, kept, self._ropes)

@@ -10,6 +10,7 @@ import torch
 from qerl.host.profiling import allocatable_bytes
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE
+from qerl.kernels.kv_cache import FP8, page_bytes
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs, bucket_of
@@ -22,6 +23,7 @@ from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
 from qerl.rollout.engine.speculation import DraftCounts, Speculation, step_sizes
 from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.served import refused_fp8_cache
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 
@@ -37,10 +39,14 @@ _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_
 class EngineSampler:
     """Samples from the policy's own weights. Cache and CUDA graphs persist between calls until `release`.
 
-    `max_sequences` bounds how many sequences are decoded together; others wait and replace finished ones.
+    `max_sequences` bounds how many sequences are decoded together; others wait and replace finished ones. Raises
+    ConfigError for a model or a cache that the engine doesn't have on this device.
     """
 
     def __init__(self, policy: Policy, settings: NativeSettings, max_sequences: int = 512) -> None:
+        capability = torch.cuda.get_device_capability(policy.device) if policy.device.type == "cuda" else None
+        if settings.kv_cache_dtype == "fp8" and (refusal := refused_fp8_cache(capability)):
+            raise ConfigError(refusal)
         self.policy = policy
         self.settings = settings
         self.max_sequences = max_sequences
@@ -187,24 +193,25 @@ class EngineSampler:
 
     def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads
-        page_bytes = len(decoder) * 2 * heads.kv * PAGE * heads.dim * decoder.dtype.itemsize
+        dtype = FP8 if self.settings.kv_cache_dtype == "fp8" else decoder.dtype
+        page = len(decoder) * page_bytes(heads.kv, heads.dim, dtype)
         state_bytes, room = decoder.state_bytes, self._cache_bytes()
-        slots = slots_for(room, sequences, alone, page_bytes, state_bytes)
+        slots = slots_for(room, sequences, alone, page, state_bytes)
         # Two more rows of states: an idle one and a held one.
-        affordable = max(room - (slots + 2) * state_bytes, 0) // page_bytes
+        affordable = max(room - (slots + 2) * state_bytes, 0) // page
         self._bounded, self._few_slots = affordable < wanted, slots < sequences
         # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
         state, states = DecodeState.empty(slots, tokens, pages_each, decoder.device), decoder.new_states(slots)
-        cache, sampling = decoder.new_cache(min(wanted, affordable), PAGE), SamplingState.empty(decoder.device)
+        cache, sampling = decoder.new_cache(min(wanted, affordable), dtype), SamplingState.empty(decoder.device)
         self.cache_bytes = cache.nbytes + (states.nbytes if states else 0)
-        self.cache_wanted_bytes = wanted * page_bytes + (sequences + 2) * state_bytes
+        self.cache_wanted_bytes = wanted * page + (sequences + 2) * state_bytes
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         whole = self.settings.batch_invariant
         steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory, states)
-        pages, prefill = Pages(len(cache[0]), PAGE), Prefill(decoder, cache, memory, states)
+        pages, prefill = Pages(cache.pages, PAGE), Prefill(decoder, cache, memory, states)
         return Pool(decoder, state, cache, pages, sampling, steps, prefill, None, memory, states)
 
     def _cache_bytes(self) -> int:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.delta_state import DeltaStates
+from qerl.kernels.geometry import PAGE
 from qerl.kernels.graphs import captured
+from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.prompts import PromptRow, pack
 from qerl.rollout.engine.decoder import Decoder
@@ -45,16 +47,16 @@ class _Graph:
 
 
 class Prefill:
-    """Computes prompts into a cache [layers, pages, 2, Hkv, PAGE, D]; graphs are captured at their first use.
+    """Computes prompts into a cache; graphs are captured at their first use.
 
     `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
     """
 
-    def __init__(self, decoder: Decoder, cache: Tensor, memory: Any, states: DeltaStates | None = None) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, memory: Any, states: DeltaStates | None = None) -> None:
         self._decoder, self._cache, self._memory, self._states = decoder, cache, memory, states
         self._graphs: dict[int, _Graph] = {}
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
-        self._captures = memory is not None and cache.element_size() == 2
+        self._captures = memory is not None and decoder.dtype.itemsize == 2
 
     @torch.no_grad()
     def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
@@ -62,15 +64,15 @@ class Prefill:
         of delta nets to their `slots`, and does not wait for the device.
         """
         lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
-        tokens, page = sum(lengths), self._cache.shape[-2]
+        tokens = sum(lengths)
         bucket = bucket_of(tokens, len(prompts)) if self._captures else None
         if bucket is None:
-            row = upload(pack(prompts, pages, page, tokens), torch.int32, device)
+            row = upload(pack(prompts, pages, PAGE, tokens), torch.int32, device)
             packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
             placed = PromptRow.of(row, tokens, len(prompts), packing, self._placed(slots, len(slots)))
             hidden = self._decoder.last_hidden(placed, self._cache, self._states)
         else:
-            row = upload(pack(prompts, pages, page, bucket, MOST_PROMPTS), torch.int32, device)
+            row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS), torch.int32, device)
             hidden = self._replayed(bucket, row, self._placed(slots, MOST_PROMPTS))[: len(prompts)]
         return self._decoder.logits(hidden)
 

@@ -15,6 +15,7 @@ from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaStates
 from qerl.kernels.draft_state import MOST_DRAFTED
 from qerl.kernels.geometry import PAGE, splits_of
+from qerl.kernels.kv_cache import KVCache
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.paging import Pages
@@ -39,7 +40,7 @@ class Pool:
 
     decoder: Decoder
     state: DecodeState
-    cache: Tensor
+    cache: KVCache
     pages: Pages
     sampling: SamplingState
     steps: DecodeGraphs
@@ -175,9 +176,7 @@ class Scheduler:
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
-            source, target = upload(copies, torch.int64, self._pool.cache.device).T
-            for layer in self._pool.cache:
-                layer[target] = layer[source]
+            self._pool.cache.copy_pages(*upload(copies, torch.int64, self._pool.decoder.device).T)
 
     def _copy_states(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Copy the states after prompts to slots. Only the last group can have sequences that wait: its are held."""

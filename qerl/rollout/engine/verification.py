@@ -12,6 +12,7 @@ from torch import Tensor
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.draft_state import DraftRows, DraftSource, DraftTotals, Guesses
 from qerl.kernels.graphs import captured
+from qerl.kernels.kv_cache import KVCache
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.drafting import allotted, expected, ranked
 from qerl.rollout.engine.drafts import TextLayout, Texts
@@ -32,7 +33,7 @@ class VerifyGraphs:
         self,
         decoder: Decoder,
         state: DecodeState,
-        cache: Tensor,
+        cache: KVCache,
         sampling: SamplingState,
         texts: Texts,
         sizes: Sequence[int],

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.compiler.errors import CompilationError
+
 from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
 from qerl.kernels import (
@@ -29,6 +31,7 @@ from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
 from qerl.kernels.geometry import PAGE, Heads
 from qerl.kernels.groups import BLOCK_SIZES
+from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache
 from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
@@ -60,9 +63,9 @@ def rope_of(rotary):
     return zeros(4096, rotary // 2), zeros(4096, rotary // 2)
 
 
-def row_of(count, heads):
-    """Queries, keys and values of `count` tokens, and a cache."""
-    return zeros(count, (heads.query + 2 * heads.kv) * heads.dim), zeros(9, 2, heads.kv, PAGE, heads.dim)
+def row_of(count, heads, dtype=torch.bfloat16):
+    """Queries, keys and values of `count` tokens, and a block's cache."""
+    return zeros(count, (heads.query + 2 * heads.kv) * heads.dim), next(KVCache.empty(1, 9, heads, dtype, CPU).blocks())
 
 
 def products():
@@ -157,6 +160,20 @@ def prompts():
     delta.delta_prompts(*inputs_of(200, heads), heads, next(states.nets()), placed)
 
 
+def in_fp8():
+    state, normed = DecodeState.empty(64, 8, 8, CPU), replace(HEADS, q_norm=zeros(128), k_norm=zeros(128), eps=1e-6)
+    for count, heads, rotary, drafted in (
+        (64, normed, 128, False),
+        (4, GEMMA, 256, False),
+        (170, GEMMA, 256, True),
+    ):
+        qkv, cache = row_of(count, heads, FP8)
+        rows = torch.zeros(count, dtype=torch.int32)
+        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8, drafted)
+    row = PromptRow.of(torch.from_numpy(pack([[1] * 70], [[1, 2]], PAGE, 70)), 70, 1, None)
+    prompt_attention.attend_prompts(*row_of(70, PHI, FP8), row, rope_of(96), PHI)
+
+
 def updates():
     x, weight = zeros(4, HIDDEN), torch.ones(HIDDEN)
     _, inverses = norm_training.forward(x, weight, 1e-6)
@@ -172,8 +189,12 @@ def updates():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", PROCESSORS, ids=lambda pair: ".".join(map(str, pair)))
-@pytest.mark.parametrize("part", [products, mixtures, decode_steps, prompts, updates])
+@pytest.mark.parametrize("part", [products, mixtures, decode_steps, prompts, updates, in_fp8])
 def test_kernels_compile_and_fit(part, capability, monkeypatch):
+    if part is in_fp8 and capability < LEAST_FP8_CAPABILITY:
+        with pytest.raises(CompilationError, match="fp8e4nv not supported"), launches_for(capability, 0, monkeypatch):
+            part()
+        return
     prompt_attention._reads.cache_clear()
     limit = SHARED_BYTES[capability]
     with launches_for(capability, limit, monkeypatch) as compiled:

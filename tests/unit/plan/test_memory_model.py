@@ -98,6 +98,14 @@ def test_a_smaller_cache_that_sleeps_makes_room_on_a_small_gpu():
     assert ends[2].least - ends[2].resident >= ends[2].kv_cache + ends[2].graphs
 
 
+def test_a_cache_in_fp8_has_a_byte_an_element_and_four_a_head():
+    half, fp8 = (step_memory(SEVEN, replace(ASKED, kv_cache_dtype=dtype), 141e9) for dtype in ("auto", "fp8"))
+    assert half.kv_cache / fp8.kv_cache == 2 * 128 / (128 + 4)
+    assert half.resident == fp8.resident
+    limited = [replace(ASKED, kv_cache_gib=1, kv_cache_dtype=dtype) for dtype in ("auto", "fp8")]
+    assert len({step_memory(SEVEN, one, 141e9).kv_cache for one in limited}) == 1
+
+
 def test_slower_settings_are_found_that_fit():
     whole = replace(ASKED, micro_batch_tokens=4 * 8312)  # four groups
     found = {gb: that_fit(SEVEN, whole, gb * 1e9 + CONTEXT) for gb in (7, 12, 24, 141)}

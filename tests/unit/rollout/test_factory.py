@@ -9,6 +9,7 @@ from qerl.policy.policy import load_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
+from qerl.rollout.served import refused_fp8_cache
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings, NativeSettings, VllmSettings
 from tests.families import FAMILIES
@@ -42,6 +43,14 @@ def test_experts_without_a_grouped_product_are_sampled_eagerly():
     chosen = [native_class(on_gpu=True, config=config, weights=weights) for weights in (None, "nvfp4", "mxfp4", "nf4")]
     assert chosen == [EngineSampler] * 3 + [NativeSampler]
     assert native_class(on_gpu=True, config=FAMILIES["qwen3"].config(), weights="nf4") is EngineSampler
+
+
+def test_a_cache_in_fp8_is_refused_where_there_is_none(policy):
+    settings = EngineSettings(native=NativeSettings(kv_cache_dtype="fp8"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8 is an option of the engine on a GPU.*use auto"):
+        make_sampler(policy, settings)
+    assert "needs a GPU of compute capability 8.9" in refused_fp8_cache((8, 6))
+    assert refused_fp8_cache((8, 9)) is refused_fp8_cache((12, 0)) is None
 
 
 def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):

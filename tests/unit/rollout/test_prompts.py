@@ -87,12 +87,12 @@ def test_padding_changes_nothing(policy):
     pool = sampler._pool
     outcomes = []
     for tokens in (73, 128):
-        pool.cache.fill_(7)
+        pool.cache.data.fill_(7)
         lengths = [3, 70] + [tokens - 73] * (tokens > 73)
         row = torch.from_numpy(pack(prompts, pages, PAGE, tokens, 3))
         packing = Packing.of(lengths, [None] * len(lengths), CPU)
         hidden = pool.decoder.last_hidden(PromptRow.of(row, tokens, 3, packing), pool.cache)
-        outcomes.append((hidden[:2], pool.cache[:, 1:].clone()))
+        outcomes.append((hidden[:2], pool.cache.data[:, 1:].clone()))
     for plain, padded in zip(*outcomes, strict=True):
         torch.testing.assert_close(plain, padded)
 

@@ -1,0 +1,172 @@
+"""The KV cache in FP8 on a GPU: kernels against PyTorch's operations on the cache that they left, and the engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.kernels import reference
+from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.geometry import PAGE, Heads, splits_of
+from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache, rounded
+from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.prompts import PromptRow, pack
+from qerl.policy.policy import with_adapter
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.rollout import NativeSettings
+from qerl.settings.training import AdapterSettings
+from tests.tiny import tiny_qwen3
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_FP8_CAPABILITY,
+        reason="needs a CUDA device that converts FP8",
+    ),
+]
+
+CUDA = torch.device("cuda", 0)
+LENGTHS = [1, 2, 64, 65, 129, 513, 2100]
+HEADS = [(28, 4, 128, None, None), (16, 8, 128, 0.0, None), (4, 1, 256, 1.0, 512), (4, 2, 16, 0.0, 70)]
+
+
+def heads_of(query, kv, dim, offset, window, dtype):
+    norms = [None if offset is None else (1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) for _ in range(2)]
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window)
+    angle = torch.rand(2200, dim // 2, device=CUDA) * 6
+    return heads, (angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def cache_of(pages, heads):
+    return KVCache(*rounded(torch.randn(pages, 2, heads.kv, PAGE, heads.dim, device=CUDA)))
+
+
+def copied(cache):
+    return KVCache(cache.data.view(torch.uint8).clone().view(FP8), cache.scales.clone())
+
+
+def close(dtype):
+    return {"atol": 2e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+
+
+def assert_stored_alike(ours, plain):
+    """Roundings before the one to FP8 may move an element by a step, or a scale by a power of two, rarely."""
+    pages = torch.arange(ours.pages, device=CUDA)
+    found, expected = (cache.pages_of(pages, torch.float32) for cache in (ours, plain))
+    assert ((found - expected).abs() > 1e-6).float().mean() < 2e-2
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=0.15)
+
+
+class Stored(KVCache):
+    """A cache that keeps what the kernels stored."""
+
+    def put(self, page, place, key, value):
+        held = self.pages_of(page.long()[:, None], key.dtype)
+        return held[torch.arange(len(page), device=CUDA), 0, :, :, place.long()].unbind(1)
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
+    from qerl.kernels import attention
+
+    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
+    torch.manual_seed(0)
+    heads, rope = heads_of(*shape, dtype)
+    each = -(-max(LENGTHS) // PAGE)
+    state = DecodeState.empty(len(LENGTHS), 1, each, CUDA)
+    state.pages[:-1] = (torch.randperm(len(LENGTHS) * each, device=CUDA).view(-1, each) + 1).int()
+    state.position[:-1] = torch.tensor(LENGTHS, device=CUDA).int() - 1
+    before = cache_of(1 + len(LENGTHS) * each, heads)
+    rows = torch.randperm(len(LENGTHS), device=CUDA).int()
+    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim, device=CUDA).to(dtype)
+    outcomes = []
+    for drafted in (False, True):
+        ours, plain = copied(before), copied(before)
+        found = attention.attend(qkv, ours, state, rows, rope, heads, splits_of(each), drafted)
+        reference.attend(qkv, plain, state, rows, rope, heads, splits_of(each))
+        assert_stored_alike(ours, plain)
+        stored = Stored(ours.data, ours.scales)
+        expected = reference.attend(qkv, stored, state, rows, rope, heads, splits_of(each))
+        torch.testing.assert_close(found, expected, **close(dtype))
+        outcomes.append((found, ours))
+    # As with drafts, to the bit.
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1].data.view(torch.uint8), outcomes[1][1].data.view(torch.uint8))
+    assert torch.equal(outcomes[0][1].scales, outcomes[1][1].scales)
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_prompts(shape, dtype, pdl, monkeypatch):
+    from qerl.kernels.prompt_attention import attend_prompts
+
+    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    torch.manual_seed(0)
+    heads, rope = heads_of(*shape, dtype)
+    lengths = [1, 64, 300, 65]
+    numbers = iter((torch.randperm(20) + 1).tolist())
+    pages = [[next(numbers) for _ in range(-(-length // PAGE))] for length in lengths]
+    packed = torch.from_numpy(pack([[1] * n for n in lengths], pages, PAGE, sum(lengths))).to(CUDA)
+    row = PromptRow.of(packed, sum(lengths), len(lengths), Packing.of(lengths, [None] * len(lengths), CUDA))
+    before = cache_of(21, heads)
+    qkv = torch.randn(sum(lengths), (heads.query + 2 * heads.kv) * heads.dim, device=CUDA).to(dtype)
+    ours, plain = copied(before), copied(before)
+    found = attend_prompts(qkv.clone(), ours, row, rope, heads)
+    reference.attend_prompts(qkv, plain, row, rope, heads)
+    assert_stored_alike(ours, plain)
+    expected = reference.attend_prompts(qkv, Stored(ours.data, ours.scales), row, rope, heads)
+    torch.testing.assert_close(found, expected, **close(dtype))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tiny_qwen3(tmp_path_factory.mktemp("m"), initializer_range=0.2)
+    made = with_adapter(folder, AdapterSettings(rank=4), "bfloat16", seed=0, device=CUDA)
+    made.lm.generation_config.eos_token_id = []
+    return made
+
+
+PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
+
+
+def test_the_engine_draws_the_same_tokens_in_any_batch_and_with_drafts(policy):
+    params = SamplingParams(max_tokens=150, count=4, seed=3)
+
+    def drawn(slots, **settings):
+        native = NativeSettings(kv_cache_dtype="fp8", batch_invariant=True, **settings)
+        sampler = EngineSampler(policy, native, slots)
+        groups = sampler.generate(PROMPTS, params)
+        return [[(c.token_ids, c.logprobs) for c in group] for group in groups], sampler
+
+    whole, sampler = drawn(16)
+    assert drawn(16)[0] == whole
+    assert drawn(16, drafts=True)[0] == whole
+    half = EngineSampler(policy, NativeSettings(batch_invariant=True), 16)
+    half.generate(PROMPTS, params)
+    assert half.cache_bytes / sampler.cache_bytes == 2 * 16 / (16 + 4)
+
+
+def test_log_probabilities_stay_near_those_of_the_policy(policy):
+    """In bfloat16 and in FP8, with the same tokens: errors of FP8 are larger, and small."""
+    params = SamplingParams(max_tokens=100, count=4, seed=3)
+    errors = {}
+    for dtype in ("auto", "fp8"):
+        sampler = EngineSampler(policy, NativeSettings(kv_cache_dtype=dtype), 16)
+        apart = []
+        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, params), strict=True):
+            for completion in group:
+                ids = torch.tensor([prompt + completion.token_ids], device=CUDA)
+                with torch.no_grad():
+                    logits = policy.lm(ids).logits[0, len(prompt) - 1 : -1].float()
+                chosen = ids[0, len(prompt) :, None]
+                exact = torch.log_softmax(logits, -1).gather(-1, chosen)[:, 0]
+                apart.append(np.abs(exact.cpu().numpy() - np.array(completion.logprobs)))
+        errors[dtype] = float(np.concatenate(apart).mean())
+    assert errors["auto"] < errors["fp8"] < 0.2, errors
