@@ -1,0 +1,29 @@
+"""Tensors that are updated together on a GPU, against bitsandbytes' update of one after the other with its waits."""
+
+import copy
+
+import torch
+from bitsandbytes.optim import AdamW8bit
+
+from qerl.rl.adamw8bit import JoinedAdamW8bit
+from tests.unit.rl.test_adamw8bit import SHAPES, drawn, groups
+
+DEVICE = torch.device("cuda")
+
+
+def test_small_tensors_are_updated_together_bit_for_bit():
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+    theirs = copy.deepcopy(ours)
+    optimizers = [
+        kind(groups(parameters), lr=1e-2, betas=(0.9, 0.99))
+        for kind, parameters in ((JoinedAdamW8bit, ours), (AdamW8bit, theirs))
+    ]
+    for step in range(5):
+        gradients = drawn(generator, without=[1, 3] if step == 2 else [])
+        for parameters in (ours, theirs):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(DEVICE)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
