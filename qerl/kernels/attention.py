@@ -24,11 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.cache_pages import append, load_page, load_scales
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.geometry import PAGE, Heads, splits_of
 from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.launch import dependent, let_next_start, wait_for_earlier
-from qerl.kernels.token_heads import angles, in_fp8, power_scale, rotated, sink_weight
+from qerl.kernels.token_heads import angles, rotated, sink_weight
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
 _LEAST_PROGRAMS = 0.5
@@ -129,33 +130,6 @@ def _seen(token, end, low, shape: tl.constexpr):
 
 
 @triton.jit
-def _load_page(cache, pages, head, first, end, shape: tl.constexpr):
-    """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most one page."""
-    half, whole, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
-    page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
-    place = cache.data + (page * 2 * shape.kv + head) * shape.page * shape.dim
-    exists = first + token < end
-    keys = place + token[None, :] * shape.dim + half[:, None]
-    mask = (half < shape.dim // 2)[:, None] & exists[None, :]
-    values = place + shape.kv * shape.page * shape.dim + token[:, None] * shape.dim + whole[None, :]
-    k1 = tl.load(keys, mask, other=0.0)
-    k2 = tl.load(keys + shape.dim // 2, mask, other=0.0)
-    return k1, k2, tl.load(values, exists[:, None] & (whole < shape.dim)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_scales(cache, pages, head, first, end, shape: tl.constexpr):
-    """The scales [PAGE] of the keys and of the values that `_load_page` loads; 1 if they aren't in FP8."""
-    if not shape.rounded:
-        return 1.0, 1.0
-    token = tl.arange(0, shape.page)
-    page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
-    place = cache.scales + (page * 2 * shape.kv + head) * shape.page + token
-    exists = first + token < end
-    return tl.load(place, exists, other=0.0), tl.load(place + shape.kv * shape.page, exists, other=0.0)
-
-
-@triton.jit
 def _attend_to_page(
     q1, q2, k1, k2, v, k_scale, v_scale, exists, highest, total, summed, scale, shape: tl.constexpr
 ):  # fmt: skip
@@ -177,42 +151,6 @@ def _attend_to_page(
 
 
 @triton.jit
-def _append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr, STORES: tl.constexpr):
-    """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D], as
-    the cache has them.
-    """
-    half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
-    in_half = (half < shape.dim // 2)[None, :]
-    key = token + (shape.query + head) * shape.dim + half[None, :]
-    dtype: tl.constexpr = token.dtype.element_ty
-    k1, k2 = rotated(
-        key, in_half, half, c, s, norms.key, norms.eps,
-        shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
-    )  # fmt: skip
-    value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
-    kept: tl.constexpr = cache.data.dtype.element_ty
-    s1, s2, stored = k1, k2, value
-    if shape.rounded:
-        peak = tl.maximum(tl.max(tl.abs(k1.to(tl.float32)), axis=1), tl.max(tl.abs(k2.to(tl.float32)), axis=1))
-        k_scale, k_inverse = power_scale(peak)
-        v_scale, v_inverse = power_scale(tl.max(tl.abs(value.to(tl.float32)), axis=0))
-        s1, k1 = in_fp8(k1, k_scale[:, None], k_inverse[:, None], kept)
-        s2, k2 = in_fp8(k2, k_scale[:, None], k_inverse[:, None], kept)
-        stored, value = in_fp8(value, v_scale, v_inverse, kept)
-    if STORES:
-        page = tl.load(pages + position // shape.page).to(tl.int64)
-        number = (page * 2 * shape.kv + head) * shape.page + position % shape.page
-        place = cache.data + number * shape.dim
-        tl.store(place + half[None, :], s1, in_half)
-        tl.store(place + shape.dim // 2 + half[None, :], s2, in_half)
-        tl.store(place + shape.kv * shape.page * shape.dim + whole, stored, whole < shape.dim)
-        if shape.rounded:
-            tl.store(cache.scales + number + tl.arange(0, 1), k_scale)
-            tl.store(cache.scales + number + shape.kv * shape.page, v_scale)
-    return k1, k2, value
-
-
-@triton.jit
 def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl.constexpr):
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
@@ -223,7 +161,7 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
         c, s = angles(rope.cos, rope.sin, position, tl.arange(0, shape.half_block), shape.dim, shape.rotary)
         token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
         pages = sequences.pages + slot * sequences.pages_stride
-        _append(token, cache, pages, head, position, c, s, norms, shape, True)
+        append(token, cache, pages, head, position, c, s, norms, shape, True)
 
 
 @triton.jit
@@ -251,8 +189,8 @@ def _attend(
         return
     pages = sequences.pages + slot * sequences.pages_stride
     if shape.early:
-        k1, k2, v = _load_page(cache, pages, head, start, end, shape)
-        k_first, v_first = _load_scales(cache, pages, head, start, end, shape)
+        k1, k2, v = load_page(cache, pages, head, start, end, shape)
+        k_first, v_first = load_scales(cache, pages, head, start, end, shape)
     in_half = half < shape.dim // 2
     c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
@@ -269,7 +207,7 @@ def _attend(
     total = tl.full([shape.group_block], 0.0, tl.float32)
     summed = tl.full([shape.group_block, shape.dim_block], 0.0, tl.float32)
     if start + tokens > position:
-        n1, n2, value = _append(token, cache, pages, head, position, c, s, norms, shape, shape.appends)
+        n1, n2, value = append(token, cache, pages, head, position, c, s, norms, shape, shape.appends)
         products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
         highest = tl.sum(products, axis=1) * scale
         total += 1.0
@@ -285,8 +223,8 @@ def _attend(
     # Most splits have one page, so they skip the start of the copy pipeline.
     if start < end:
         for first in tl.range(start, end, shape.page, num_stages=shape.stages):
-            k1, k2, v = _load_page(cache, pages, head, first, end, shape)
-            k_scale, v_scale = _load_scales(cache, pages, head, first, end, shape)
+            k1, k2, v = load_page(cache, pages, head, first, end, shape)
+            k_scale, v_scale = load_scales(cache, pages, head, first, end, shape)
             exists = _seen(first + token_in_page, end, low, shape)
             highest, total, summed = _attend_to_page(
                 q1, q2, k1, k2, v, k_scale, v_scale, exists, highest, total, summed, scale, shape

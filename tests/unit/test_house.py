@@ -56,6 +56,11 @@ def test_variables_have_names_of_the_field():
         assert not bound_names(tree) & EMPTY_WORDS, name
 
 
+def test_a_module_can_be_read_in_one_sitting():
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in ROOT.rglob("*.py")}
+    assert not {name: lines for name, lines in lengths.items() if lines > 400}
+
+
 def test_no_room_has_the_name_of_a_public_function():
     """Importing a room binds its name on the package, in place of a function of that name."""
     assert not set(qerl.__all__) & {folder.name for folder in ROOT.iterdir()}
