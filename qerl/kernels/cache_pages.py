@@ -26,13 +26,14 @@ def load_page(cache, pages, head, first, end, shape: tl.constexpr):
 @triton.jit
 def load_scales(cache, pages, head, first, end, shape: tl.constexpr):
     """The scales [PAGE] of the keys and of the values that `load_page` loads; 1 if they aren't in FP8."""
-    if not shape.rounded:
+    if shape.rounded:
+        token = tl.arange(0, shape.page)
+        page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
+        place = cache.scales + (page * 2 * shape.kv + head) * shape.page + token
+        exists = first + token < end
+        return tl.load(place, exists, other=0.0), tl.load(place + shape.kv * shape.page, exists, other=0.0)
+    else:  # Triton would also compile what follows the block
         return 1.0, 1.0
-    token = tl.arange(0, shape.page)
-    page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
-    place = cache.scales + (page * 2 * shape.kv + head) * shape.page + token
-    exists = first + token < end
-    return tl.load(place, exists, other=0.0), tl.load(place + shape.kv * shape.page, exists, other=0.0)
 
 
 @triton.jit
