@@ -1,7 +1,7 @@
 """GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 
-Hours are upper limits, because every completion counts at its longest. Starting, loading, compiling and quantization,
-which take minutes per job, are not counted.
+Hours from measured speeds are upper limits, because every completion counts at its longest. Starting, loading,
+compiling and quantization, which take minutes per job, are not counted.
 """
 
 from __future__ import annotations

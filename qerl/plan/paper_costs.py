@@ -212,9 +212,10 @@ def page(plan: Plan, machine: str) -> str:
     """The costs by table as Markdown, with an explanation of the numbers."""
     lines = [
         f"# GPU-hours of {plan.config.name}, by table and figure",
-        f"`qerl plan CONFIG --by table` prints this page. Hours are upper limits for one {machine.upper()}: every "
-        "completion counts at its longest. Numbers without a mark follow from measured speeds "
-        "(results/reference/speeds.csv). Numbers after ~ are estimates, where no speed was measured. Time to start, "
+        f"`qerl plan CONFIG --by table` prints this page. Hours are of one {machine.upper()}, and every "
+        "completion counts at its longest. Numbers without a mark follow from measured "
+        "speeds (results/reference/speeds.csv) and so are upper limits. Numbers after ~ are "
+        "estimates, where no speed was measured. Time to start, "
         "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
         "The last column prices the same runs and evaluations with rollouts by vLLM and updates by TRL. TRL trains "
         "neither NVFP4 nor MXFP4, so these are priced by its NF4 updates.",

@@ -20,7 +20,7 @@ from qerl.settings.rollout import EngineSettings
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """The run table, with one row per run. Hours are upper limits for one GPU (`qerl.plan.cost_model`).
+    """The run table, with one row per run. Measured hours are upper limits for one GPU (`qerl.plan.cost_model`).
 
     If no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and a separate column
     has the estimate.
