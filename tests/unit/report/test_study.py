@@ -252,10 +252,10 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
 
 def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch):
     monkeypatch.undo()
-    data = read_studies([COMMITTED / "pilot-countdown-3m"])
+    data = read_studies([COMMITTED / "3m"])
     protocol = (ROOT / "docs/exploration-protocol.md").read_text()
     rate, arms = re.search(r"^\| 3m, countdown \| (\S+): (`.*`) \|$", protocol, re.MULTILINE).groups()
-    chosen = chosen_rates(next(frame for _, frame in pilots(data)))
+    chosen = chosen_rates(dict(pilots(data))["pilot-countdown-3m"])
     assert {chosen["pilot-countdown-3m", arm] for arm in re.findall(r"`([\w-]+)`", arms)} == {float(rate)}
     spread, pairs = re.search(r"^\| 3m, countdown \| (\S+) points \| (\d+) \|", protocol, re.MULTILINE).groups()
     [row] = power_table(data).to_dict("records")
