@@ -284,8 +284,10 @@ def _shape(heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int
     if batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count:
         splits = 1
     dim_block, group = triton.next_power_of_2(heads.dim), heads.query // heads.kv
-    room = min(_PAGES_BYTES, gpu.shared_memory_per_block_optin - _OTHER_BYTES)
-    fitting = room // (2 * PAGE * dim_block * cache.data.element_size())
+    room, page = min(_PAGES_BYTES, gpu.shared_memory_per_block_optin - _OTHER_BYTES), 2 * PAGE * dim_block
+    if cache.scales is not None:  # a page from FP8 is there in the dtype of queries, too
+        room -= page * rope[0].element_size()
+    fitting = max(0, room) // (page * cache.data.element_size())
     # Triton's pipeline has two stages for a page: its number and the page itself.
     stages = 2 * min(fitting, _MOST_PAGES if splits == 1 else _SPLIT_PAGES) + 1
     return _Shape(

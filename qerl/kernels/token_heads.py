@@ -74,9 +74,18 @@ def power_scale(peak):
 
 @triton.jit
 def in_fp8(x, scale, inverse, kept: tl.constexpr):
-    """x in the cache's dtype `kept`, and as it is read from there."""
-    stored = (x.to(tl.float32) * inverse).to(kept)
-    return stored, (stored.to(tl.float32) * scale).to(x.dtype)
+    """x in the cache's dtype `kept`, and as it is read from there.
+
+    The latter is rounded in float32: Triton 3.6 reads half of the elements wrongly if it converts from FP8 what it has
+    just converted to it, four elements a thread.
+    """
+    wide = x.to(tl.float32) * inverse
+    # Numbers of E4M3 are multiples of 1/8 of the power of two below them, and at least of 2^-9. Adding 1.5 * 2^23 times
+    # that step rounds to a multiple of it, ties to even.
+    power = (wide.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    magic = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)
+    rounded = (wide + magic) - magic
+    return rounded.to(kept), (rounded * scale).to(x.dtype)
 
 
 @triton.jit

@@ -67,22 +67,31 @@ def drawn(policy, sampler):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss"])
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
+    # In bfloat16 a token near a tie takes other experts, and few such tokens make most of the error of one model.
+    seeds = range(6) if (name, dtype) == ("gpt_oss", "bfloat16") else [0]
+    errors = torch.cat([errors_of(tmp_path / str(seed), name, dtype, seed) for seed in seeds], dim=1)
+    sampled, packed, stock = errors.square().mean(1).sqrt().tolist()
+    limit = 1e-4 if dtype == "float32" else 1.25 * stock
+    assert sampled < limit
+    assert packed < limit
+
+
+def errors_of(folder, name, dtype, seed):
+    """Errors [3, tokens] of log-probabilities against float32: the sampler's, an update's and transformers'."""
     if name == "gpt_oss":
-        tiny_gpt_oss(tmp_path / "model", **shape_of(name))
+        tiny_gpt_oss(folder, seed, **shape_of(name))
     else:
         window = {} if name in ("mistral", "qwen3_moe", "qwen3_5") else {"sliding_window": 24}
-        tiny_family(tmp_path / "model", name, dtype=torch.bfloat16, **shape_of(name), **window)
-    policy = load_policy(tmp_path / "model", None, dtype, DEVICE)
+        tiny_family(folder, name, dtype=torch.bfloat16, **shape_of(name), **window)
+    policy = load_policy(folder, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings(), max_sequences=4)  # of nine, so that slots are used again
     assert isinstance(sampler, EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
     exact, stock = (
-        forced(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=kind).to(DEVICE, kind).eval(), samples)
+        forced(AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(DEVICE, kind).eval(), samples)
         for kind in (torch.float32, getattr(torch, dtype))
     )
-    limit = 1e-4 if dtype == "float32" else 1.25 * (stock - exact).square().mean().sqrt().item()
-    for found in (sampled, packed):
-        assert (found - exact).square().mean().sqrt().item() < limit
+    return torch.stack([sampled, packed, stock]) - exact
 
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
