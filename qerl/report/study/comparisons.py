@@ -44,6 +44,8 @@ class Outcome:
     comparisons: Mapping[str, PairedDifference]
     #: p values of the primary comparisons after Holm's correction.
     adjusted: Mapping[str, float]
+    #: The number of runs of the placebo, all equal to those of the arm without noise.
+    placebos: int
 
     @property
     def measure(self) -> str:
@@ -82,16 +84,16 @@ def primary_ks(counts: pd.DataFrame) -> list[int]:
 
 def _outcomes(study: Study, experiment: str, task: str, counts: pd.DataFrame) -> Iterator[Outcome]:
     runs = study.runs[study.runs["experiment"] == experiment]
-    check_placebo(study, runs, counts)
+    placebos = check_placebo(study, runs, counts)
     for k in primary_ks(counts):
         frame = outcomes(runs, counts, k)
-        yield Outcome(experiment, str(runs["size"].iloc[0]), task, k, frame, *compared(frame))
+        yield Outcome(experiment, str(runs["size"].iloc[0]), task, k, frame, *compared(frame), placebos)
 
 
-def check_placebo(study: Study, runs: pd.DataFrame, counts: pd.DataFrame) -> None:
-    """Raise ResultError unless runs of the placebo have the rewards and outcomes of the runs without noise, to the bit.
+def check_placebo(study: Study, runs: pd.DataFrame, counts: pd.DataFrame) -> int:
+    """The number of runs of the placebo, which must have rewards and outcomes of the runs without noise, to the bit.
 
-    docs/exploration-protocol.md compares nothing before that.
+    Raises ResultError where one has not. docs/exploration-protocol.md compares nothing before that.
     """
     ended = runs[runs["status"] == OK]
     keys = ["model", "seed", "rate"]
@@ -104,6 +106,7 @@ def check_placebo(study: Study, runs: pd.DataFrame, counts: pd.DataFrame) -> Non
                     f"{run} differs from {other}, though its noise is 0: the runs aren't reproducible, so nothing is "
                     "compared; find the cause and repeat the runs"
                 )
+    return len(pairs)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -172,7 +175,13 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     """One row per outcome and sentence that holds."""
     return pd.DataFrame(
         [
-            {**outcome.key, "experiment": outcome.experiment, "verdict": verdict, "sentence": SENTENCES[verdict]}
+            {
+                **outcome.key,
+                "experiment": outcome.experiment,
+                "verdict": verdict,
+                "sentence": SENTENCES[verdict],
+                "placebos": outcome.placebos,
+            }
             for outcome in primary
             for verdict in verdicts(outcome.comparisons, outcome.adjusted)
         ]

@@ -105,9 +105,14 @@ def decisions(frame: pd.DataFrame) -> str:
         "task": _text("task"),
         "measure": _text("measure"),
         "sentence by the protocol's rules": _text("sentence"),
+        "runs of arm 11 equal to arm 2": lambda row: str(row["placebos"]) if row["placebos"] else "not run yet",
         "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
     }
-    return _section("## What came out", table(frame, columns))
+    provisional = (
+        "By the protocol nothing is compared before arm 11, whose noise is zero, repeats arm 2 to the bit. Where arm "
+        "11 has not run yet, the sentence is provisional."
+    )
+    return _section("## What came out", table(frame, columns), "" if frame["placebos"].all() else provisional)
 
 
 def comparisons(frame: pd.DataFrame) -> str:

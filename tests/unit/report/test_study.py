@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from scipy import stats
 
 from qerl.jobs.study import PageJob, RealArm
+from qerl.report.study import text
 from qerl.report.study.arms import arm_table, pilots, power_table, rate_table, run_table
 from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
@@ -158,7 +160,9 @@ def test_a_placebo_that_differs_stops_all_comparisons():
             names = [f"countdown-3m-{arm}-{model}-seed{seed}" for arm in ("nvfp4-placebo", "nvfp4")]
             same.loc[names[0], "right"] = same.loc[names[1], "right"].to_numpy()
     equal = type(made)(made.header, made.runs, made.steps, same.reset_index()[made.outcomes.columns])
-    assert all_outcomes(equal)
+    assert {outcome.placebos for outcome in all_outcomes(equal)} == {12}
+    assert "provisional" not in text.decisions(decision_table(all_outcomes(equal)))
+    assert "provisional" in text.decisions(decision_table(all_outcomes(small({}))))
     steps = equal.steps.copy()
     steps.loc[steps["run"] == "countdown-3m-nvfp4-placebo-3m-1-seed2", "reward"] += 1e-6
     with pytest.raises(ResultError, match=r"countdown-3m-nvfp4-placebo-3m-1-seed2 differs .* nothing is compared"):
@@ -250,16 +254,23 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
 
-def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch):
+@pytest.mark.parametrize("task", ["countdown", "comparisons"])
+def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch, task):
     monkeypatch.undo()
     data = read_studies([COMMITTED / "3m"])
     protocol = (ROOT / "docs/exploration-protocol.md").read_text()
-    rate, arms = re.search(r"^\| 3m, countdown \| (\S+): (`.*`) \|$", protocol, re.MULTILINE).groups()
-    chosen = chosen_rates(dict(pilots(data))["pilot-countdown-3m"])
-    assert {chosen["pilot-countdown-3m", arm] for arm in re.findall(r"`([\w-]+)`", arms)} == {float(rate)}
-    spread, pairs = re.search(r"^\| 3m, countdown \| (\S+) points \| (\d+) \|", protocol, re.MULTILINE).groups()
-    [row] = power_table(data).to_dict("records")
+    rate, listed = re.search(rf"^\| 3m, {task} \| (\S+): (`.*`) \|$", protocol, re.MULTILINE).groups()
+    arms = re.findall(r"`([\w-]+)`", listed)
+    chosen = chosen_rates(dict(pilots(data))[f"pilot-{task}-3m"])
+    assert {chosen[f"pilot-{task}-3m", arm] for arm in arms} == {float(rate)}
+    experiment = yaml.safe_load((ROOT / "config/exploration.yaml").read_text())["experiments"][f"{task}-3m"]
+    assert {float(experiment["arms"][arm]["optimizer.learning_rate"]) for arm in arms} == {float(rate)}
+    row = power_table(data).set_index("pilot").loc[f"pilot-{task}-3m"]
+    spread, pairs, seeds = re.search(
+        rf"^\| 3m, {task} \| (\S+) points \| (\d+) \| (\d) \|$", protocol, re.MULTILINE
+    ).groups()
     assert (f"{100 * row['spread']:.1f}", str(row["pairs"])) == (spread, pairs)
+    assert len(experiment["grid"]["seed"]) == int(seeds) == min(7, max(4, -(-row["pairs"] // 3)))
 
 
 def test_one_pair_has_no_interval_of_a_mean_over_steps():
