@@ -36,7 +36,7 @@ def unwrap(layer: nn.Module) -> Adapted:
     """The base and adapter of a linear layer. Raises TypeError for another layer, ValueError for a LoRA variant."""
     lora = None
     if isinstance(layer, LoraLayer):
-        if POLICY_ADAPTER in layer.lora_variant:
+        if POLICY_ADAPTER in layer.lora_variant or layer.lora_bias.get(POLICY_ADAPTER):
             raise ValueError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
         if POLICY_ADAPTER in layer.lora_A:
             down, up = (part.get_parameter(f"{POLICY_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))

@@ -213,12 +213,14 @@ class LeanLoraLinear(LoraLinear):
             return False
         trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
         mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
-        return self.active_adapters[0] in self.lora_A and not trained and not mixed
+        name = self.active_adapters[0]
+        return name in self.lora_A and not self.lora_bias[name] and not trained and not mixed
 
 
 def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
-    if getattr(layers[0], "kept", None):
+    # Operands of the first layer alone say nothing about the others, which may have no adapter.
+    if any(count == len(layers) for _, count in getattr(layers[0], "kept", None) or ()):
         return _products(x, None, layers)  # type: ignore[arg-type]
     lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
     return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)

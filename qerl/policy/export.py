@@ -100,7 +100,10 @@ def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> Non
     _copy_but_weights(checkpoint, target)
     if (checkpoint / INDEX).exists():
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
-    trained = {info.stored: norms[name] for name, info in read_headers(checkpoint).items() if name in norms}
+    headers = read_headers(checkpoint)
+    if unknown := sorted(norms.keys() - headers.keys()):
+        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")
+    trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
     for path in weight_files(checkpoint):
         _rewrite(path, target / path.name, trained.get)
 

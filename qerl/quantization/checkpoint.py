@@ -158,7 +158,8 @@ def _relative_errors(
         [(_, weight)] = stream({name: dense[name]})
         error[kind] += _squares(stored.sub_(weight))
         norm[kind] += _squares(weight)
-    return {kind: math.sqrt(error[kind] / norm[kind]) for kind in sorted(error)}
+    # Weights of zero are packed without an error.
+    return {kind: math.sqrt(error[kind] / (norm[kind] or 1.0)) for kind in sorted(error)}
 
 
 def _stored_weights(

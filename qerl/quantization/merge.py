@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) 
     """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
 
     All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
-    nearest, as `quantize_checkpoint` does. Raises `CheckpointError` if the adapter belongs to another base.
+    nearest, as `quantize_checkpoint` does. Raises `CheckpointError` if the adapter belongs to another base, or has
+    more than plain LoRA.
     """
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         dense = target if weights == "bf16" else Path(scratch) / "dense"
@@ -73,11 +75,31 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
     write_config(checkpoint, target)
 
 
+#: What PEFT's options must be for (alpha / r) B A to be all that an adapter adds.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
+}
+
+
 class _Adapter:
     """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
 
     def __init__(self, trained: Path) -> None:
         config = json.loads((trained / ADAPTER_CONFIG).read_text())
+        for option, plain in _PLAIN.items():
+            if config.get(option) is not None and config[option] not in plain:
+                raise CheckpointError(
+                    f"{trained / ADAPTER_CONFIG} has {option}={config[option]!r}, and only plain LoRA is merged here; "
+                    "merge this adapter by PEFT"
+                )
         self._scale = config["lora_alpha"] / config["r"]
         self._norms, self._lora = trained_tensors(trained)
         self.changes = {*self._norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in self._lora)}

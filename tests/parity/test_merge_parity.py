@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -110,6 +110,22 @@ def test_an_adapter_of_another_base_is_refused(bases, tmp_path):
     with pytest.raises(CheckpointError, match=r"changes model\.layers\.2\..*lacks; give it its own base"):
         merge(bases / "bf16", tmp_path / "policy", tmp_path / "merged", "bf16")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("option", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}, {"lora_bias": True}])
+def test_an_adapter_of_pefts_with_more_than_plain_lora_is_loaded_right_and_not_merged(bases, tmp_path, option):
+    model = AutoModelForCausalLM.from_pretrained(bases / "bf16", dtype=torch.float32)
+    theirs = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"], **option))
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_policy(bases / "bf16", tmp_path / "theirs", "float32", CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.lm(IDS).logits, theirs(IDS).logits)
+    with pytest.raises(CheckpointError, match=f"{next(iter(option))}=.*merge this adapter by PEFT"):
+        merge(bases / "bf16", tmp_path / "theirs", tmp_path / "merged", "bf16")
 
 
 def test_files_are_those_of_the_base(bases, tmp_path):

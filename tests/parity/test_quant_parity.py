@@ -383,6 +383,15 @@ def test_report(checkpoints, architecture, weights_format):
     assert report["bits_per_weight_model"] == pytest.approx(8 * sum(t.nbytes for t in tensors.values()) / total)
 
 
+def test_weights_of_zero_are_packed_without_an_error(tmp_path):
+    source = tiny_qwen2(tmp_path / "dense", num_hidden_layers=1)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    errors = quantize_checkpoint(source, tmp_path / "packed", "nf4")["relative_error"]
+    assert errors["o_proj"] == 0 < errors["q_proj"]
+
+
 def test_bf16_is_a_report_only(checkpoints, tmp_path):
     source = checkpoints[0] / "qwen2" / "bf16"
     report = quantize_checkpoint(source, tmp_path / "out", "bf16")

@@ -50,6 +50,14 @@ def test_logprobs_are_those_of_the_policy_that_sampled(policy, temperature):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
+def test_an_adapter_on_one_of_two_layers_that_share_an_input_samples(checkpoint):
+    policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["gate_proj"]), "float32", seed=0, device=CPU)
+    for name, parameter in policy.trainable():
+        parameter.data += 0.1 if "lora" in name else 0.0
+    [[completion]] = NativeSampler(policy).generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    np.testing.assert_allclose(completion.logprobs, full_logprobs(policy, PROMPTS[0], completion.token_ids), atol=1e-5)
+
+
 def test_greedy_equals_generate_of_transformers(policy):
     completions = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, temperature=0))
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
