@@ -6,12 +6,16 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from qerl.data.answers import is_correct, well_formed
 from qerl.data.records import Problem
 from qerl.host.plugins import call
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.reward import RewardSettings
+
+#: The largest magnitude of a custom reward: advantages are float32, in which squares of larger ones overflow.
+LARGEST = 1e15
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,15 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
-    """The value of the user's `module:function` for a completion. Raises ValueError if it isn't a finite number."""
+    """The value of the user's `module:function` for a completion. Raises ValueError if it isn't a number up to
+    `LARGEST`.
+    """
     value = call(function, answer, problem, key="reward.function", limit=timeout)
-    if not isinstance(value, Real) or not math.isfinite(value):
+    magnitude: Any = abs(value) if isinstance(value, Real) else math.nan
+    if not magnitude <= LARGEST:  # NaN isn't
         raise ValueError(
-            f"reward.function {function} returned {value!r} for problem {problem.id}; it must return a finite number"
+            f"reward.function {function} returned {value!r} for problem {problem.id}; it must return a number "
+            "between -1e15 and 1e15"
         )
     return float(value)
 

@@ -36,7 +36,8 @@ class RewardSettings(Settings):
     """Weight of `function`."""
     function: FunctionPath | None = None
     """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
-    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a finite number."""
+    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a number
+    between -1e15 and 1e15."""
     timeout: Annotated[float, Field(gt=0)] | None = 300.0
     """Longest time that a call of `function` may take, in seconds. A longer call stops the run with the function's
     position. A start with a higher limit continues from the last checkpoint. None sets no limit."""

@@ -165,12 +165,15 @@ class LossSettings(Settings):
         return {"scale_advantages": False, **values}
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSettings(Settings):
     """Optimizer and schedule (paper Table 4; warm-up, decay and clipping from the released scripts)."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw8bit"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     warmup_ratio: Fraction = 0.1
     max_grad_norm: Annotated[float, Field(gt=0)] = 0.2

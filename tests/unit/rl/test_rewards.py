@@ -95,6 +95,9 @@ def nothing(answer, problem):
 def nan(answer, problem):
     return math.nan
 
+def huge(answer, problem):
+    return 10**400
+
 def word(answer, problem):
     return "1"
 
@@ -129,10 +132,10 @@ def test_a_number_of_numpy_is_a_number(module):
     assert reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)["custom"] == 0.5
 
 
-@pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("nan", "nan"), ("word", "'1'")])
+@pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("nan", "nan"), ("huge", "10*"), ("word", "'1'")])
 def test_what_is_no_number_is_an_error(module, name, value):
     settings = RewardSettings(function=f"{module}:{name}")
-    with pytest.raises(ValueError, match=f"{module}:{name} returned {value} for problem 0; it must return a finite"):
+    with pytest.raises(ValueError, match=f"{module}:{name} returned {value} for problem 0; it must return a number"):
         reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)
 
 
