@@ -141,7 +141,7 @@ def ratio_sums(
 ) -> RatioSums:
     """What the effective sample size is made of, (sum w)^2 / sum w^2; in float64, beyond e^300 cut."""
     log_ratio_NT = (trainer_logprobs_NT - sampler_logprobs_NT).detach().double() * mask_NT
-    tokens_NT = torch.exp(log_ratio_NT) * mask_NT
+    tokens_NT = torch.exp(log_ratio_NT.clamp(max=300.0)) * mask_NT
     sequences_N = torch.exp(log_ratio_NT.sum(1).clamp(max=300.0))
     sums = (tokens_NT.sum(), tokens_NT.square().sum(), sequences_N.sum(), sequences_N.square().sum())
     return RatioSums(*(float(value) for value in sums))
@@ -152,4 +152,5 @@ def mismatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over tokens of KL(sampler || trainer) by the k3 estimator, and the largest token ratio, either way."""
     delta = (trainer_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
-    return k3(delta).sum(), torch.exp(delta.abs().max())
+    largest = delta.abs().max() if delta.numel() else delta.new_zeros(())  # none of the completions may have a token
+    return k3(delta).sum(), torch.exp(largest)

@@ -33,7 +33,7 @@ def gae(
     completions: their reward is final and isn't bootstrapped. Tokens off the mask don't count as steps.
     """
     rewards, values, steps = rewards_NT.float(), values_NT.float(), mask_NT.bool()
-    advantage = following = torch.zeros_like(rewards[:, 0])
+    advantage = following = rewards.new_zeros(len(rewards))
     advantages_NT = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * following - values[:, t]

@@ -53,12 +53,12 @@ class UpdateStats:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the policy's updates: means over tokens or ratios."""
-        ratios = max(self.ratios, 1)
+        ratios, tokens = max(self.ratios, 1), max(self.tokens, 1)
         return {
             "loss": self.loss,
-            "entropy": self.entropy / self.tokens,
-            "mismatch/kl": self.mismatch_kl / self.tokens,
-            "reference/kl": self.reference_kl / self.tokens,
+            "entropy": self.entropy / tokens,
+            "mismatch/kl": self.mismatch_kl / tokens,
+            "reference/kl": self.reference_kl / tokens,
             "ess/tokens": _effective_share(self.token_ratios, self.token_squares, self.tokens),
             "ess/sequences": _effective_share(self.sequence_ratios, self.sequence_squares, self.sequences),
             "clip_ratio/low": self.clipped_low / ratios,

@@ -1,6 +1,7 @@
 """Silent completions: an update without them against one with them, which a KL weight of nearly zero makes."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -239,3 +240,18 @@ def test_a_process_without_work_takes_part(base, tmp_path, forking):
         for name in lonely:
             torch.testing.assert_close(other_lonely[name], lonely[name], rtol=1e-4, atol=1e-7, msg=name)
             torch.testing.assert_close(other_weights[name], weights[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("loss", [{"name": "grpo", "kl": 0.1}, {"name": "gspo"}, {"name": "ppo"}], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 3), (0, 0)])
+def test_completions_without_a_token_have_no_part_in_an_update(base, loss, lengths):
+    made = updater(base, **loss)
+    samples = [
+        Sample([3, 4], Completion([7] * length, [-3.0] * length, True), 1.0, 1.0 - 2 * place)
+        for place, length in enumerate(lengths)
+    ]
+    metrics = made.update(1, samples)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert (metrics["grad_norm"] > 0) == (max(lengths) > 0)
+    assert metrics["entropy"] > 0 or not max(lengths)
+    assert all(parameter.isfinite().all() for _, parameter in made.policy.trainable())
