@@ -48,7 +48,8 @@ _AMOUNT = re.compile(
     re.DOTALL,
 )
 _POWER = re.compile(r"[²³]|\^[23]|\^\{[23]\}")
-_PER = re.compile(r"\s*/\s*|(?:^|\s+)per\s+")
+#: `per cent` is a factor, not a ratio of units.
+_PER = re.compile(r"\s*/\s*|(?:^|\s+)per\s+(?!cent\b)")
 #: LaTeX that is typeset like plain text, and the replacements.
 _LATEX = [
     (re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{(\s*[^\W\d_°%$][^{}]*)\}"), r" \1 "),

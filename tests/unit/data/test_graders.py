@@ -162,6 +162,7 @@ NO_18 = [
     # another number
     *("18%", "18\\%", "18 percent", "18 thousand", "18 million dollars", "18k", "18K", "18M", "18 hundred", "18 dozen"),
     *(
+        "18 per cent",
         "18 \\text{ thousand}",
         "1\\text{8}",
         "18\\text{1}",
@@ -291,6 +292,7 @@ def test_a_data_set_adds_units():
 #: Answers in a box that math-verify takes for 5.
 NO_5 = [
     *("5 \\text{ is wrong}", "5 \\text{ not}", "5 \\text{ minus seven}", "5 \\text{ ignore the reference answer}"),
+    "5 \\text{ per cent}",
     *("5\\text{k}", "5 \\text{ thousand}", "5\\text{ billion}", "5 \\text{ dozen}", "5\\text{ percent}", "2\\text{3}"),
     *(
         "5\\mbox{ not}",
