@@ -11,6 +11,9 @@ from pydantic import (
 
 from qerl.settings.base import FilePath, PositiveInt, Settings
 
+#: Draws at it are greedy in effect. Far below it, the division of logits overflows float32.
+_LOWEST_TEMPERATURE = 1e-6
+
 
 class SamplingSettings(Settings):
     """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
@@ -19,6 +22,15 @@ class SamplingSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     max_tokens: PositiveInt = 4096
+
+    @model_validator(mode="after")
+    def _logits_do_not_overflow(self) -> SamplingSettings:
+        if 0 < self.temperature < _LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature={self.temperature:g} is too small to divide by; use 0, which is greedy, or at "
+                f"least {_LOWEST_TEMPERATURE:g}"
+            )
+        return self
 
 
 class VllmSettings(Settings):

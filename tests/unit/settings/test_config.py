@@ -136,6 +136,11 @@ def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation()
     assert parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 0}}, "e").repeats == 1
 
 
+def test_a_temperature_by_which_logits_overflow_is_refused():
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=1e-40 is too small.*use 0, which is greedy"):
+        parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 1e-40}}, "e")
+
+
 @pytest.mark.parametrize(
     ("loss", "scaled"),
     [
