@@ -26,6 +26,12 @@ Record = dict[str, Any]
 Located = tuple[str, Record]
 
 
+_HASHES_RULE = (
+    "`answer` must end in `#### n`, where n is one number (for other answers: `format: math`, and `columns` to name "
+    "`problem` and `answer`)"
+)
+
+
 class DataError(UserError):
     """Problems that can't be used. The message is one sentence for the user."""
 
@@ -91,9 +97,9 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
     elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
-        answer = _stated(solution, record_format, "`answer` must end in `#### n`", where)
+        answer = _stated(solution, record_format, _HASHES_RULE, where)
     elif record_format == "math":
-        question, given = _text(record, "problem", where), _given(record)
+        question, given = _text(record, "problem", where), _given(record, where)
         solution = _optional(record, "solution", where) if given else _text(record, "solution", where)
         answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
     else:
@@ -108,9 +114,12 @@ def _get(record: Mapping[str, Any], key: str) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _given(record: Mapping[str, Any]) -> str:
-    value = _get(record, "answer")
-    return "" if value is None else str(value).strip()
+def _given(record: Mapping[str, Any], where: str) -> str:
+    """The bare answer of a record of math, empty without one."""
+    answer = (_optional(record, "answer", where) or "").strip()
+    if "####" in answer:
+        raise DataError(f"{where} has `answer` with `####`, as gsm8k: set `format: gsm8k`, or give the bare answer")
+    return answer
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -149,7 +158,9 @@ def _aime_answer(text: str, where: str) -> str:
     # Tables written by pandas turn integers into floats when a row is missing.
     number = re.fullmatch(r"0*([0-9]{1,3})(?:\.0)?", text.strip())
     if number is None:
-        raise DataError(f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999")
+        raise DataError(
+            f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999 (others: `format: math`)"
+        )
     return number.group(1)
 
 

@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, time
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
@@ -41,6 +43,9 @@ from qerl.settings.data import (
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+#: Names of validation and test files elsewhere, which would be left out silently.
+_OTHER_NAMES = ("val", "valid", "dev", "eval", "evaluation")
+_CONVERT = "`to_parquet` of pandas and datasets writes such a file"
 _Splits = dict[Split, list[Located]]
 
 
@@ -124,10 +129,10 @@ def _file(path: Path) -> list[Located]:
 
 def _records(path: Path) -> Iterator[Located]:
     """Yield the records of a file, each with its place as text (file and line, or file and row)."""
+    if not path.exists():
+        raise DataError(f"file of problems {path} doesn't exist (a data set of the hub needs `source: hub`, `repo`)")
     if path.suffix not in DATA_SUFFIXES:
-        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}")
-    if not path.is_file():
-        raise DataError(f"file of problems {path} doesn't exist")
+        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {_CONVERT}")
     if path.suffix == ".jsonl":
         yield from _lines(path)
         return
@@ -147,7 +152,7 @@ def _lines(path: Path) -> Iterator[Located]:
 def _rows(path: Path) -> list[Record]:
     if path.suffix == ".parquet":
         return _parquet_rows(path)
-    rows = _parse_json(path.read_bytes(), str(path))
+    rows = _parse_json(path.read_bytes(), str(path), "; name a file with one record a line .jsonl")
     if not isinstance(rows, list):
         raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
     return [as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
@@ -164,8 +169,8 @@ def _parquet_rows(path: Path) -> list[Record]:
     return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
-def _parse_json(text: bytes, where: str) -> Any:
-    """The value of a JSON text in UTF-8 that can be written as such again."""
+def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
+    """The value of a JSON text in UTF-8 that can be written as such again; errors end in `hint`."""
     try:
         value = json.loads(text.decode())
         json.dumps(value, ensure_ascii=False).encode()
@@ -173,7 +178,7 @@ def _parse_json(text: bytes, where: str) -> Any:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
     # Broken JSON, invalid bytes, lone surrogates and numbers with thousands of digits.
     except ValueError as error:
-        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from None
+        raise DataError(f"{where} is not valid JSON in UTF-8: {error}{hint}") from None
     return value
 
 
@@ -198,7 +203,12 @@ def _split_files(folder: Path) -> dict[Split, list[Path]]:
         if matches:
             files[split] = matches
     if not files:
-        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)})")
+        raise DataError(
+            f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {_CONVERT}"
+        )
+    other = [p for p in folder.rglob("*") if p.suffix in DATA_SUFFIXES and _SHARD.sub("", p.stem) in _OTHER_NAMES]
+    if other:
+        raise DataError(f"{other[0]} names no split; rename it to validation or test, or move it out of {folder}")
     return files
 
 
@@ -336,7 +346,13 @@ def lines_of(records: Iterable[Record]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of parquet columns as JSON values."""
+    """Numbers, arrays and dates of parquet columns as JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise DataError(f"a record holds a value of type {type(value).__name__}, which can't be written as JSON")
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise DataError(
+        f"a record holds a value of type {type(value).__name__}, which can't be written as JSON; leave its column out"
+    )

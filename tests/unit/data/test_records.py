@@ -14,6 +14,8 @@ AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "ans
     [
         (GSM8K, "gsm8k", "4", None),
         ({**GSM8K, "answer": "#### 1,200"}, "gsm8k", "1,200", None),
+        ({**GSM8K, "answer": "#### -12.50 dollars.\n2 lines"}, "gsm8k", "-12.50", None),
+        ({**GSM8K, "answer": "#### 11."}, "gsm8k", "11", None),
         (MATH, "math", "\\frac{1}{2}", 3),
         (MATH500, "math", "\\frac{1}{2}", 2),
         ({**MATH, "level": "Level ?"}, "math", "\\frac{1}{2}", None),
@@ -46,8 +48,15 @@ def test_an_aime_problem_may_lack_a_solution():
         ({"question": "Two?"}, "gsm8k", "no `answer`"),
         ({"question": "Two?", "answer": None}, "gsm8k", "no `answer`"),
         ({"question": "Two?", "answer": "It is 2."}, "gsm8k", "#### n"),
+        *(
+            ({"question": "Two?", "answer": f"So #### {answer}"}, "gsm8k", "states no answer.*one number.*format: math")
+            for answer in ("11/2", "1,000/3", "-12/5", "12:30", "2e10", "10 000", "3 1/2", "3.5.2", "10-12", "2 x 3")
+        ),
         ({"answer": "#### 2"}, "gsm8k", "no `question`"),
         ({"problem": "Two?", "solution": "It is 2."}, "math", "boxed"),
+        ({"problem": "Two?", "answer": ["2", "3"]}, "math", "list in `answer`"),
+        ({"problem": "Two?", "answer": {"value": "2"}}, "math", "dict in `answer`"),
+        ({"problem": "Two?", "answer": "One and one.\n#### 2"}, "math", "set `format: gsm8k`"),
         ({"problem": "Two?", "answer": "1000"}, "aime", "0 to 999"),
         ({"problem": "Two?", "answer": "-1"}, "aime", "0 to 999"),
         ({"problem": "Two?", "answer": "two"}, "aime", "0 to 999"),

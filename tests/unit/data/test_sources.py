@@ -1,12 +1,14 @@
 import hashlib
 import json
 import sys
+from datetime import date, datetime
+from decimal import Decimal
 
 import pandas as pd
 import pytest
 
 from qerl.data.records import DataError
-from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_split
+from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_records, read_split
 from qerl.settings.data import DatasetSettings, FunctionData, Generated, LocalData
 
 TAGS = "Write <think>steps</think><answer>number</answer>."
@@ -154,11 +156,37 @@ def test_a_good_file_yields_its_format(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("a.jsonl", "doesn't exist"), ("a.csv", "expected one of"), ("", "no file named")]
+    ("name", "message"),
+    [
+        ("a.jsonl", "a.jsonl doesn't exist"),
+        ("org/name", "org/name doesn't exist .*source: hub"),
+        ("a.csv", "expected one of.*to_parquet"),
+        ("lines.json", "Extra data.*name a file with one record a line .jsonl"),
+        ("", "no file named.*to_parquet"),
+    ],
 )
 def test_a_path_without_problems_is_an_error(tmp_path, name, message):
+    if name in ("a.csv", "lines.json"):
+        write_lines(tmp_path / name, gsm8k(2))
     with pytest.raises(DataError, match=message):
         check_problem_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "dev-00000-of-00001", "eval"])
+def test_held_out_files_of_other_names_are_not_left_out_silently(tmp_path, name):
+    write_lines(tmp_path / "train.jsonl", gsm8k(3))
+    write_lines(tmp_path / f"{name}.jsonl", gsm8k(3, start=3))
+    with pytest.raises(DataError, match=f"{name}.jsonl names no split; rename it"):
+        prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+def test_other_columns_of_parquet_may_hold_dates_and_decimals(tmp_path):
+    stamps = {"made": datetime(2024, 5, 1, 12), "day": date(2024, 5, 1), "cost": Decimal("1.50")}
+    path = tmp_path / "a.parquet"
+    pd.DataFrame([{**record, **stamps} for record in gsm8k(1)]).to_parquet(path)
+    folder = prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0))
+    [record] = read_records(folder, "test")
+    assert [record[name] for name in stamps] == ["2024-05-01T12:00:00", "2024-05-01", "1.50"]
 
 
 def test_an_empty_file_is_an_error(tmp_path):
