@@ -40,7 +40,8 @@ def sample(
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
     A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template.
-    `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`.
+    `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `TypeError` for
+    prompts that aren't strings, such as chats.
     """
     from qerl.data.prompts import prompt_ids
     from qerl.evals.policy import EvaluatedPolicy
@@ -49,6 +50,11 @@ def sample(
 
     if isinstance(prompts, str):
         raise TypeError("prompts must be a list of strings, not one string")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise TypeError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
+    if count < 1:
+        raise ConfigError(f"`count` must be a whole number above 0, not {count}")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from filelock import FileLock
@@ -268,6 +268,8 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
 
     `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
     """
+    if dtype not in (None, *get_args(Dtype)):
+        raise ConfigError(f"dtype={dtype!r} isn't supported; use {' or '.join(get_args(Dtype))}")
     run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
     if run:
         check_finished(run)

@@ -20,6 +20,8 @@ from qerl.formats.errors import FormatError
 #: scale, or packed codes that are unpacked because no packed layer may be there.
 Reading = Literal["stored", "reciprocal", "bytes", "scaled", "unpacked"]
 
+#: Rotary frequencies, which older files of Llama hold and config.json states.
+_COMPUTED = ".rotary_emb.inv_freq"
 #: Suffixes of scales by which other engines round activations, keys and values. Nothing here reads them.
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale")
 #: ModelOpt's tensors of layers that also scale their input, or add a product of low rank.
@@ -54,7 +56,7 @@ class TensorInfo:
 
 
 def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors by this package's names, in the files' order and without scales of activations.
+    """The tensors by this package's names, in the files' order, without scales of activations and rotary frequencies.
 
     A model of images and text has those of its text model, and experts that are stacked in MXFP4 have their own each.
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
@@ -109,7 +111,7 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
     """A tensor's name and reading in this package; None if another tensor includes it or nothing reads it."""
     layer, _, part = name.rpartition(".")
     weight = stored.get(f"{layer}.weight")
-    if name.endswith(_OF_ACTIVATIONS):
+    if name.endswith((*_OF_ACTIVATIONS, _COMPUTED)):
         return None
     if part in _OTHER_FUNCTIONS:
         raise FormatError(

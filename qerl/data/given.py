@@ -55,7 +55,7 @@ def given(dataset: Any, folder: Path) -> Given:
 
 def _is_given(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return bool(value) and value.keys() <= set(SPLITS)
+        return any(_is_given(value.get(split)) for split in SPLITS)
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
 
 

@@ -102,6 +102,26 @@ def load_model(
     return model.eval()
 
 
+def check_tensors(folder: Path) -> None:
+    """Raise the `CheckpointError` with which a dense checkpoint would fail to load, before any work is done with it.
+
+    Names and shapes are compared with those of config.json. Values are read of a head alone that config.json ties.
+    """
+    headers = read_headers(folder)
+    check_layers(folder, headers)
+    model = empty_model(config_of(folder), torch.bfloat16)
+    slots = _slots(model)
+    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    for name, info in headers.items():
+        target = getattr(slots[name].module, slots[name].name)
+        if info.shape != target.shape:
+            raise _mismatch(name, info, target)
+    if model.config.tie_word_embeddings and _HEAD in headers:
+        embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
+        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (_HEAD, embedding)}))
+        _check_tied(head, embedded, headers)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises CheckpointError if it needs code from the checkpoint."""
     try:
@@ -210,11 +230,15 @@ def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: Tens
     target = getattr(module, slot.name)
     packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
     if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
-        raise CheckpointError(
-            f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
-            f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
-        )
+        raise _mismatch(name, info, target)
     setattr(module, slot.name, tensor if packed else nn.Parameter(tensor.to(dtype)))
+
+
+def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
+        f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
+    )
 
 
 def _is_float(tensor: Tensor, packed: bool) -> bool:
@@ -235,13 +259,17 @@ def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
     """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
     if not model.config.tie_word_embeddings:
         return
-    head = model.get_parameter(_HEAD)
-    if _HEAD in headers and not torch.equal(head, model.get_input_embeddings().get_parameter("weight")):
+    if _HEAD in headers:
+        _check_tied(model.get_parameter(_HEAD), model.get_input_embeddings().get_parameter("weight"), headers)
+    model.tie_weights()
+
+
+def _check_tied(head: Tensor, embedding: Tensor, headers: dict[str, TensorInfo]) -> None:
+    if not torch.equal(head, embedding):
         raise CheckpointError(
             f"{headers[_HEAD].shard} holds a head that differs from the embedding, though config.json ties them; "
             "set tie_word_embeddings to false there"
         )
-    model.tie_weights()
 
 
 @torch.no_grad()

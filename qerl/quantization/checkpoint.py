@@ -50,9 +50,9 @@ def quantize_checkpoint(
     nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against the
     equalised model.
 
-    Raises `CheckpointError` if `source` isn't dense or holds NaN or infinity, or if `target` exists. Raises
-    `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without calibration
-    texts.
+    Raises `CheckpointError` if `source` isn't dense, couldn't be loaded or holds NaN or infinity, or if `target`
+    exists. Raises `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without
+    calibration texts.
     """
     layers = linear_layers(source)
     headers = _dense_headers(source)
@@ -63,8 +63,9 @@ def quantize_checkpoint(
     _check_layers(source, layers, headers, error.of if error else weights_format)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    from qerl.policy.loading import load_tokenizer
+    from qerl.policy.loading import check_tensors, load_tokenizer
 
+    check_tensors(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial = Path(scratch) / target.name

@@ -215,6 +215,7 @@ def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch
         ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: prompt}"),
         ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
         (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
+        ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),
         ([{**ROWS[0], "when": object()}], "value of type object, which can't be written"),
     ],
 )
@@ -415,3 +416,21 @@ def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
     assert 0 < len(rows) < 40
     assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "error", "sentence"),
+    [
+        ([[{"role": "user", "content": "Two?"}]], 1, TypeError, "the text of one user's message, not .*'role': 'user'"),
+        (["Two?", None], 1, TypeError, "must be a string.* not None"),
+        (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
+    ],
+)
+def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
+    with pytest.raises(error, match=sentence):
+        qerl.sample(None, prompts, count=count)
+
+
+def test_a_dtype_that_is_not_supported_is_a_sentence(model):
+    with pytest.raises(ConfigError, match="dtype='float16' isn't supported; use float32 or bfloat16"):
+        qerl.load(model, dtype="float16")

@@ -313,6 +313,32 @@ def test_wrong_shape_or_type(folder, tensor):
         load_model(folder, torch.bfloat16)
 
 
+LATE = {
+    "superfluous": (lambda tensors: tensors.update({"extra": torch.zeros(3)}), "holds 1 tensors.*such as extra"),
+    "norm": (lambda tensors: tensors.pop("model.norm.weight"), r"lacks 1 tensors.*model\.norm\.weight"),
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), r"\[63\], but config.json calls"),
+    "head": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "head that differs"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), LATE.values(), ids=LATE)
+def test_what_could_not_be_loaded_is_not_quantized(folder, tmp_path, change, sentence):
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=sentence):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rotary_frequencies_of_older_files_are_left_as_by_transformers(folder, tmp_path):
+    plain = load_model(folder, torch.bfloat16).state_dict()
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    dense = load_model(folder, torch.bfloat16).state_dict()
+    assert dense.keys() == plain.keys()
+    assert all(torch.equal(dense[name], plain[name]) for name in plain)
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    load_model(tmp_path / "out", torch.bfloat16)
+
+
 #: One of each kind of a checkpoint's tensors.
 NOT_FINITE = {
     "model.norm.weight": float("nan"),
