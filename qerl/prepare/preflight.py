@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from qerl.checkpoints.context import check_room, usable_length
-from qerl.checkpoints.folder import read_config
+from qerl.checkpoints.folder import CONFIG, read_config
 from qerl.data.prompts import check_lengths, check_template, longer_than
 from qerl.evals.evaluate import open_task
+from qerl.host.progress import log
 from qerl.jobs.prepare import CheckJob
 from qerl.policy.loading import load_tokenizer
 from qerl.rl.rollouts import Task
@@ -27,10 +31,27 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
+    _tell_unused_end(model, tokenizer)
     for data, rollout in runs:
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         Task.of(data).fitting(tokenizer, rollout, context)
+
+
+def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the tokenizer's end of text doesn't end completions, as after fine-tuning a base on a chat template."""
+    file = next(path for path in (model / "generation_config.json", model / CONFIG) if path.is_file())
+    ends = json.loads(file.read_text()).get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [ends]
+    if ends is not None and tokenizer.eos_token_id not in (None, *ids):
+        log.warning(
+            "%s ends completions at %s alone, and the tokenizer's end %s (%d) doesn't end them; if the chat template "
+            "ends turns with it, add it to eos_token_id there",
+            file,
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ids),
+            tokenizer.eos_token,
+            tokenizer.eos_token_id,
+        )
 
 
 def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:

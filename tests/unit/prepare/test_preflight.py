@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.plan import check_engines, plan_from
 from qerl.policy.loading import load_tokenizer
+from qerl.policy.policy import load_policy
+from qerl.prepare.preflight import check_runs
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.rollout import RolloutSettings
@@ -165,6 +168,22 @@ def test_the_plan_knows_test_splits(configuration, tmp_path):
     hub = {"source": "hub", "repo": "a/b", "revision": "0" * 40, "splits": {"train": "train"}}
     with pytest.raises(ConfigError, match=r"arithmetic has no test split; name one of the repository's"):
         planned(configuration | {"datasets": {"arithmetic": arithmetic | {"origin": hub}}})
+
+
+@pytest.mark.parametrize(("ends", "told"), [([1, 5], False), (1, False), (None, False), ([7, 5], True), (7, True)])
+def test_an_end_of_the_tokenizer_that_ends_no_completion_is_told(model, tmp_path, caplog, ends, told):
+    """Completions end at the tokens of the generation config alone (`Policy.stop_token_ids`)."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert (1 not in load_policy(folder, None, "float32").stop_token_ids) == told
+    check_runs(folder, [])
+    assert ("the tokenizer's end <eos> (1) doesn't end them" in caplog.text) == told
+
+
+def test_a_thermostat_without_the_file_that_it_follows_is_refused(settings):
+    refused(
+        settings | {"thermostat": {"metrics": "nowhere.jsonl"}}, r"thermostat.metrics .*nowhere.jsonl doesn't exist"
+    )
 
 
 def test_engines_are_looked_for_where_jobs_start(configuration, monkeypatch):
