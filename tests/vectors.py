@@ -9,7 +9,7 @@ import bitsandbytes.functional as bnb
 import torch
 from safetensors.torch import save_file
 
-from tests.parity.test_quant_parity import LIBRARY, library_fp4
+from tests.parity.test_codec_parity import LIBRARY, library_fp4
 
 FILE = Path(__file__).parents[1] / "tests/fixtures/gates/vectors.safetensors"
 

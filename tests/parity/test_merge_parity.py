@@ -15,7 +15,8 @@ from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import merge, write_merged
 from qerl.rl.noise import Noise
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.parity.test_quant_parity import assert_bits_equal, by_library
+from tests.parity.test_codec_parity import assert_bits_equal
+from tests.parity.test_quant_parity import by_library
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from qerl.formats.group_size import GROUP_SIZE
 from qerl.formats.nf4 import STATE_NAME, read_state
 from qerl.quantization.checkpoint import quantize_checkpoint
 from tests.bits import bits_per_weight
-from tests.parity.test_quant_parity import LIBRARY, assert_bits_equal, library_fp4
+from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal, library_fp4
 from tests.properties.values import refused_in_one_sentence
 from tests.tiny import tiny_qwen2
 

@@ -1,4 +1,4 @@
-"""A finished run of a tiny packed model, with an evaluation of it and of its base."""
+"""A tiny model and problems, and a finished run of a packed one, with an evaluation of it and of its base."""
 
 import json
 
@@ -8,7 +8,27 @@ import qerl
 from qerl.settings.evaluation import TaskSettings
 from tests.tiny import tiny_qwen2, write_template
 
+ROWS = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
 GRADED = TaskSettings(dataset="problems", harness="qerl")
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_qwen2(tmp_path_factory.mktemp("models") / "dense")
+    write_template(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +36,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("by_hand")
     write_template(tiny_qwen2(folder / "tiny-model"))
     (folder / "tiny-model/README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
-    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     values = {
         "model": str(folder / "tiny-model"),
         "dataset": str(folder / "sums.jsonl"),

@@ -1,0 +1,98 @@
+"""Samples and evaluations by hand through the Python API."""
+
+import json
+
+import pytest
+
+import qerl
+from qerl.data.by_hand import parse_run
+from qerl.data.sources import prepare
+from qerl.settings.base import ConfigError
+from qerl.settings.evaluation import TaskSettings
+from tests.unit.by_hand.conftest import ROWS
+
+
+def test_samples_follow_the_seed_and_the_instruction(model):
+    policy = qerl.load(model, dtype="float32")
+    first, again = (qerl.sample(policy, ["a", "b"], count=3, seed=1, max_tokens=5) for _ in range(2))
+    assert first == again
+    assert [len(row) for row in first] == [3, 3]
+    assert all(drawn.tokens <= 5 for row in first for drawn in row)
+    assert first != qerl.sample(policy, ["a", "b"], count=3, seed=2, max_tokens=5)
+    [[drawn]] = qerl.sample(policy, ["a"], instruction="Be brief.", max_tokens=5)
+    assert "".join(drawn.prompt.split()) == "aBebrief.:"
+    with pytest.raises(ConfigError, match="unknown key `max_token`"):
+        qerl.sample(policy, ["a"], max_token=5)
+    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
+        qerl.sample(policy, ["a"], seed=-1)
+    with pytest.raises(TypeError, match="list of strings"):
+        qerl.sample(policy, "a")
+
+
+def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    outcome = qerl.evaluate(policy, problems, tmp_path / "e", repeats=2, max_tokens=4)
+    assert (outcome.metrics["problems"], outcome.metrics["repeats"]) == (40, 2)
+    assert outcome.metrics["harness"] == "lm-eval"
+    assert len(outcome.samples) == 80
+    assert outcome.accuracy.mean == pytest.approx(outcome.metrics["accuracy"])
+    assert outcome.accuracy.low <= outcome.accuracy.mean <= outcome.accuracy.high
+    with pytest.raises(ConfigError, match="holds an evaluation already"):
+        qerl.evaluate(policy, problems, tmp_path / "e")
+    given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
+    assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
+
+
+def test_math_records_go_to_lighteval(model, tmp_path):
+    origin = {"source": "generated", "train": 4, "validation": 2, "test": 3}
+    outcome = qerl.evaluate(
+        qerl.load(model, dtype="float32"), {"format": "math", "origin": origin}, tmp_path / "e", repeats=1, max_tokens=4
+    )
+    assert (outcome.metrics["harness"], outcome.metrics["problems"]) == ("lighteval", 3)
+
+
+def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    origin = {"source": "generated", "train": 6, "validation": 2, "test": 3}
+    data = {"format": "gsm8k", "origin": origin, "instruction": "Be brief."}
+    stock = qerl.evaluate(policy, data, tmp_path / "stock", task="gsm8k", repeats=1, max_tokens=4)
+    assert (stock.metrics["task"], stock.metrics["problems"]) == ("gsm8k", 3)
+    settings = TaskSettings(dataset="any", harness="lm-eval", task="gsm8k", fewshot=1, repeats=2)
+    one = qerl.evaluate(policy, data, tmp_path / "one", task=settings, max_tokens=4)
+    assert (one.metrics["repeats"], one.metrics["flexible"] is not None) == (2, True)
+    prompts = ["".join(outcome.samples["prompt"][0].split()) for outcome in (stock, one)]
+    assert [prompt.count("Question:") for prompt in prompts] == [6, 2]
+    assert not any("Bebrief." in prompt for prompt in prompts)
+    with pytest.raises(ConfigError, match="leave out instruction, answer and units"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
+    with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
+    with pytest.raises(ValueError, match=r"sums.jsonl is all asked; set fewshot to 0"):
+        qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
+
+
+def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
+    settings = parse_run({"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
+    prepare(settings, tmp_path / "data")
+    outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
+    rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
+    assert 0 < len(rows) < 40
+    assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "error", "sentence"),
+    [
+        ([[{"role": "user", "content": "Two?"}]], 1, TypeError, "the text of one user's message, not .*'role': 'user'"),
+        (["Two?", None], 1, TypeError, "must be a string.* not None"),
+        (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
+    ],
+)
+def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
+    with pytest.raises(error, match=sentence):
+        qerl.sample(None, prompts, count=count)
+
+
+def test_a_dtype_that_is_not_supported_is_a_sentence(model):
+    with pytest.raises(ConfigError, match="dtype='float16' isn't supported; use float32 or bfloat16"):
+        qerl.load(model, dtype="float16")

@@ -1,0 +1,311 @@
+"""Runs by hand through the Python API: checkpoints, data, mistakes, and what continues."""
+
+import functools
+import json
+
+import datasets
+import pytest
+import yaml
+from huggingface_hub.utils import filter_repo_objects
+
+import qerl
+from qerl.checkpoints.folder import CheckpointError, weights_format_of
+from qerl.data.by_hand import parse_run
+from qerl.data.records import DataError
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RunFile
+from tests.tiny import edit_config, tiny_qwen2
+from tests.unit.by_hand.conftest import ROWS
+
+SETTINGS = {
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 2,
+    "checkpoint_every": 1,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "reward": {"format": 1.0},
+}
+
+
+@pytest.fixture
+def values(model, problems, tmp_path):
+    return {**SETTINGS, "model": str(model), "dataset": str(problems), "out": str(tmp_path / "run")}
+
+
+@pytest.fixture(scope="module")
+def packed(model, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
+
+
+def test_quantize_makes_a_checkpoint_with_a_report(packed, model):
+    assert weights_format_of(packed) == "nvfp4"
+    assert json.loads((packed / "report.json").read_text())["model"] == str(model)
+    assert [path.name for path in packed.parent.iterdir()] == ["nvfp4"]
+    with pytest.raises(CheckpointError, match="exists already"):
+        qerl.quantize(model, packed)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        qerl.quantize(packed, packed.parent / "again")
+    with pytest.raises(ConfigError, match="no 4-bit format"):
+        qerl.quantize(model, packed.parent / "again", weights="int4")
+
+
+def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
+    run = qerl.train({**values, "model": str(packed), "weights": "nvfp4"})
+    assert (run.checkpoint / "model.safetensors").resolve() == (packed / "model.safetensors").resolve()
+    assert any("lora_A" in name for name, _ in run.policy.lm.named_parameters())
+    with pytest.raises(CheckpointError, match=r"quantized already \(nvfp4\)"):
+        qerl.train({**values, "model": str(packed), "weights": "mxfp4", "out": run.folder.parent / "other"})
+    changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
+    with pytest.raises(ConfigError, match=r"recipe=awq quantizes a dense model.*leave recipe out"):
+        qerl.train({**values, **changed})
+
+
+def test_only_an_unchanged_base_of_the_hub_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.prepare.base_checkpoint.fetch_model", lambda *_: model)
+    commit = "0" * 40
+    for weights, revision, base in (
+        ("bf16", f"@{commit}", ["org/name", commit]),
+        ("bf16", "", ["org/name", "main"]),
+        ("nvfp4", f"@{commit}", [str(tmp_path / f"nvfp4@{commit}/checkpoint"), None]),
+    ):
+        out = tmp_path / (weights + revision)
+        given = {**values, "model": f"org/name{revision}", "weights": weights, "steps": 1, "out": out}
+        config = json.loads((qerl.train(given).adapter / "adapter_config.json").read_text())
+        assert [config["base_model_name_or_path"], config["revision"]] == base
+
+
+def test_a_run_in_full_is_a_checkpoint_already(values, tmp_path):
+    values = {key: value for key, value in values.items() if key != "adapter"}
+    run = qerl.train({**values, "method": "full", "steps": 1})
+    with pytest.raises(ConfigError, match="run/policy is a checkpoint already, which vLLM loads"):
+        qerl.export(run.folder, tmp_path / "out")
+    (run.folder / "run.json").unlink()
+    with pytest.raises(ConfigError, match="isn't finished; go on with `qerl train"):
+        qerl.export(run.folder, tmp_path / "out")
+
+
+def test_a_run_is_calibrated_on_its_own_data(values, problems, tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text(problems.read_text())
+    asked = {**values, "dataset": str(own), "weights": "nvfp4", "recipe": "awq", "calibration": {"samples": 4}}
+    run = qerl.train(asked)
+    report = json.loads((run.checkpoint / "report.json").read_text())
+    assert (report["method"], report["calibration"]["texts"], report["calibration"]["dataset"]) == ("awq", 4, "data")
+    (run.folder / "run.json").unlink()
+    own.write_text(problems.read_text().replace("What are", "Add"))
+    assert qerl.train(asked).finished
+    again = json.loads((run.checkpoint / "report.json").read_text())
+    assert again["calibration"]["sha256"] != report["calibration"]["sha256"]
+
+
+def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
+    run = qerl.train(values)
+    assert run.finished
+    assert list(run.metrics["step"]) == [1, 2]
+    assert not (run.folder / "work").exists()
+    stored = parse(RunFile, yaml.safe_load((run.folder / "run.yaml").read_text()), "stored")
+    assert stored == parse_run(values, "given")
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    assert qerl.train(run.folder / "run.yaml").folder == run.folder
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+    with pytest.raises(ConfigError, match=r"other settings \(adapter.rank: 4 there, 8 here\)"):
+        qerl.train({**values, "adapter": {"rank": 8}})
+    moved = run.folder.rename(run.folder.parent / "moved")
+    assert qerl.train(values, out=moved).finished
+
+
+PROMPTS = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
+
+
+def rows():
+    return iter(ROWS)
+
+
+def length(answer, problem):
+    return float(answer.tokens)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "splits"),
+    [
+        (lambda: ROWS, None),
+        (lambda: rows, None),
+        (lambda: (row for row in ROWS), None),
+        (lambda: datasets.Dataset.from_list(ROWS), None),
+        (lambda: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:30]), "test": ROWS[30:]}), (30, 10)),
+        (lambda: {"format": "gsm8k", "instruction": "Go.", "origin": rows}, None),
+        (lambda: {"format": "gsm8k", "origin": {"train": ROWS[:30], "test": ROWS[30:]}}, (30, 10)),
+        (lambda: {"format": "gsm8k", "columns": {"question": "prompt"}, "origin": PROMPTS}, None),
+    ],
+)
+def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset, splits):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    run = qerl.train({**values, "dataset": dataset()})
+    assert {path.parent for path in run.folder.rglob("given/*")} == {run.folder / "given"}
+    counts = [len((run.data / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "test")]
+    assert splits is None or tuple(counts) == splits
+    kept = [json.loads(line) for file in run.data.glob("*.jsonl") for line in file.open()]
+    assert sorted(row["question"] for row in kept) == sorted(row["question"] for row in ROWS)
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("given/*")}
+    assert qerl.train({**values, "dataset": dataset()}).settings == run.settings
+    assert qerl.train(run.folder / "run.yaml").settings == run.settings
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("given/*")} == before
+    (run.folder / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"holds (other records than `dataset` gives now|a run with other settings)"):
+        qerl.train({**values, "dataset": ROWS[:20]})
+
+
+def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    rows = [
+        sum(1 for file in qerl.train({**values, "dataset": given}).data.glob("*.jsonl") for _ in file.open())
+        for given in (ROWS, ROWS[:20])
+    ]
+    assert rows == [40, 20]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        ([], "dataset holds no records; a generator can be read once only"),
+        ([*ROWS[:2], {"question": "Two?"}], "dataset, record 3 has no `answer`"),
+        ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: prompt}"),
+        ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
+        (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
+        ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),
+        ([{**ROWS[0], "when": object()}], "value of type object, which can't be written"),
+    ],
+)
+def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_path, dataset, sentence):
+    with pytest.raises(DataError, match=sentence):
+        qerl.train({**values, "dataset": dataset})
+    with pytest.raises(CheckpointError, match="nowhere doesn't exist"):
+        qerl.train({**values, "dataset": ROWS, "model": "nowhere"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    run = qerl.train({**values, "reward": {"function": length}})
+    assert run.settings.reward.function == f"{__name__}:length"
+    for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):
+        with pytest.raises(ConfigError, match=r"reward.function is .*can't import; define the function in a file"):
+            qerl.train({**values, "reward": {"function": function}, "out": tmp_path / "other"})
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(values, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run: it has no run\.yaml"):
+        qerl.Run("nowhere").metrics  # noqa: B018
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.checkpoint.Checkpoints.save", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    run = qerl.Run(values["out"])
+    assert list(run.metrics["step"]) == [1]
+    for file in run.folder.glob("work/*/metrics.jsonl"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"run has no metrics: none of its steps is finished; train it"):
+        run.metrics  # noqa: B018
+    assert list(qerl.train(values).metrics["step"]) == [1, 2]
+
+
+def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monkeypatch):
+    whole = qerl.train(values, out=tmp_path / "whole")
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.prepare.base_checkpoint.link_checkpoint", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    run = qerl.Run(whole.folder.parent / "run")
+    assert (run.data / "dataset.json").is_file()
+    assert not run.checkpoint.exists()
+    with pytest.raises(ConfigError, match="isn't finished"):
+        qerl.load(run.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.trainer.Trainer._write", kill)
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+    kept = (run.data / "dataset.json").stat().st_mtime_ns
+    assert qerl.train(values).finished
+    assert (run.data / "dataset.json").stat().st_mtime_ns == kept
+    assert list(run.metrics["reward"]) == list(whole.metrics["reward"])
+
+
+def test_a_folder_with_other_content_is_left_unchanged(values, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        qerl.train(values)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stepz": 3}, "unknown key `stepz`"),
+        ({"model": "./nowhere"}, "model folder ./nowhere doesn.t exist"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl doesn't exist"),
+        ({"dataset": {"format": "gsm8k", "orign": {}}}, "`dataset.origin`"),
+        ({"out": None}, "`out`"),
+        ({"out": f"{__file__}/run"}, r"test_runs.py/run can't be made, because .*test_runs.py is a file"),
+        ({"out": "/proc/run"}, "can't write to /proc"),
+        ({"calibration": {"dataset": "gsm8k"}}, "calibrated on its own data; leave it out"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        qerl.train({**values, **change})
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_records_are_named_with_their_line(values, tmp_path):
+    file = tmp_path / "wrong.jsonl"
+    file.write_text('{"question": "1 and 1?", "answer": "two"}\n')
+    with pytest.raises(ValueError, match=r"wrong.jsonl, line 1 states no answer"):
+        qerl.train({**values, "dataset": str(file)})
+    with pytest.raises(DataError, match=r"wrong.jsonl, line 1 states no answer"):
+        qerl.train({**values, "dataset": {"format": "gsm8k", "origin": {"source": "local", "path": str(file)}}})
+
+
+def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tmp_path):
+    folder = tiny_qwen2(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="no chat template"):
+        qerl.train({**values, "model": str(folder)})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        qerl.load(folder)
+    other = tiny_qwen2(tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    edit_config(other, model_type="gpt2")
+    with pytest.raises(CheckpointError, match="model_type='gpt2'"):
+        qerl.quantize(other, tmp_path / "out")
+
+
+def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
+    folder = tiny_qwen2(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("assistant:")
+    with pytest.raises(DataError, match="drops the question of a user's message"):
+        qerl.load(folder)
+
+
+def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
+    policy = qerl.load("org/name@abc", dtype="float32")
+    assert policy.lm.config.hidden_size == 64
+    assert [(repo, how.pop("revision"), how.pop("local_dir")) for repo, how in asked] == [("org/name", "abc", None)]
+    published = ["model.safetensors", "original/model.safetensors", "metal/model.bin", "original/config.json"]
+    assert list(filter_repo_objects(published, **asked[0][1])) == ["model.safetensors"]
