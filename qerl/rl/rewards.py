@@ -33,15 +33,13 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
-    """The value of the user's `module:function` for a completion. Raises ValueError if it isn't a number up to
-    `LARGEST`.
-    """
+    """The user's `module:function` for a completion. Raises ValueError unless its magnitude is at most `LARGEST`."""
     value = call(function, answer, problem, key="reward.function", limit=timeout)
     magnitude: Any = abs(value) if isinstance(value, Real) else math.nan
     if not magnitude <= LARGEST:  # NaN isn't
         raise ValueError(
             f"reward.function {function} returned {value!r} for problem {problem.id}; it must return a number "
-            "between -1e15 and 1e15"
+            f"between {-LARGEST:g} and {LARGEST:g}"
         )
     return float(value)
 
