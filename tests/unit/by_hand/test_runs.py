@@ -2,6 +2,7 @@
 
 import functools
 import json
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -198,17 +199,19 @@ def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(values, tmp_path, monkeypatch):
+def train_until(function, values):
+    """Trains, and is interrupted where `function` is first called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            qerl.train(values)
+
+
+def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(values):
     with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run: it has no run\.yaml"):
         qerl.Run("nowhere").metrics  # noqa: B018
 
-    def kill(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.checkpoint.Checkpoints.save", kill)
-        with pytest.raises(KeyboardInterrupt):
-            qerl.train(values)
+    train_until("qerl.rl.checkpoint.Checkpoints.save", values)
     run = qerl.Run(values["out"])
     assert list(run.metrics["step"]) == [1]
     for file in run.folder.glob("work/*/metrics.jsonl"):
@@ -218,25 +221,15 @@ def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(val
     assert list(qerl.train(values).metrics["step"]) == [1, 2]
 
 
-def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path, monkeypatch):
+def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("qerl.prepare.base_checkpoint.link_checkpoint", kill)
-        with pytest.raises(KeyboardInterrupt):
-            qerl.train(values)
+    train_until("qerl.prepare.base_checkpoint.link_checkpoint", values)
     run = qerl.Run(whole.folder.parent / "run")
     assert (run.data / "dataset.json").is_file()
     assert not run.checkpoint.exists()
     with pytest.raises(ConfigError, match="isn't finished"):
         qerl.load(run.folder)
-    with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.trainer.Trainer._write", kill)
-        with pytest.raises(KeyboardInterrupt):
-            qerl.train(values)
+    train_until("qerl.rl.trainer.Trainer._write", values)
     kept = (run.data / "dataset.json").stat().st_mtime_ns
     assert qerl.train(values).finished
     assert (run.data / "dataset.json").stat().st_mtime_ns == kept
