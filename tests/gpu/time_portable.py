@@ -39,17 +39,19 @@ from tests.gpu.time_products import DEVICE, SHAPES, TOLERANCE, Shape, exact, mic
 RANK = 16
 #: Tiles to time by rows of x.
 FEW = [
-    *(Tile(64, 8, 4, stages, programs=programs) for stages, programs in ((3, 6), (4, 4), (5, 4), (6, 3), (4, 8))),
-    *(Tile(128, 8, 4, stages, programs=programs) for stages, programs in ((3, 3), (4, 4))),
-    Tile(128, 8, 8, 4, programs=3),
-    Tile(32, 8, 2, 4, programs=8),
+    *(Tile(64, 8, 4, stages, programs=4) for stages in (5, 7, 8, 10)),
+    Tile(64, 8, 4, 7, programs=5),
+    Tile(64, 8, 4, 5, programs=6),
+    Tile(128, 8, 4, 4, programs=5),
+    Tile(128, 8, 8, 4, programs=4),
+    *(Tile(32, 8, 2, stages, programs=programs) for stages, programs in ((5, 10), (8, 8))),
 ]
 CANDIDATES: dict[int, list[Tile]] = {
     1: FEW,
     8: FEW,
     32: [
-        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 4), (4, 3), (5, 3))),
-        *(Tile(128, 32, warps, 3, programs=2) for warps in (4, 8)),
+        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (3, 6), (4, 5), (5, 3))),
+        Tile(128, 32, 8, 4, programs=2),
     ],
     64: [
         *(Tile(64, 64, 4, stages, programs=programs) for stages, programs in ((3, 3), (4, 2))),

@@ -10,6 +10,8 @@ from torch import Tensor
 from qerl.formats.words import BLOCK_COLUMNS, Words
 
 _ROWS = 32
+#: Whether kernels run on a CPU, where there is no machine code.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -23,14 +25,31 @@ def _value(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def code_values(word, dtype: tl.constexpr):
-    """The values of codes times 2^-126, [rows, 8 n] of words uint32 [rows, n], in bfloat16 or float32."""
+def code_pairs(word):
+    """The codes of words uint32 [rows, n] in pairs of bfloat16, uint32 [rows, 4 n], times 2^-126."""
     first = word & 0x81C081C0
     second = ((word >> 6) | (word << 26)) & 0x81C081C0
     third = ((word << 4) | (word >> 28)) & 0x81C081C0
     fourth = ((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100)
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return pairs.reshape(word.shape[0], 4 * word.shape[1])
+
+
+@triton.jit
+def code_values(word, dtype: tl.constexpr):
+    """The values of codes times 2^-126, [rows, 8 n] of words uint32 [rows, n], in bfloat16 or float32."""
+    pairs = code_pairs(word)
     return tl.join(_value(pairs, dtype), _value(pairs >> 16, dtype)).reshape(word.shape[0], 8 * word.shape[1])
+
+
+@triton.jit
+def scaled_halves(pairs, scales):
+    """The lower and upper halves of pairs of bfloat16 times those of scales, both in words."""
+    # Triton's own operations on halves cost two permutations a pair. The third operand, -0, keeps the sign of a zero.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 y, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 y, $2, $3, z; mov.b32 {$0, $1}, y; }",
+        "=h,=h,r,r", [pairs, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -43,8 +62,15 @@ def scale_values(byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dtype: tl
 def weight_values(word, byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
     """Code times scale times 2^-8, exact, [rows, 128] of words [rows, 16] and bytes [rows, groups]."""
     groups: tl.constexpr = byte.shape[1]
-    codes = code_values(word, dtype).reshape(word.shape[0], groups, 128 // groups)
-    return (codes * scale_values(byte, MULTIPLIER, OFFSET, dtype)[:, :, None]).reshape(word.shape[0], 128)
+    if dtype == tl.float32 or INTERPRETED:
+        codes = code_values(word, dtype).reshape(word.shape[0], groups, 128 // groups)
+        weight = codes * scale_values(byte, MULTIPLIER, OFFSET, dtype)[:, :, None]
+    else:
+        pairs = code_pairs(word).reshape(word.shape[0], groups, 64 // groups)
+        scales = ((byte.to(tl.uint32) * MULTIPLIER + OFFSET) & 0xFFFF) * 0x10001
+        lower, upper = scaled_halves(pairs, tl.broadcast_to(scales[:, :, None], pairs.shape))
+        weight = tl.join(lower, upper)
+    return weight.reshape(word.shape[0], 128)
 
 
 @triton.jit
