@@ -14,10 +14,11 @@ import yaml
 
 from qerl.report import grid
 from qerl.report.mixes import mix_table
+from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
 
 ROOT = Path(__file__).parents[2]
-SHAPES = ROOT / "results/reference/h200/shapes"
+SHAPES, CARDS = (ROOT / "results/reference/h200" / name for name in ("shapes", "cards"))
 #: Most words of a sentence.
 WORDS = 30
 
@@ -52,6 +53,18 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
     ]
 
 
+@pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
+def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
+    table = portable_table(grid.load_points(sorted(CARDS.glob("decode-*.json")))).set_index("sequences").loc[[*counts]]
+    vllm = table[["vLLM NVFP4", "vLLM BF16"]].max(axis=1)
+    work = "7B decode with the portable kernels" + (", which serve other GPUs," if 1 in counts else "")
+    assert readme_row(f"{work} at {' / '.join(map(str, counts))} sequences") == [
+        [f"{speed:,.0f}" for speed in table["portable"]],
+        [f"{speed:,.0f}" for speed in vllm],
+        [f"{ratio:.2f}" for ratio in table["over the faster"]],
+    ]
+
+
 def test_the_rollout_of_the_readme_is_that_of_the_workflow():
     rows = mix_table(load_mixes(sorted(SHAPES.glob("mix-*-7B-*.json")))).set_index(["engine", "weights"])
     ours, theirs = rows.loc[("native", "nvfp4")], rows.loc[("vllm", "bf16")]
@@ -69,12 +82,14 @@ def test_the_step_of_the_readme_is_that_of_the_workflow():
 
 
 def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
-    steps = grid.load_steps(sorted(SHAPES.glob("step-qerl-*gb.json")))
+    files = [file for folder in (SHAPES, CARDS) for file in sorted(folder.glob("step-qerl-*gb.json"))]
+    steps = grid.load_steps(files)
     passed = steps[steps["status"] == "ok"]
     least = [
-        min(passed[passed["size"] == size]["cap"], key=lambda cap: float(cap.split()[0])) for size in ("14B", "32B")
+        min(passed[passed["size"] == size]["cap"], key=lambda cap: float(cap.split()[0]))
+        for size in ("8B", "14B", "32B")
     ]
-    assert readme_row("memory cap under which 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
+    assert readme_row("memory cap under which 8B / 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
 
 
 # --- profiles and conda ----------------------------------------------------------------------------------------------

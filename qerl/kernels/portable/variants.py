@@ -69,7 +69,7 @@ class PortableOperands:
 _TILES = {
     8: Tile(64, 8, 4, 7, programs=4),
     16: Tile(64, 16, 4, 4, programs=4),
-    32: Tile(64, 32, 4, 3, programs=5),
+    32: Tile(64, 32, 4, 5, programs=3),
     64: Tile(64, 64, 4, 3, programs=3),
     128: Tile(64, 128, 4, 3, programs=2),
     256: Tile(64, 128, 4, 3),
