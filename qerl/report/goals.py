@@ -1,8 +1,8 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
-adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory without
-the KV cache.
+adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's and its memory without
+the KV cache, and an update where half of the groups have no gradient.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
-_WORK = {"equal_groups": 0, "rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
 #: Decode goals of our NVFP4: size, sequences, vLLM's weight formats (the faster one counts), and the least speed ratio.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),
     ("7B", (8, 32), ("nvfp4",), 2.0),
-    ("7B", (64, 128, 256), ("bf16", "nvfp4"), 1.0),
-    ("32B", (1, 8), ("nvfp4",), 2.0),
+    ("7B", (64, 128), ("bf16", "nvfp4"), 1.0),
+    ("7B", (256,), ("bf16", "nvfp4"), 2.0),
+    ("32B", (1, 8, 32, 64, 256), ("bf16", "nvfp4"), 2.0),
 )
 #: Least speed ratio of our NVFP4's rollout of mixed lengths to the faster of vLLM's, 7B with LoRA r32.
 _MIX = 2.2
 #: By LoRA rank: the largest loss of decode speed due to the adapter, in percent, 7B.
 _COST = {16: 8.0, 64: 15.0}
 _COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
-#: By TRL's weight format: the least ratio of its step time to ours, 7B.
-_STEP = {"bf16": 2.0, "nf4": 3.0}
+#: By size and TRL's weight format: the least ratio of its step time, with its correction pass, to ours.
+_STEP = {("7B", "bf16"): 3.0, ("7B", "nf4"): 3.0, ("14B", "bf16"): 2.7}
+#: The largest time of 7B's update of which `_SILENT_SHARE` of the groups have no gradient, as a share of a whole one's.
+_SILENT, _SILENT_SHARE = 0.55, 0.5
 #: By size: the largest memory without the KV cache, in GB.
 _MEMORY = {"7B": 12.0, "14B": 18.0, "32B": 32.0}
 _COLUMNS = ["goal", "at_least", "at_most", "unit", "reached", "reached_low", "reached_high", "met", "machine", "commit"]
@@ -92,11 +95,15 @@ def _mix_rows(mixes: pd.DataFrame) -> Iterator[Row]:
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
     alike = _alike(steps)
-    ours = next((step for step in _ours(alike, "7B", "auto") if not step["cap"]), None)
-    for weights, limit in _STEP.items():
-        trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, "7B", weights)), None)
+    for (size, weights), limit in _STEP.items():
+        trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, size, weights)), None)
         # TRL's time over ours, since these are times and not speeds.
-        yield _row(f"7B GRPO step, over TRL's {weights.upper()} LoRA", limit, True, "×", trl, ours)
+        name = f"{size} GRPO step, over TRL's {weights.upper()} LoRA"
+        yield _row(name, limit, True, "×", trl, _uncapped(alike, size))
+    both = [_uncapped(_alike(steps, share), "7B") for share in (_SILENT_SHARE, 0)]
+    updates = [step and {**step, "samples": step["update_samples"]} for step in both]
+    goal = f"7B update, {_SILENT_SHARE:.0%} of the groups without a gradient, over one with all"
+    yield _row(goal, _SILENT, False, "×", *updates)
 
 
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
@@ -140,8 +147,14 @@ def _told(
     }
 
 
-def _alike(steps: pd.DataFrame) -> list[Row]:
-    return [step for step in steps.to_dict("records") if all(step[name] == value for name, value in _WORK.items())]
+def _alike(steps: pd.DataFrame, equal_groups: float = 0) -> list[Row]:
+    work = {**_WORK, "equal_groups": equal_groups}
+    return [step for step in steps.to_dict("records") if all(step[name] == value for name, value in work.items())]
+
+
+def _uncapped(steps: Sequence[Row], size: str) -> Row | None:
+    """Our step that recomputes only where memory is short."""
+    return next((step for step in _ours(steps, size, "auto") if not step["cap"]), None)
 
 
 def _ours(steps: Sequence[Row], size: str, recompute: str) -> list[Row]:

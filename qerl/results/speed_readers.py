@@ -172,6 +172,7 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "status": job.status,
         "repeats": len(job.steps),
         "samples": [step.step for step in job.steps],
+        "update_samples": [step.update for step in job.steps],
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,

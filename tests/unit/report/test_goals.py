@@ -71,6 +71,7 @@ def test_steps_are_compared_at_the_same_work(tmp_path):
     trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
     portable = step_file(tmp_path, "qerl-portable NVFP4 LoRA", "7B", [1.0, 1.0], "auto")
     others = [portable, changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
+    # An update takes 0.3 of a step in these files.
     others.append(changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [5.0, 5.0], "auto"), equal_groups=0.5))
     own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
     steps = speed_readers.load_steps([under_a_cap, *reversed(others), own])
@@ -78,6 +79,7 @@ def test_steps_are_compared_at_the_same_work(tmp_path):
     found = reached(goals(NOTHING, steps, NOTHING))
     assert found["7B GRPO step, over TRL's BF16 LoRA"] == (1.9, "no")
     assert found["7B GRPO step, over TRL's NF4 LoRA"] == ("–", "–")
+    assert found["7B update, 50% of the groups without a gradient, over one with all"] == (0.5, "yes")
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
 
 
@@ -125,5 +127,5 @@ def test_committed_points_have_all_of_it():
     decode, steps, mixes = ([file for file in files if file.name.startswith(kind)] for kind in kinds)
     read = speed_readers.load_points(decode), speed_readers.load_steps(steps), speed_readers.load_mixes(mixes)
     table = goals(*read)
-    assert len(table) == 26
+    assert len(table) == 31
     assert not [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]
