@@ -1,8 +1,8 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
-adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's and its memory without
-the KV cache, and an update where half of the groups have no gradient.
+adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory
+without the KV cache. The last is an update where half of the groups have no gradient.
 """
 
 from __future__ import annotations
