@@ -194,8 +194,10 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
         values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
     elif isinstance(run, Mapping):
         values, where = dict(run), "run"
-    else:
+    elif isinstance(run, (str, PathLike)):
         values, where = read_yaml(Path(run)), str(run)
+    else:
+        raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
 
 

@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    __version__,
+)
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qerl.layers.delta_net import PackedDeltaNet, pack_delta_nets
 from qerl.layers.experts import Experts, Float32Router, split_experts
@@ -83,11 +90,22 @@ def structure_of(config: PreTrainedConfig) -> Structure:
     return _found[key]
 
 
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """The types of a model's rotary positions. Some models have one for each kind of attention."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type")}
+
+
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The causal LM on the meta device, without transformers' quantization and stacks of experts.
 
     Its delta nets compute packed rows.
     """
+    if unknown := rope_types(config) - {*ROPE_INIT_FUNCTIONS, "default"}:
+        raise StructureError(
+            f"transformers {__version__} has no rotary positions of rope_type={sorted(unknown)[0]!r}; correct "
+            "config.json, or install a version that has them"
+        )
     config = deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -153,7 +153,7 @@ def _config_of_hub(model: str) -> Path:
         reason = type(error).__name__
         raise CheckpointError(
             f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "
-            "or check the network"
+            "check the network, or ask about a size, such as --model 7B"
         ) from None
 
 

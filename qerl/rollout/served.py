@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
+from qerl.layers.structure import rope_types
 
 #: Values of `model_type` with which the samplers are tested.
 _ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text")
@@ -18,14 +19,12 @@ _CHANGING_ROPE = "dynamic"
 
 def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
     """A sentence that says why the engine doesn't serve a model of this configuration and weights; None if it does."""
-    kind, rope = getattr(config, "model_type", ""), getattr(config, "rope_parameters", None) or {}
+    kind = getattr(config, "model_type", "")
     if kind not in _ENGINE:
         return f"the native engine supports {', '.join(_ENGINE)}, not {kind!r}"
     if weights == "nf4" and hasattr(config, "num_experts_per_tok"):
         return "the native engine has no grouped product of nf4 experts"
-    # Some models have positions for each kind of attention.
-    types = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
-    if _CHANGING_ROPE in types:
+    if _CHANGING_ROPE in rope_types(config):
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in _ACTIVATIONS:
         return f"the native engine supports {' and '.join(_ACTIVATIONS)} as the activation, not {activation!r}"

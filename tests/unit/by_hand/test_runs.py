@@ -264,6 +264,12 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("run", [None, 7, ["model"]])
+def test_what_is_no_run_is_a_sentence(run):
+    with pytest.raises(ValueError, match="a run is a RunFile, a mapping of its keys or a path of a YAML file, not "):
+        qerl.train(run)
+
+
 def test_wrong_records_are_named_with_their_line(values, tmp_path):
     file = tmp_path / "wrong.jsonl"
     file.write_text('{"question": "1 and 1?", "answer": "two"}\n')
