@@ -23,7 +23,7 @@ from qerl.bench.grpo_step.work import (
     problem,
     questions,
     steps_of,
-    write_failure,
+    write_out_of_memory,
     write_steps,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
@@ -37,7 +37,6 @@ from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.names import with_kernels
 from qerl.results.paths import METRICS
 from qerl.results.schema.speed import SECONDS, EngineStepSettings, GivenUp, StepMemory, TimedStep
-from qerl.results.schema.stored import NO_MEMORY
 from qerl.rl.activation_checkpointing import blocks
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, problem_index
@@ -193,6 +192,5 @@ def measure_step(job: GrpoStepJob) -> None:
             policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
             sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
-        log.warning("out of memory: %s", str(error))
-        return write_failure(job.out, system, work, settings, NO_MEMORY)
+        return write_out_of_memory(job.out, system, work, settings, error)
     write_steps(job.out, system, sampler, work, settings, steps, memory, given_up)

@@ -35,7 +35,7 @@ from qerl.bench.grpo_step.work import (
     questions,
     steps_of,
     text_reward,
-    write_failure,
+    write_out_of_memory,
     write_steps,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
@@ -48,7 +48,6 @@ from qerl.random_models.checkpoint import write_checkpoint
 from qerl.random_models.tokenizer import TEXTS
 from qerl.results.roofline import byte_parts
 from qerl.results.schema.speed import StepMemory, TimedStep, TrlStepSettings
-from qerl.results.schema.stored import NO_MEMORY
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
 
@@ -294,5 +293,4 @@ def measure_step(job: TrlStepJob) -> None:
         with TemporaryDirectory() as folder, no_room_is_out_of_memory():
             _run(work, asked, Path(folder) / "model", job.out)
     except torch.cuda.OutOfMemoryError as error:
-        log.warning("out of memory: %s", str(error))
-        write_failure(job.out, _system(work, asked), work, _settings(work, asked), NO_MEMORY)
+        write_out_of_memory(job.out, _system(work, asked), work, _settings(work, asked), error)

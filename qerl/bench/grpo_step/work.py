@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
+from qerl.host.progress import log
 from qerl.jobs.shapes import Work
 from qerl.results.files import write
 from qerl.results.schema.speed import (
@@ -28,7 +29,7 @@ from qerl.results.schema.speed import (
     TimedStep,
     TrlStepSettings,
 )
-from qerl.results.schema.stored import OK, Provenance
+from qerl.results.schema.stored import NO_MEMORY, OK, Provenance
 from qerl.rl.rewards import Answer
 
 #: Untimed steps at the start, in which kernels are compiled and engines set up.
@@ -146,14 +147,18 @@ def write_steps(
     write(out, result)
 
 
-def write_failure(out: Path, system: str, work: Work, settings: SystemSettings, status: str) -> None:
-    """Write a result without steps whose `status` is the reason."""
+def write_out_of_memory(
+    out: Path, system: str, work: Work, settings: SystemSettings, error: torch.cuda.OutOfMemoryError
+) -> None:
+    """Write a result without steps, with the error's message."""
+    log.warning("%s: %s", NO_MEMORY, str(error))
     result = GrpoStepResult(
         bench="grpo_step",
         system=system,
         work=_stored(work),
         settings=settings,
-        status=status,
+        status=NO_MEMORY,
+        message=str(error),
         provenance=Provenance.of_now(),
     )
     write(out, result)

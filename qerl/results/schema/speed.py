@@ -341,6 +341,8 @@ class GrpoStepResult(Stored):
     work: StepWork
     settings: EngineStepSettings | TrlStepSettings
     status: str
+    message: str = ""
+    """That of the error by which a step failed. PyTorch's says how much memory was allocated and how much reserved."""
     sampler: str = ""
     warmup_steps: int = 0
     steps: tuple[TimedStep, ...] = ()

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
-from qerl.bench.grpo_step.work import Work, memory_of, write_failure, write_steps
+from qerl.bench.grpo_step.work import Work, memory_of, write_out_of_memory, write_steps
 from qerl.report import grid_paper
 from qerl.report.paper_missing import write_missing
 from qerl.results import speed_readers
@@ -50,7 +51,7 @@ def step(
     )
     settings = EngineStepSettings(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
     if isinstance(told, str):
-        write_failure(out, f"{system} {weights}", asked, settings, told)
+        write_out_of_memory(out, f"{system} {weights}", asked, settings, torch.OutOfMemoryError(told))
     else:
         rows = [TimedStep(step=s, sync=0.0, rollout=s / 2, update=s / 2) for s in seconds]
         memory = memory_of(20e9, 8 * 10**9, {"weights": 5 * 10**9})
