@@ -174,7 +174,7 @@ def test_an_update_after_the_cache_is_released_reports_no_cache(tmp_path, monkey
     assert (memory["kv_cache_bytes"] == 0) == given_back
 
 
-def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_path, monkeypatch, caplog, written):
+def test_an_update_out_of_memory_is_a_row_that_says_what_to_lower(tmp_path, monkeypatch, caplog, written):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -182,9 +182,11 @@ def test_an_update_out_of_memory_is_a_row_and_the_log_says_what_to_lower(tmp_pat
     monkeypatch.setattr(trainer.Updater, "update", fails)
     out = tmp_path / "out.json"
     measure(out)
-    assert json.loads(out.read_text())["status"] == "out of memory"
-    assert "the update ran out of GPU memory; lower micro_batch_tokens" in caplog.text
-    assert "sleep: true" in caplog.text
+    result = json.loads(out.read_text())
+    assert result["status"] == "out of memory"
+    for said in (result["message"], caplog.text):
+        assert "the update ran out of GPU memory; lower micro_batch_tokens" in said
+        assert "sleep: true" in said
 
 
 def test_the_portable_kernels_reach_the_sampler(tmp_path, monkeypatch, written):
