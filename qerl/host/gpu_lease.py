@@ -135,8 +135,9 @@ def percent_of_each(count: int, total: int | None) -> int:
 def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
 
-    Yields their names; on a machine without GPUs this is an empty list, without waiting. The first supported GPU with
-    enough free parts is taken. Raises `ConfigError` if the machine has fewer GPUs than requested.
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
+    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly.
+    Raises `ConfigError` if the machine has fewer GPUs than requested.
     """
     visible = _supported(devices())
     if visible and count > len(visible):
@@ -185,7 +186,8 @@ def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack
     logged = False
     while True:
         with ExitStack() as tried:
-            free = (name for name, uuid in visible.items() if _lock(uuid, percent, tried))
+            ordered = visible if percent == WHOLE else sorted(visible, key=lambda name: -_free_parts(visible[name]))
+            free = (name for name in ordered if _lock(visible[name], percent, tried))
             names = list(itertools.islice(free, count))
             if len(names) == count:
                 locks.push(tried.pop_all())
@@ -200,11 +202,21 @@ def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack
 def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
     """Lock as many free parts of a GPU as make up `percent`; none if there are too few."""
     with ExitStack() as tried, _file_lock(uuid):  # one process at a time looks, or each might get half of the parts
-        free = (part for part in range(WHOLE // PART) if _locked(_file_lock(f"{uuid}-{part:02}", timeout=0), tried))
-        if len(list(itertools.islice(free, percent // PART))) < percent // PART:
+        if _lock_parts(uuid, percent // PART, tried) < percent // PART:
             return False
         locks.push(tried.pop_all())
         return True
+
+
+def _free_parts(uuid: str) -> int:
+    with ExitStack() as tried, _file_lock(uuid):
+        return _lock_parts(uuid, WHOLE // PART, tried)
+
+
+def _lock_parts(uuid: str, count: int, locks: ExitStack) -> int:
+    """Lock up to `count` free parts of a GPU, and return how many."""
+    free = (part for part in range(WHOLE // PART) if _locked(_file_lock(f"{uuid}-{part:02}", timeout=0), locks))
+    return sum(1 for _ in itertools.islice(free, count))
 
 
 def _locked(lock: FileLock, locks: ExitStack) -> bool:

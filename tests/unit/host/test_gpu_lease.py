@@ -161,12 +161,17 @@ def test_the_same_gpu_under_two_names_is_one(node, hold):
     assert held(second) == {"0"}
 
 
-def test_parts_share_a_gpu_until_it_is_full(node, hold):
+def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, hold):
     node(2)
-    assert [held(hold(1, percent=percent)) for percent in (40, 35, 25)] == [{"0"}] * 3
-    assert held(hold(1, percent=5)) == {"1"}
-    waiting = hold(1, percent=100)
-    assert waits(waiting)
+    parts = []
+    for percent, gpu in ((60, "0"), (35, "1"), (25, "1"), (40, "0"), (40, "1")):
+        parts.append(hold(1, percent=percent))
+        assert held(parts[-1]) == {gpu}
+    whole = hold(1, percent=100)
+    assert waits(whole)
+    for part in (parts[0], parts[3]):  # both of GPU 0
+        part.kill()
+    assert held(whole) == {"0"}
 
 
 def test_a_part_waits_until_as_much_is_free(node, hold):
