@@ -119,7 +119,7 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
     with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
             _curve_panel(axis, group, column, width)
-            axis.set_ylabel(columns[column] + (f", mean of {width} steps" if width > 1 else ""))
+            axis.set_ylabel(columns[column] + (f",\nmean of {width} steps" if width > 1 else ""))
             axis.set_title(_panel_title(str(experiment), group), loc="left")
 
 

@@ -79,7 +79,7 @@ def _panel_beside(
         handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
     axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
     axis.set_xlabel("step")
-    axis.set_ylabel(_LABELS[panel.metric] + (f", mean of {window} steps" if groups and window > 1 else ""))
+    axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
     axis.margins(x=0)
     if not axis.lines:
         axis.set(xticks=[], yticks=[])
