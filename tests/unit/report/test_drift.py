@@ -1,5 +1,6 @@
 """The drift of KL(sampler || trainer): its statistics, and the table of tiny runs on NVFP4 weights."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,42 @@ def test_the_table_has_a_row_per_run_in_the_units_of_its_headings(tmp_path):
     shown = " ".join((tmp_path / "tables/drift.md").read_text().split())
     assert "| 1.0e−02 [1.0e−02, 1.0e−02] | drift" in shown
     assert "Seeds per arm: 2" in shown
+
+
+def test_the_page_has_the_numbers_of_the_committed_steps():
+    """The table, and KL by weights and 200 steps."""
+    steps = pd.read_parquet(ROOT / "results/reference/drift/metrics.parquet")
+    made, stored = drift(steps), pd.read_csv(ROOT / "docs/results/drift/drift.csv")
+    columns = [name for name in made if name.startswith(("kl_", "entropy_"))]
+    np.testing.assert_allclose(made[columns], stored[columns], rtol=1e-6)
+    assert list(made["verdict"]) == list(stored["verdict"])
+    page = (ROOT / "docs/results/drift.md").read_text()
+    for row in made.to_dict("records"):
+        numbers = f"| {short(row['kl_first'])} | {short(row['kl_last'])} | {short(row['kl_slope'])} ["
+        assert f"| {row['weights'].upper()} | {row['seed']} {numbers}" in page
+        assert f"{row['entropy_last']:.3f} | {row['verdict']} |" in page
+    for part, of in steps.groupby((steps["step"] - 1) // 200):
+        means = of.groupby("weights")["mismatch/kl"].mean()
+        assert f"| {200 * part + 1} to {200 * part + 200} | {short(means['bf16'])} | {short(means['nvfp4'])} |" in page
+
+
+def test_the_page_has_the_numbers_of_the_committed_pilot():
+    """KL by weights, rate and 50 steps."""
+    pilot = ROOT / "results/reference/exploration/25m-pilot"
+    runs, steps = (pd.read_parquet(pilot / f"{name}.parquet") for name in ("runs", "steps"))
+    named = steps.merge(runs[["run", "experiment", "arm", "rate"]], on="run")
+    page = (ROOT / "docs/results/drift.md").read_text()
+    listed = re.findall(r"^\| (BF16|NVFP4), ([\d.e-]+)[^|]* \| (.*) \|$", page, re.MULTILINE)
+    assert len(listed) == 5
+    for weights, rate, numbers in listed:
+        of = named[(named["arm"] == weights.lower()) & np.isclose(named["rate"], float(rate))]
+        countdown = of[of["experiment"] == "pilot-countdown-25m"]
+        means = countdown.groupby((countdown["step"] - 1) // 50)["mismatch/kl"].mean()
+        assert numbers.split(" | ") == [short(value) for value in means]
+
+
+def short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
 def test_a_run_of_few_steps_is_refused(tmp_path):
