@@ -7,7 +7,8 @@ from torch import nn
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
 from qerl.kernels import mixture, mixture_reference
-from qerl.kernels.groups import BLOCK_SIZES, block_size
+from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, block_size
+from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
 from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
 from qerl.layers.packed_linear import PackedLinear
@@ -64,6 +65,50 @@ def test_products_and_gradients_of_pairs(weights, tokens):
         input_gradient(operands, grad, groups, out)
         read = grad[token] if len(grad) == tokens else grad
         assert_close(out, torch.einsum("pn,pnk->pk", read.double(), exact[owner]))
+
+
+@pytest.mark.parametrize("rank", [3, 32, 80])
+@pytest.mark.parametrize(("weights", "tokens"), [("float32", 3), ("nvfp4", 12), ("mxfp4", 129)])
+@torch.no_grad()
+def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
+    """By A x of pairs, which a dense product of few rows computes, also of columns that end within a block."""
+    columns = 208 if tokens == 12 else 256
+    operands, exact = operands_of(weights, columns)
+    numbers = chosen(tokens)
+    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    x, down = torch.randn(tokens, columns), torch.randn(EXPERTS, rank, columns) / 16
+    up = torch.randn(EXPERTS, ROWS, rank)
+    read = x[torch.arange(tokens).repeat_interleave(2)].double()
+    shrunk, exactly = torch.full((2 * tokens, rank), torch.nan), torch.einsum("pk,prk->pr", read, down.double()[owner])
+    grouped_launches.dense_product(down, x, groups, shrunk)
+    assert_close(shrunk, exactly)
+    y = torch.einsum("pk,pnk->pn", read, exact[owner]) + torch.einsum("pr,pnr->pn", exactly, up.double()[owner])
+    gate, above = y.chunk(2, 1)
+    for silu, expected in ((False, y), (True, torch.nn.functional.silu(gate) * above)):
+        out = torch.full((2 * tokens, ROWS // (1 + silu)), torch.nan)
+        multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("rank", [3, 32, 80])
+@pytest.mark.parametrize("tokens", TOKENS[:-1])
+@torch.no_grad()
+def test_gradients_of_adapters_are_sums_over_the_pairs_of_an_expert(tokens, rank):
+    """Of A with x by tokens, and of B with A x by pairs; an expert without pairs has zeros."""
+    numbers = chosen(tokens)
+    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    token = torch.arange(tokens).repeat_interleave(2)
+    for rows, columns, by_token in ((rank, 72, True), (72, rank, False)):
+        grad, x = torch.randn(2 * tokens, rows), torch.randn(tokens if by_token else 2 * tokens, columns)
+        found = grouped_launches.dense_weight_gradient(grad, x, groups, EXPERTS)
+        products = torch.einsum("pn,pk->pnk", grad.double(), (x[token] if by_token else x).double())
+        assert_close(found, torch.zeros(EXPERTS, rows, columns).double().index_add_(0, owner, products))
+        assert_close(mixture_reference.dense_weight_gradient(grad, x, groups, EXPERTS), found.double())
+        assert not found[3].any()
+        weights, out = torch.randn(EXPERTS, rows, columns), torch.randn(2 * tokens, columns)
+        before = out.double()
+        grouped_launches.dense_input_gradient(weights, grad, groups, out, add=True)
+        assert_close(out, before + torch.einsum("pn,pnk->pk", grad.double(), weights.double()[owner]))
 
 
 @pytest.mark.parametrize("weights", ["float32", "nvfp4"])
