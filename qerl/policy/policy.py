@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
+from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
+from qerl.layers.adapted_experts import adapt_experts
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
 from qerl.layers.lora import register_lora
@@ -25,6 +27,7 @@ from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
 from qerl.policy.card import Base, write_card
+from qerl.policy.expert_adapters import fill_experts, name_by_expert
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
 from qerl.settings.base import ConfigError
@@ -39,6 +42,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 #: Fused layers with the projections that they have as parts.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+#: Values of `model_type` with which adapters of experts are tested in stock PEFT.
+_ADAPTED_EXPERTS = ("qwen3_moe",)
 
 #: The name of the value function's adapter in PEFT, and of the folder in which it is saved.
 VALUE_ADAPTER = "value"
@@ -147,6 +153,7 @@ class Policy:
             config.base_model_name_or_path, config.revision = base.name, base.revision
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
+        name_by_expert(peft, folder)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
         write_card(folder, base, weights_format_of(checkpoint), norms)
 
@@ -184,6 +191,31 @@ def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[Pr
     return lm.requires_grad_(False), tokenizer
 
 
+def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
+    """A fresh adapter on the layers that the settings name, experts' too, in the dtypes that PEFT gives it.
+
+    Raises `ConfigError` as `lora_config` does, and for experts whose adapters stock PEFT doesn't load.
+    """
+    projections, kind = adapter.of_experts, lm.config.model_type
+    if projections and kind not in _ADAPTED_EXPERTS:
+        raise ConfigError(
+            f"adapter.targets has experts.{projections[0]}, and adapters of experts are tested with "
+            f"{', '.join(_ADAPTED_EXPERTS)}, not {kind!r}; leave experts out of adapter.targets"
+        )
+    config = lora_config(adapter, structure_of(lm.config))
+    peft: PeftModel = get_peft_model(lm, config)
+    if projections:
+        adapt_experts(peft, projections, config.r, config.lora_alpha)
+        _name_experts(config, projections)
+    return peft
+
+
+def _name_experts(config: LoraConfig, projections: Sequence[str]) -> None:
+    """Add experts' projections to the targets that an adapter is stored with."""
+    others = () if config.target_modules == DUMMY_TARGET_MODULES else config.target_modules or ()
+    config.target_modules = sorted({*others, *projections})
+
+
 def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
     """PEFT's configuration of the adapter, with the norms that feed projections if they are trained.
 
@@ -199,7 +231,7 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=lora_targets(adapter, structure),
+        target_modules=lora_targets(adapter, structure) or DUMMY_TARGET_MODULES,
         modules_to_save=list(structure.norms.values()) if adapter.train_norms else None,
     )
     register_lora(config)
@@ -207,15 +239,15 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
 
 
 def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
-    """The linear layers that get an adapter, by the last part of their names.
+    """The linear layers outside of experts that get an adapter, by the last part of their names.
 
-    All targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of these
-    names, or the fused layer that has all of its parts among them.
+    The seven targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of
+    these names, or the fused layer that has all of its parts among them.
     """
-    if set(adapter.targets) == set(get_args(Layer)) != set(structure.targets):
+    asked = [target for target in adapter.targets if target in get_args(Layer)]
+    if set(asked) == set(get_args(Layer)) != set(structure.targets):
         return list(structure.targets)
-    layers = dict.fromkeys(_layer_of(target, adapter.targets, structure) for target in adapter.targets)
-    return list(layers)
+    return list(dict.fromkeys(_layer_of(target, asked, structure) for target in asked))
 
 
 def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
@@ -229,9 +261,10 @@ def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
                     f"name all of {', '.join(parts)}, or none"
                 )
             return fused
+    experts = f"; experts.{target} means that of experts" if structure.experts else ""
     raise ConfigError(
         f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        "adapter.targets out to adapt all of them"
+        f"adapter.targets out to adapt all of them{experts}"
     )
 
 
@@ -241,7 +274,7 @@ def with_adapter(
     """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32."""
     lm, tokenizer = _base(checkpoint, dtype, device)
     torch.manual_seed(seed)
-    peft = get_peft_model(lm, lora_config(adapter, structure_of(lm.config)))
+    peft = add_adapter(lm, adapter)
     key_dropout(peft, POLICY_ADAPTER)
     for parameter in peft.parameters():
         if parameter.requires_grad:
@@ -280,10 +313,27 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
         return Policy(*_base(trained or checkpoint, dtype, device))
     check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
+    return Policy(lm.eval(), tokenizer, _stored_adapter(lm, trained))
+
+
+def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
+    """A model with the adapter of a folder, frozen."""
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
-    peft = PeftModel.from_pretrained(lm, str(trained), config=config)
-    return Policy(lm.eval(), tokenizer, peft)
+    structure = structure_of(lm.config)
+    of_experts = {name.rpartition(".")[2] for name in structure.experts} - set(structure.targets)
+    named = set(config.target_modules or ())
+    if not named & of_experts:
+        return PeftModel.from_pretrained(lm, str(trained), config=config)
+    config.target_modules = named - of_experts or DUMMY_TARGET_MODULES
+    config.inference_mode = True
+    peft: PeftModel = get_peft_model(lm, config)
+    adapt_experts(peft, sorted(named & of_experts), config.r, config.lora_alpha)
+    # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
+    others = fill_experts(peft, load_file(trained / ADAPTER), trained)
+    set_peft_model_state_dict(peft, others)
+    _name_experts(config, sorted(named & of_experts))
+    return peft.requires_grad_(False)
 
 
 def weight_bytes(policy: Policy) -> int:

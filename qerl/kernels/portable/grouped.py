@@ -7,8 +7,8 @@ doesn't depend on others. Blocks without pairs end at once.
 FORMAT is a compile-time parameter: GROUPS scales a block of 128 columns, of which MULTIPLIER and OFFSET decode a byte;
 0 groups mean dense weights.
 
-Experts' LoRA has dense products of its own: A x by pairs exists before the product that adds B (A x), and the gradients
-of A and B are sums over the blocks of an expert, which follow each other.
+LoRA of experts has dense products of its own. A x exists before the product that adds B (A x). The gradients of A and B
+are sums over the blocks of an expert, which follow each other.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ def grouped_input_gradient(
 ):  # fmt: skip
     """out [pairs, columns] = W^T of the pair's expert times grad [pairs / fan, rows], N rows of W at a time.
 
-    With ADD the products are added to out. With packed weights COLUMNS is 128, a block of columns. A row's factor multiplies grad, as far as it differs from
-    that of the expert's first row, so that it is exact for the layers that share a scale.
+    With ADD the products are added to out. With packed weights COLUMNS is 128, a block of columns. A row's factor
+    multiplies grad, as far as it differs from that of the expert's first row, so that it is exact for the layers that
+    share a scale.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     begin(PDL)

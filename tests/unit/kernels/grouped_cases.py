@@ -94,7 +94,7 @@ def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
 @pytest.mark.parametrize("tokens", TOKENS[:-1])
 @torch.no_grad()
 def test_gradients_of_adapters_are_sums_over_the_pairs_of_an_expert(tokens, rank):
-    """Of A with x by tokens, and of B with A x by pairs; an expert without pairs has zeros."""
+    """A reads x by tokens, and B reads A x by pairs; an expert without pairs has zeros."""
     numbers = chosen(tokens)
     groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
     token = torch.arange(tokens).repeat_interleave(2)
