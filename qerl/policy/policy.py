@@ -196,18 +196,22 @@ def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
 
     Raises `ConfigError` as `lora_config` does, and for experts whose adapters stock PEFT doesn't load.
     """
-    projections, kind = adapter.of_experts, lm.config.model_type
-    if projections and kind not in _ADAPTED_EXPERTS:
-        raise ConfigError(
-            f"adapter.targets has experts.{projections[0]}, and adapters of experts are tested with "
-            f"{', '.join(_ADAPTED_EXPERTS)}, not {kind!r}; leave experts out of adapter.targets"
-        )
+    projections = adapter.of_experts
+    if projections and (refusal := refused_expert_adapters(lm.config.model_type)):
+        raise ConfigError(f"adapter.targets has experts.{projections[0]}, and {refusal}; leave experts out")
     config = lora_config(adapter, structure_of(lm.config))
     peft: PeftModel = get_peft_model(lm, config)
     if projections:
         adapt_experts(peft, projections, config.r, config.lora_alpha)
         _name_experts(config, projections)
     return peft
+
+
+def refused_expert_adapters(kind: str) -> str | None:
+    """A sentence that says why experts of models of this `model_type` have no adapters; None if they may have."""
+    if kind in _ADAPTED_EXPERTS:
+        return None
+    return f"stock PEFT is tested to load adapters of experts of {', '.join(_ADAPTED_EXPERTS)}, not of {kind!r}"
 
 
 def _name_experts(config: LoraConfig, projections: Sequence[str]) -> None:

@@ -222,7 +222,7 @@ def test_a_file_without_one_of_the_experts_is_refused(bases, tmp_path):
 
 def test_what_stock_peft_would_not_load_is_refused(bases, tmp_path):
     tiny_gpt_oss(tmp_path / "gpt_oss")
-    with pytest.raises(ConfigError, match=r"experts\.gate_proj, .*tested with qwen3_moe, not 'gpt_oss'; leave"):
+    with pytest.raises(ConfigError, match=r"experts\.gate_proj, .*of experts of qwen3_moe, not of 'gpt_oss'; leave"):
         with_adapter(tmp_path / "gpt_oss", AdapterSettings(targets=["q_proj", *EXPERTS]), "float32", 0, CPU)
     with pytest.raises(ConfigError, match=r"has up_proj, and .*; experts\.up_proj means that of experts"):
         with_adapter(bases / "bf16", AdapterSettings(targets=["q_proj", "up_proj"]), "float32", 0, CPU)
