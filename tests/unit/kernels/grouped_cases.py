@@ -11,6 +11,7 @@ from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, block_size
 from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
 from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
+from qerl.layers.grouped_lora import ExpertFactors, adapted_product
 from qerl.layers.packed_linear import PackedLinear
 
 EXPERTS, ROWS = 5, 40
@@ -127,6 +128,36 @@ def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
     )
     torch.testing.assert_close(results[0][0], one_by_one.view(12, 32))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("weights", ["float32", "nvfp4"])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, by_token):
+    """Two layers with an adapter each, of ranks 3 and 5, against float64 through each pair's own weights."""
+    torch.manual_seed(2)
+    experts = [[layer_of(weights, 16, 192), layer_of(weights, 24, 192)] for _ in range(EXPERTS)]
+    x = torch.randn(6 if by_token else 12, 192, requires_grad=True)
+    downs = [torch.randn(EXPERTS, rank, 192, requires_grad=True) for rank in (3, 5)]
+    ups = [torch.randn(EXPERTS, rows, rank, requires_grad=True) for rows, rank in ((16, 3), (24, 5))]
+    numbers, grads = chosen(6), torch.randn(12, 40)
+    dense = [
+        [(one.dense_weight(torch.float32) if weights == "nvfp4" else one.weight) for one in two] for two in experts
+    ]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
+    changed = [
+        torch.cat([w.double() + 0.5 * up[e] @ down[e] for w, down, up in zip(two, wide[1:3], wide[3:], strict=True)])
+        for e, two in enumerate(dense)
+    ]
+    bias = torch.stack([torch.cat([layer.bias for layer in two]) for two in experts]).double()
+    owner = numbers.flatten()
+    read = wide[0].repeat_interleave(2, 0) if by_token else wide[0]
+    exact = torch.einsum("pk,pnk->pn", read, torch.stack(changed)[owner]) + bias[owner]
+    expected = torch.autograd.grad((exact * grads).sum(), wide)
+    for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
+        out = adapted_product(x, mixture_reference.group(numbers, EXPERTS), linear, ExpertFactors(downs, ups, 0.5))
+        assert_close(out, exact)
+        for found, one in zip(torch.autograd.grad((out * grads).sum(), [x, *downs, *ups]), expected, strict=True):
+            assert_close(found, one)
 
 
 def layer_of(weights, rows, columns):
