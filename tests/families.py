@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.structure import Structure, StructureError, structure_of
-from qerl.policy.policy import refused_expert_adapters
+from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.quantization.awq import refused_by_awq
 from qerl.rollout.served import refused_by_engine, refused_by_vllm
 from qerl.settings.training import ExpertLayer
@@ -159,7 +159,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt-oss",
-        "attention sinks, sliding windows, experts with biases; LoRA on attention",
+        "attention sinks, sliding windows, experts with biases",
         {
             "model_type": "gpt_oss",
             "head_dim": 16,

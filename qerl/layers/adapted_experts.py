@@ -45,7 +45,13 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
     @property
     def lora(self) -> ExpertLora:
         """The adapter, even while it is disabled."""
-        return ExpertLora(self._factors("gate_proj", "up_proj"), self._factors("down_proj"))
+        both = ("gate_up_proj",) if self.in_stacks else ("gate_proj", "up_proj")
+        return ExpertLora(self._factors(*both), self._factors("down_proj"))
+
+    @property
+    def in_stacks(self) -> bool:
+        """Whether each expert has one layer for gate and up, as in gpt-oss, whose files have stacks of experts."""
+        return hasattr(self.base_layer[0], "gate_up_proj")
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `Experts.forward`."""

@@ -30,8 +30,9 @@ from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.plan.model_shape import ModelShape
+from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.policy.loading import checkpoint_structure, config_of
-from qerl.policy.policy import DTYPES, refused_expert_adapters
+from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
 from qerl.random_models.checkpoint import model_config
 from qerl.rollout.eager import NativeSampler

@@ -219,14 +219,14 @@ def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
     """Numbers of all experts' adapters."""
     if shape.mixture is None or not settings.experts:
         return 0
-    return shape.layers * shape.mixture.experts * settings.rank * sum(map(sum, shape.expert_linears))
+    return shape.layers * shape.mixture.experts * settings.rank * sum(map(sum, shape.adapted_of_experts))
 
 
 def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
     """Bytes of the sampler's copies of the adapters, in which B of gate and up is block-diagonal."""
     attention = _adapter_numbers(shape, -(-settings.rank // 16) * 16)
     zeros = 0
-    if shape.mixture is not None and settings.experts:
+    if shape.mixture is not None and settings.experts and len(shape.adapted_of_experts) == 3:
         zeros = 2 * shape.layers * shape.mixture.experts * settings.rank * shape.mixture.intermediate
     return HALF * (attention + _expert_numbers(shape, settings) + zeros)
 
@@ -235,7 +235,7 @@ def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
     numbers = _adapter_numbers(shape, settings.rank) + _expert_numbers(shape, settings)
     if settings.optimizer == "adamw":
         return 2 * 4 * numbers
-    stacks = len(shape.expert_linears) * shape.layers if settings.experts else 0
+    stacks = len(shape.adapted_of_experts) * shape.layers if settings.experts else 0
     tensors = 2 * (len((*shape.packable, *shape.dense)) + stacks) if settings.rank else 0
     return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
 
@@ -282,8 +282,10 @@ def _block_bytes(shape: ModelShape, settings: StepSettings, tokens: int) -> int:
 
 
 def _shrunk_width(shape: ModelShape, settings: StepSettings) -> int:
-    """Outputs of A of a token's experts: gate, up and down."""
-    return 3 * settings.rank * shape.mixture.chosen if shape.mixture and settings.experts else 0
+    """Outputs of A of a token's experts."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return len(shape.adapted_of_experts) * settings.rank * shape.mixture.chosen
 
 
 def kept_of_experts(shape: ModelShape, settings: StepSettings) -> int:
@@ -297,8 +299,8 @@ def _passes_of_experts(shape: ModelShape, settings: StepSettings) -> int:
     """Bytes of a pass over a block's experts: A and B of gate and up as they multiply, and their float32 gradients."""
     if shape.mixture is None or not settings.experts:
         return 0
-    widths = shape.hidden + 2 * shape.mixture.intermediate
-    return (HALF + 4) * shape.mixture.experts * 2 * settings.rank * widths
+    widths, layers = shape.hidden + 2 * shape.mixture.intermediate, len(shape.adapted_of_experts) - 1
+    return (HALF + 4) * shape.mixture.experts * layers * settings.rank * widths
 
 
 def longest_row(settings: StepSettings) -> int:

@@ -27,7 +27,14 @@ from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
 from qerl.policy.card import Base, write_card
-from qerl.policy.expert_adapters import fill_experts, name_by_expert
+from qerl.policy.expert_adapters import (
+    fill_experts,
+    name_experts,
+    projections_of,
+    refused_expert_adapters,
+    store_experts,
+    take_experts,
+)
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
 from qerl.settings.base import ConfigError
@@ -42,9 +49,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 #: Fused layers with the projections that they have as parts.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-#: Values of `model_type` with which adapters of experts are tested in stock PEFT.
-_ADAPTED_EXPERTS = ("qwen3_moe",)
 
 #: The name of the value function's adapter in PEFT, and of the folder in which it is saved.
 VALUE_ADAPTER = "value"
@@ -153,7 +157,7 @@ class Policy:
             config.base_model_name_or_path, config.revision = base.name, base.revision
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
-        name_by_expert(peft, folder)
+        store_experts(peft, folder)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
         write_card(folder, base, weights_format_of(checkpoint), norms)
 
@@ -196,28 +200,16 @@ def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
 
     Raises `ConfigError` as `lora_config` does, and for experts whose adapters stock PEFT doesn't load.
     """
-    projections = adapter.of_experts
-    if projections and (refusal := refused_expert_adapters(lm.config.model_type)):
-        raise ConfigError(f"adapter.targets has experts.{projections[0]}, and {refusal}; leave experts out")
-    config = lora_config(adapter, structure_of(lm.config))
+    asked, structure = adapter.of_experts, structure_of(lm.config)
+    if asked and (refusal := refused_expert_adapters(lm.config.model_type)):
+        raise ConfigError(f"adapter.targets has experts.{asked[0]}, and {refusal}; leave experts out")
+    config = lora_config(adapter, structure)
     peft: PeftModel = get_peft_model(lm, config)
-    if projections:
+    if asked:
+        projections = projections_of(adapter, structure)
         adapt_experts(peft, projections, config.r, config.lora_alpha)
-        _name_experts(config, projections)
+        name_experts(config, projections, structure)
     return peft
-
-
-def refused_expert_adapters(kind: str) -> str | None:
-    """A sentence that says why experts of models of this `model_type` have no adapters; None if they may have."""
-    if kind in _ADAPTED_EXPERTS:
-        return None
-    return f"stock PEFT is tested to load adapters of experts of {', '.join(_ADAPTED_EXPERTS)}, not of {kind!r}"
-
-
-def _name_experts(config: LoraConfig, projections: Sequence[str]) -> None:
-    """Add experts' projections to the targets that an adapter is stored with."""
-    others = () if config.target_modules == DUMMY_TARGET_MODULES else config.target_modules or ()
-    config.target_modules = sorted({*others, *projections})
 
 
 def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
@@ -325,18 +317,16 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
     structure = structure_of(lm.config)
-    of_experts = {name.rpartition(".")[2] for name in structure.experts} - set(structure.targets)
-    named = set(config.target_modules or ())
-    if not named & of_experts:
+    projections = take_experts(config, structure, trained)
+    if not projections:
         return PeftModel.from_pretrained(lm, str(trained), config=config)
-    config.target_modules = named - of_experts or DUMMY_TARGET_MODULES
     config.inference_mode = True
     peft: PeftModel = get_peft_model(lm, config)
-    adapt_experts(peft, sorted(named & of_experts), config.r, config.lora_alpha)
+    adapt_experts(peft, projections, config.r, config.lora_alpha)
     # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
     others = fill_experts(peft, load_file(trained / ADAPTER), trained)
     set_peft_model_state_dict(peft, others)
-    _name_experts(config, sorted(named & of_experts))
+    name_experts(config, projections, structure)
     return peft.requires_grad_(False)
 
 

@@ -102,6 +102,7 @@ def errors_of(folder, name, dtype, seed):
         *product(["phi3", "gemma3", "qwen3_moe", "qwen3_5"], ["nvfp4", "mxfp4"], [False]),
         ("gpt_oss", "mxfp4", False),
         ("qwen3_moe", "nvfp4", True),
+        ("gpt_oss", "mxfp4", True),
     ],
 )
 def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, experts, kernels):

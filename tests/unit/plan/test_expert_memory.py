@@ -20,18 +20,22 @@ from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings
 from tests.families import FAMILIES
 from tests.gpu.time_families import MODELS
-from tests.tiny import tiny_family
+from tests.tiny import tiny_family, tiny_gpt_oss
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_the_adapter_and_the_samplers_copies_have_the_bytes_of_their_tensors(tmp_path):
-    tiny_family(tmp_path / "bf16", "qwen3_moe", dtype=torch.bfloat16)
-    quantize_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", "nvfp4")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_adapter_and_the_samplers_copies_have_the_bytes_of_their_tensors(tmp_path, name):
+    folder = tmp_path / "packed"
+    if name == "gpt_oss":
+        tiny_gpt_oss(folder)
+    else:
+        quantize_checkpoint(tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16), folder, "nvfp4")
     adapter = AdapterSettings(rank=16, targets=[*ATTENTION, *EXPERTS])
-    policy = with_adapter(tmp_path / "nvfp4", adapter, "bfloat16", 0, torch.device("cpu"))
-    asked = asked_model(str(tmp_path / "nvfp4"), None)
+    policy = with_adapter(folder, adapter, "bfloat16", 0, torch.device("cpu"))
+    asked = asked_model(str(folder), None)
     settings = StepSettings(asked.weights, 16, 2, 2, 16, 16, recompute="auto", experts=True)
     memory, without = (diagnose(asked, one).memory for one in (settings, replace(settings, experts=False)))
     sizes = {name: parameter.nbytes for name, parameter in policy.trainable() if ".lora_" in name}
@@ -80,4 +84,4 @@ def test_a_step_of_qwen3_30b_a3b_with_adapters_of_experts():
 def test_the_doctor_refuses_experts_that_a_model_lacks():
     settings = StepSettings("nvfp4", 16, 2, 2, 16, 16, recompute="auto", experts=True)
     [problem] = [text for text in diagnose(asked_model("7B", None), settings, 80).problems if "experts" in text]
-    assert problem.startswith("stock PEFT is tested to load adapters of experts of qwen3_moe, not of 'qwen2'")
+    assert problem.startswith("stock PEFT is tested to load adapters of experts of qwen3_moe, gpt_oss, not of 'qwen2'")

@@ -25,13 +25,15 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.tiny import tiny_family, tiny_gpt_oss
+from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
 
 CPU = torch.device("cpu")
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 #: Attention with experts, experts alone, and one projection of them.
 TARGETS = (["q_proj", "o_proj", *EXPERTS], EXPERTS, ["v_proj", "experts.down_proj"])
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
+#: What stock transformers reads in the place of a base.
+UNPACKED = {"bf16": "bf16", "nvfp4": "dense", "gpt_oss": "gpt_oss"}
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 
 
@@ -42,6 +44,7 @@ def bases(tmp_path_factory):
     for weights in ("nvfp4", "nf4"):
         quantize_checkpoint(root / "bf16", root / weights, weights)
     write_dense(root / "nvfp4", root / "dense", torch.float32)
+    tiny_gpt_oss(root / "gpt_oss")  # which transformers unpacks itself
     return root
 
 
@@ -56,7 +59,7 @@ def made(base, targets=TARGETS[0], **settings):
 
 
 def stock(base, adapter, trained=False):
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval().float()
     with warnings.catch_warnings():  # PEFT says that it found none of the patterns that it made
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         return PeftModel.from_pretrained(model, adapter, is_trainable=trained)
@@ -68,7 +71,7 @@ def forced(model, prompt, tokens):
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def of_stacks(gradients):
+def of_stacks(gradients, both=("gate_proj", "up_proj")):
     """Gradients of PEFT's stacks by the names that ours have: gate and up share one, whose B is block-diagonal."""
     found = {}
     for name, grad in gradients.items():
@@ -77,7 +80,7 @@ def of_stacks(gradients):
             found[name] = grad
             continue
         fused, side = rest.startswith("base_layer."), rest.removeprefix("base_layer.")[:6]
-        parts = ("gate_proj", "up_proj") if fused else ("down_proj",)
+        parts = both if fused else ("down_proj",)
         rank = 3 * len(parts)
         if side == "lora_A":
             halves = grad.view(-1, rank, grad.shape[1]).split(3, 1)
@@ -90,12 +93,13 @@ def of_stacks(gradients):
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
-def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, targets):
+@pytest.mark.parametrize("base", ["nvfp4", "gpt_oss"])
+def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, base, targets):
     """Log-probabilities, and the gradient of every A, B and norm, within 1e-4 of their greatest values."""
-    policy = made(bases / "nvfp4", targets)
+    policy = made(bases / base, targets)
     layers = [module for module in policy.lm.modules() if isinstance(module, PackedLinear)]
     policy.save(tmp_path / "adapter")
-    peft = stock(bases / "dense", tmp_path / "adapter", trained=True)
+    peft = stock(bases / UNPACKED[base], tmp_path / "adapter", trained=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
     drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
@@ -106,10 +110,12 @@ def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, 
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     for logprobs in (found, expected):
         (logprobs * weights).sum().backward()
-    gradients = of_stacks({part: p.grad for part, p in peft.named_parameters() if p.requires_grad})
+    both = ("gate_up_proj",) if base == "gpt_oss" else ("gate_proj", "up_proj")
+    gradients = of_stacks({part: p.grad for part, p in peft.named_parameters() if p.requires_grad}, both)
     ours = {part: parameter.grad for part, parameter in policy.trainable()}
     assert ours.keys() == gradients.keys()
-    assert sum(".experts." in part for part in ours) == 2 * 2 * sum("experts." in target for target in targets)
+    asked = len(targets) if base == "nvfp4" else len([target for target in targets if target != "experts.up_proj"])
+    assert sum(".lora_" in part for part in ours) == 2 * 2 * asked
     for part, gradient in gradients.items():
         assert gradient.any(), part
         assert (ours[part] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), part
@@ -132,7 +138,7 @@ def test_the_files_are_plain_lora_on_each_experts_layers(bases, tmp_path):
     assert not config["target_parameters"]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "gpt_oss"])
 @pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
 def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights, targets):
     policy = made(bases / weights, targets)
@@ -167,7 +173,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_pefts(bases):
         assert a.dtype == b.dtype == torch.float32
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "gpt_oss"])
 def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tmp_path, weights):
     """An update in place reaches the engine's copies, and trained norms and noise have their roles."""
     policy = made(bases / weights)
@@ -178,7 +184,7 @@ def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tm
         for _, parameter in policy.trainable():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     policy.save(tmp_path / "adapter")
-    peft = stock(bases / ("dense" if weights == "nvfp4" else weights), tmp_path / "adapter")
+    peft = stock(bases / UNPACKED[weights], tmp_path / "adapter")
     assert_drawn_by(peft, [sampler.generate(PROMPTS, params) for sampler in samplers])
     for layer, block in enumerate(peft.base_model.model.model.layers):
         for role, norm in enumerate(("input_layernorm", "post_attention_layernorm")):
@@ -220,10 +226,39 @@ def test_a_file_without_one_of_the_experts_is_refused(bases, tmp_path):
         load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
 
 
+def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
+    policy = made(bases / "gpt_oss")
+    policy.save(tmp_path / "adapter")
+    stored, name = load_file(tmp_path / "adapter" / ADAPTER), "base_model.model.model.layers.0.mlp.experts"
+    shapes = {key.removeprefix(name): list(t.shape) for key, t in stored.items() if key.startswith(name)}
+    assert shapes == {
+        ".base_layer.lora_A.weight": [12, 64],
+        ".base_layer.lora_B.weight": [256, 12],
+        ".lora_A.weight": [12, 128],
+        ".lora_B.weight": [64, 12],
+    }
+    config = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert set(config["target_modules"]) == {"q_proj", "o_proj"}
+    export(bases / "gpt_oss", tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        found = stock(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
+        torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
+
+
+def test_stacks_are_refused_where_each_expert_has_its_layers(bases, tmp_path):
+    made(bases / "nvfp4").save(tmp_path)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    config |= {"target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"has target_parameters, and .*; take an adapter"):
+        load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
+
+
 def test_what_stock_peft_would_not_load_is_refused(bases, tmp_path):
-    tiny_gpt_oss(tmp_path / "gpt_oss")
-    with pytest.raises(ConfigError, match=r"experts\.gate_proj, .*of experts of qwen3_moe, not of 'gpt_oss'; leave"):
-        with_adapter(tmp_path / "gpt_oss", AdapterSettings(targets=["q_proj", *EXPERTS]), "float32", 0, CPU)
+    tiny_qwen2(tmp_path / "qwen2")
+    with pytest.raises(ConfigError, match=r"experts\.gate_proj, .*of experts of qwen3_moe, gpt_oss, not of 'qwen2'"):
+        with_adapter(tmp_path / "qwen2", AdapterSettings(targets=["q_proj", *EXPERTS]), "float32", 0, CPU)
     with pytest.raises(ConfigError, match=r"has up_proj, and .*; experts\.up_proj means that of experts"):
         with_adapter(bases / "bf16", AdapterSettings(targets=["q_proj", "up_proj"]), "float32", 0, CPU)
     with pytest.raises(ValueError, match=r"one of experts\.gate_proj and experts\.up_proj.*name both"):

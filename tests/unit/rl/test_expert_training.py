@@ -14,7 +14,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_family, write_template
+from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 from tests.unit.rl.test_trainer import BASE, PROBLEMS, SHARP, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
@@ -28,6 +28,7 @@ def mixture(tmp_path_factory):
     write_template(tiny_family(folder / "bf16", "qwen3_moe", dtype=torch.bfloat16))
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", "nvfp4")
     write_template(folder / "nvfp4")
+    write_template(tiny_gpt_oss(folder / "mxfp4"))
     return folder
 
 
@@ -86,9 +87,12 @@ def test_a_killed_run_continues_bit_for_bit(mixture, tmp_path, monkeypatch):
         assert torch.equal(tensor, weights(continued)[name]), name
 
 
-def test_recomputed_blocks_and_cut_batches_have_the_same_gradients(mixture, tmp_path):
-    whole = learning(mixture, tmp_path / "a").step(1, 0)
-    again = learning(mixture, tmp_path / "b", gradient_checkpointing=True, micro_batch_tokens=20).step(1, 0)
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_recomputed_blocks_and_cut_batches_have_the_same_gradients(mixture, tmp_path, weights):
+    """MXFP4 is that of gpt-oss."""
+    whole = learning(mixture, tmp_path / "a", weights=weights).step(1, 0)
+    cut = {"gradient_checkpointing": True, "micro_batch_tokens": 20}
+    again = learning(mixture, tmp_path / "b", weights=weights, **cut).step(1, 0)
     assert whole["grad_norm"] > 0
     for key in ("loss", "grad_norm", "entropy", "mismatch/kl"):
         assert again[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
