@@ -1,7 +1,7 @@
 """LoRA on the experts of a mixture, of which each has an adapter of its own for each projection.
 
 An adapter of a projection is one tensor A [experts, r, in] and one B [experts, out, r], not two matrices for each of
-thousands of layers. `qerl.policy.expert_adapters` stores them in PEFT's names for the layers of each expert.
+thousands of layers. `qerl.policy.expert_adapters` stores them in PEFT's layouts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
             downs[name], ups[name] = _fresh(base, name, rank)
         self.lora_A = nn.ModuleDict({POLICY_ADAPTER: downs})
         self.lora_B = nn.ModuleDict({POLICY_ADAPTER: ups})
-
-    def __len__(self) -> int:
-        """Number of experts."""
-        return len(self.base_layer)
 
     @property
     def lora(self) -> ExpertLora:

@@ -53,7 +53,8 @@ def name_experts(config: LoraConfig, projections: Sequence[str], structure: Stru
 def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
     """Take the experts' layers out of the targets of a stored adapter, and return them.
 
-    Raises `CheckpointError` for an adapter of stacks, where the adapters of each expert are read.
+    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
+    plain LoRA.
     """
     layers = _layers(structure)
     if not layers:
@@ -66,9 +67,20 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
         )
     of_experts = {name.rpartition(".")[2] for name in stacks} if stacks else named & set(layers)
     if of_experts:
+        _check_plain(config, folder)
         config.target_parameters = None
         config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
     return [name for name in layers if name in of_experts]
+
+
+def _check_plain(config: LoraConfig, folder: Path) -> None:
+    """Raise `CheckpointError` if the adapter adds anything but (alpha / r) B A, with one rank everywhere."""
+    options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern")
+    if others := [option for option in options if getattr(config, option)]:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has {others[0]}={getattr(config, others[0])!r}, and experts have plain LoRA of "
+            "one rank here; take such an adapter"
+        )
 
 
 def store_experts(model: nn.Module, folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
+from qerl.checkpoints.folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CheckpointError,
+    check_adapter,
+    read_headers,
+    weights_format_of,
+)
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
 from qerl.layers.adapted_experts import adapt_experts
@@ -325,7 +332,9 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     adapt_experts(peft, projections, config.r, config.lora_alpha)
     # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
     others = fill_experts(peft, load_file(trained / ADAPTER), trained)
-    set_peft_model_state_dict(peft, others)
+    loaded: Any = set_peft_model_state_dict(peft, others)  # whose annotation is no type
+    if missing := [key for key in loaded.missing_keys if ".lora_" in key and ".experts.lora_" not in key]:
+        raise CheckpointError(f"{trained / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} names; save it again")
     name_experts(config, projections, structure)
     return peft.requires_grad_(False)
 

@@ -74,7 +74,7 @@ def test_products_and_gradients_of_pairs(weights, tokens):
 def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
     """By A x of pairs, which a dense product of few rows computes, also of columns that end within a block."""
     columns = 208 if tokens == 12 else 256
-    operands, exact = operands_of(weights, columns)
+    operands, exact = operands_of(weights, columns, bias=weights == "mxfp4")
     numbers = chosen(tokens)
     groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
     x, down = torch.randn(tokens, columns), torch.randn(EXPERTS, rank, columns) / 16
@@ -84,6 +84,8 @@ def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
     grouped_launches.dense_product(down, x, groups, shrunk)
     assert_close(shrunk, exactly)
     y = torch.einsum("pk,pnk->pn", read, exact[owner]) + torch.einsum("pr,pnr->pn", exactly, up.double()[owner])
+    if operands.bias is not None:
+        y += operands.bias.view(EXPERTS, ROWS)[owner]
     gate, above = y.chunk(2, 1)
     for silu, expected in ((False, y), (True, torch.nn.functional.silu(gate) * above)):
         out = torch.full((2 * tokens, ROWS // (1 + silu)), torch.nan)

@@ -97,13 +97,14 @@ def mixtures():
         mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
         if tokens in (8, 1025):  # float32, which has other tiles
             adapters_of_experts(packed, x.float(), groups, torch.float32)
+            adapters_of_experts(biased, x, groups, torch.bfloat16)
             for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
                 grouped_launches.multiply(operands, x.float(), groups, torch.zeros(pairs, 64), silu=True)
                 grouped_launches.input_gradient(operands, torch.zeros(tokens, 128), groups, torch.zeros(pairs, 256))
     assert groups.size == BLOCK_SIZES[-1]
 
 
-def adapters_of_experts(packed, x, groups, dtype):
+def adapters_of_experts(operands, x, groups, dtype):
     """Ranks of gate and up together, and their gradients."""
     for rank in (32, 128):
         shrunk, up = torch.zeros(groups.count, rank, dtype=dtype), torch.zeros(2, 128, rank, dtype=dtype)
@@ -111,7 +112,7 @@ def adapters_of_experts(packed, x, groups, dtype):
         grouped_launches.dense_product(down, x, groups, shrunk)
         for silu in (False, True):
             out = torch.zeros(groups.count, 128 // (1 + silu), dtype=dtype)
-            grouped_launches.multiply(packed, x, groups, out, silu, GroupedLora(shrunk, up))
+            grouped_launches.multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
         grouped_launches.dense_input_gradient(up, grad, groups, shrunk)
         grouped_launches.dense_input_gradient(down, shrunk, groups, torch.zeros(groups.count, 256, dtype=dtype), True)
         grouped_launches.dense_weight_gradient(grad, shrunk, groups, 128)

@@ -217,12 +217,19 @@ def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_without_one_of_the_experts_is_refused(bases, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("mlp.experts.2.up_proj.lora_B", r"experts\.2\.up_proj\.lora_B\.weight \[64, 3\], and .* lacks it; take"),
+        ("self_attn.q_proj.lora_A", r"lacks .*q_proj\.lora_A.*; save it again"),
+    ],
+)
+def test_a_file_without_one_of_the_matrices_is_refused(bases, tmp_path, name, sentence):
     made(bases / "nvfp4").save(tmp_path)
     stored = load_file(tmp_path / ADAPTER)
-    name = "base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
-    save_file({key: tensor for key, tensor in stored.items() if key != name}, tmp_path / ADAPTER)
-    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.lora_B\.weight \[64, 3\], and .* lacks it"):
+    del stored[f"base_model.model.model.layers.1.{name}.weight"]
+    save_file(stored, tmp_path / ADAPTER)
+    with pytest.raises(CheckpointError, match=sentence):
         load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
 
 
@@ -246,12 +253,21 @@ def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
         torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
 
 
-def test_stacks_are_refused_where_each_expert_has_its_layers(bases, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]},
+            "has target_parameters, and .*take",
+        ),
+        ({"use_rslora": True}, "has use_rslora=True, and experts have plain LoRA"),
+    ],
+)
+def test_other_adapters_of_experts_are_refused(bases, tmp_path, changes, sentence):
     made(bases / "nvfp4").save(tmp_path)
     config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
-    config |= {"target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]}
-    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has target_parameters, and .*; take an adapter"):
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=sentence):
         load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
 
 
