@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.structure import Structure, StructureError, structure_of
+from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.quantization.awq import refused_by_awq
 from qerl.rollout.served import refused_by_engine, refused_by_vllm
+from qerl.settings.training import ExpertLayer
 
 ROOT = Path(__file__).parents[1]
 #: What the small models of all families have; the vocabulary is that of `tests.tiny.tiny_tokenizer`.
@@ -125,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
-        "packed experts as grouped products; LoRA on attention",
+        "packed experts as grouped products",
         {
             "model_type": "qwen3_moe",
             "num_experts": 4,
@@ -157,7 +159,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt-oss",
-        "attention sinks, sliding windows, experts with biases; LoRA on attention",
+        "attention sinks, sliding windows, experts with biases",
         {
             "model_type": "gpt_oss",
             "head_dim": 16,
@@ -203,11 +205,19 @@ def row(family: Family) -> Row:
         family.about,
         family.formats,
         refused_by_awq(structure) is None,
-        ", ".join(f"`{target}`" for target in structure.targets),
+        _lora(structure, config),
         _norms(structure),
         refused_by_engine(config) is None,
         refused_by_vllm(config) is None,
     )
+
+
+def _lora(structure: Structure, config: PreTrainedConfig) -> str:
+    """The layers that get an adapter by default, and those of experts that may have one."""
+    default = ", ".join(f"`{target}`" for target in structure.targets)
+    if not structure.experts or refused_expert_adapters(config.model_type):
+        return default
+    return f"{default}; if named {', '.join(f'`{target}`' for target in get_args(ExpertLayer))}"
 
 
 def _norms(structure: Structure) -> str:

@@ -35,6 +35,9 @@ def doctor(
         WeightFormat | None, typer.Option(help="Default: the checkpoint's if it is packed, else a run's.")
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = _RANK,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too (`adapter.targets`).")
+    ] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Problems of a step.")] = _PROMPTS,
     group: Annotated[int, typer.Option(min=1, help="Completions per problem.")] = _GROUP,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 256,
@@ -74,6 +77,7 @@ def doctor(
             kv_cache_gib=kv_cache_gib,
             kv_cache_dtype=kv_cache_dtype,
             sleep=sleep,
+            experts=experts,
         )
         diagnosis = state.diagnose(asked, settings, memory_gb)
     if as_json:

@@ -37,6 +37,16 @@ class Groups:
         return self.pairs.shape[1]
 
 
+@dataclass(frozen=True)
+class GroupedLora:
+    """LoRA of every expert on a product's pairs, which adds B [N, R] of a pair's expert times its A x [R]."""
+
+    shrunk: Tensor
+    """A x of each pair, [pairs, R]."""
+    up: Tensor
+    """B of each expert with the adapter's scale, [experts, N, R]."""
+
+
 def block_size(tokens: int) -> int:
     """Pairs of a block, for this number of tokens."""
     return next((size for most, size in _PAIRS.items() if tokens <= most), _MOST_PAIRS)

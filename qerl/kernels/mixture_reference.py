@@ -62,6 +62,31 @@ def input_gradient(grad: Tensor, groups: Groups, weight: Callable[[int], Tensor]
         out[pairs] = grad[_rows(grad, pairs, groups)] @ weight(number)
 
 
+def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
+    """Write out [pairs, N] = W x of each pair's expert, of dense weights [experts, N, K]."""
+    product(x, groups, weights.__getitem__, None, out)
+
+
+def dense_input_gradient(weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
+    """Write, or with `add` add, the gradient out [pairs, K] of each pair's input with weights [experts, N, K]."""
+    gradient = torch.empty_like(out) if add else out
+    input_gradient(grad, groups, weights.__getitem__, gradient)
+    if add:
+        out += gradient
+
+
+def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
+    """The gradient [experts, N, K] of experts' weights, by outputs' gradients [pairs, N] and inputs x as in `product`.
+
+    It is float32, or float64 if x is.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = x.new_zeros(experts, grad.shape[1], x.shape[1], dtype=wide)
+    for number, pairs in _of_experts(groups):
+        out[number] = grad[pairs].T.to(wide) @ x[_rows(x, pairs, groups)].to(wide)
+    return out
+
+
 def _of_experts(groups: Groups) -> list[tuple[int, Tensor]]:
     """Each expert that has pairs, and these."""
     experts = []

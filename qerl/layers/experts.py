@@ -19,7 +19,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from qerl.kernels.operations import mixture_operations
-from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, grouped_product, weighted_sum
+from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, weighted_sum
+from qerl.layers.grouped_lora import ExpertFactors, adapted_product
 from qerl.layers.mlp import GatedMLP, clamped_glu, swiglu
 
 
@@ -31,6 +32,14 @@ class ExpertProducts:
     down: GroupedLinear
     clamped: tuple[float, float] | None
     """alpha and limit of the clamped GLU between them; None for silu(first half) * second half, which `gate_up` has."""
+
+
+@dataclass(frozen=True)
+class ExpertLora:
+    """Adapters of the grouped products of a block's experts, None of a product without them."""
+
+    gate_up: ExpertFactors | None = None
+    down: ExpertFactors | None = None
 
 
 class Experts(nn.ModuleList):
@@ -49,11 +58,11 @@ class Experts(nn.ModuleList):
             self._products[dtype] = _products(list(self), dtype)
         return self._products[dtype]
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor, lora: ExpertLora | None = None) -> Tensor:
         """Map hidden [T, H] to the same shape; `chosen` [T, k] are the numbers of the experts, `weights` [T, k].
 
-        Frozen experts compute grouped products, in an autocast's dtype. Experts that are trained compute their tokens
-        one after the other.
+        Frozen experts, with or without adapters, compute grouped products, in an autocast's dtype. Experts that are
+        trained compute their tokens one after the other.
         """
         if hidden.is_meta:  # then no expert's tokens are known, and each computes all
             return sum((expert(hidden) for expert in self), torch.zeros_like(hidden))
@@ -62,9 +71,11 @@ class Experts(nn.ModuleList):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
-        both = grouped_product(hidden.to(dtype), groups, products.gate_up)
+        lora = lora or ExpertLora()
+        both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
         inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(*both.chunk(2, -1))
-        return weighted_sum(grouped_product(inner, groups, products.down), weights.float()).to(hidden.dtype)
+        out = adapted_product(inner, groups, products.down, lora.down)
+        return weighted_sum(out, weights.float()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         self._products = {}

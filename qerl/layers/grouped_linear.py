@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from qerl.formats import words as layout
 from qerl.formats.words import Words
 from qerl.kernels import mixture_reference
-from qerl.kernels.groups import Groups
+from qerl.kernels.groups import GroupedLora, Groups
 from qerl.kernels.operations import mixture_operations
 from qerl.layers.dense_linear import stacked
 from qerl.layers.packed_linear import PackedLinear
@@ -23,6 +23,24 @@ from qerl.layers.portable_linear import words_of
 Layer = nn.Linear | PackedLinear
 
 
+class DenseProducts(Protocol):
+    """Grouped products of dense weights, documented in `qerl.kernels.mixture_reference`."""
+
+    def dense_product(self, weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
+        """See `mixture_reference.dense_product`."""
+        ...
+
+    def dense_input_gradient(
+        self, weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False
+    ) -> None:
+        """See `mixture_reference.dense_input_gradient`."""
+        ...
+
+    def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
+        """See `mixture_reference.dense_weight_gradient`."""
+        ...
+
+
 class GroupedLinear(Protocol):
     """Layers of every expert that read the same input, as one product; an expert's outputs are concatenated."""
 
@@ -30,14 +48,21 @@ class GroupedLinear(Protocol):
     out_features: int
     in_features: int
 
-    def sync(self) -> None:
-        """Do nothing: the layers have no adapters."""
+    @property
+    def dense(self) -> DenseProducts:
+        """The same products of dense tensors, for adapters."""
         ...
 
-    def __call__(self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False) -> None:
-        """Write out [pairs, N] = W x + b of each pair's expert, for x [T, K] by tokens or [pairs, K].
+    def sync(self) -> None:
+        """Do nothing: adapters are apart."""
+        ...
 
-        With `silu`, out [pairs, N/2] = silu(first half) * second half. x and out are contiguous and of one dtype.
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
+        """Write out [pairs, N] = W x + b of each pair's expert, plus `lora`, for x [T, K] by tokens or [pairs, K].
+
+        With `silu`, out [pairs, N/2] = silu(first half) * second half. All tensors are contiguous and of one dtype.
         """
         ...
 
@@ -58,13 +83,24 @@ class TorchGroupedLinear:
         self.in_features = experts[0][0].in_features
         self._bias = _biases(experts)
 
+    @property
+    def dense(self) -> DenseProducts:
+        """See `GroupedLinear`."""
+        return mixture_reference
+
     def sync(self) -> None:
         """See `GroupedLinear`."""
 
-    def __call__(self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False) -> None:
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
         """See `GroupedLinear`."""
         both = out.new_empty(groups.count, self.out_features) if silu else out
         mixture_reference.product(x, groups, lambda number: self._weight(number, x.dtype), self._bias, both)
+        if lora is not None:
+            added = torch.empty_like(both)
+            mixture_reference.dense_product(lora.up, lora.shrunk, groups, added)
+            both += added
         if silu:
             gate, up = both.chunk(2, dim=-1)
             torch.mul(nn.functional.silu(gate), up, out=out)
@@ -111,16 +147,25 @@ class PortableGroupedLinear:
             weights, self.out_features, factors, None if bias is None else bias.float().flatten()
         )
 
+    @property
+    def dense(self) -> DenseProducts:
+        """See `GroupedLinear`."""
+        from qerl.kernels.portable import grouped_launches
+
+        return grouped_launches
+
     def sync(self) -> None:
         """See `GroupedLinear`."""
 
-    def __call__(self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False) -> None:
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
         """See `GroupedLinear`."""
         from qerl.kernels.portable.grouped_launches import multiply
 
         width = self.out_features // 2 if silu else self.out_features
         self._check(x, self.in_features, out, width, groups)
-        multiply(self.operands, x, groups, out, silu)
+        multiply(self.operands, x, groups, out, silu, lora)
 
     def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
         """See `GroupedLinear`."""
@@ -141,14 +186,15 @@ def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGrou
     """One product of layers that read the same input, of each expert in order, with activations of `dtype`."""
     layers = list(chain.from_iterable(experts))
     formats = {layer.weights_format if isinstance(layer, PackedLinear) else "bf16" for layer in layers}
-    device = _device(layers[0])
+    device = device_of(layers[0])
     alike = len(formats) == 1 and (formats != {"bf16"} or {layer.weight.dtype for layer in layers} == {dtype})
     if alike and PortableGroupedLinear.serves(device, formats.pop(), layers[0].in_features, dtype):
         return PortableGroupedLinear(experts, dtype)
     return TorchGroupedLinear(experts)
 
 
-def _device(layer: Layer) -> torch.device:
+def device_of(layer: Layer) -> torch.device:
+    """The device of a layer's weights."""
     return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
 
 
@@ -170,7 +216,7 @@ def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:
 
 def _bias(layer: Layer) -> Tensor:
     if layer.bias is None:
-        return torch.zeros(layer.out_features, device=_device(layer))
+        return torch.zeros(layer.out_features, device=device_of(layer))
     return layer.bias.detach()
 
 

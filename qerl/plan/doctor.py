@@ -30,6 +30,7 @@ from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.plan.model_shape import ModelShape
+from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
@@ -265,6 +266,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
     if settings and settings.kv_cache_dtype == "fp8":
         problems += [f"{gpu.name}: {refusal}" for gpu in gpus if (refusal := refused_fp8_cache(gpu.capability))]
+    if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):
+        problems.append(f"{refusal}; leave --experts out")
     memory = None
     if model and (kind := _unpredicted(model.shape, structure_of(model.config))):
         notes.append(f"the memory of {kind} isn't predicted")

@@ -56,6 +56,8 @@ class StepSettings:
     kv_cache_dtype: KvCacheDtype = NativeSettings.model_fields["kv_cache_dtype"].default
     sleep: bool = NativeSettings.model_fields["sleep"].default
     optimizer: str = OptimizerSettings.model_fields["name"].default
+    experts: bool = False
+    """Whether the experts of a mixture have adapters, on gate, up and down."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,13 @@ class PredictedMemory:
 
 def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> PredictedMemory:
     """The memory of a step on a GPU that has `capacity` bytes for this process, with its context."""
-    adapter = 4 * _adapter_numbers(shape, settings.rank)
+    adapter = 4 * (_adapter_numbers(shape, settings.rank) + _expert_numbers(shape, settings))
     parts = {
         "weights": weight_bytes(shape, settings.weights),
         "adapter": adapter,
         "gradients": adapter,
         "optimizer": _optimizer_bytes(shape, settings),
-        "adapter_copies": HALF * _adapter_numbers(shape, -(-settings.rank // 16) * 16),
+        "adapter_copies": _copied_bytes(shape, settings),
     }
     free = capacity - CONTEXT - sum(parts.values())
     alone, wanted = cache_bytes(shape, settings)
@@ -213,11 +215,28 @@ def _adapter_numbers(shape: ModelShape, rank: int) -> int:
     return rank * sum(map(sum, (*shape.packable, *shape.dense)))
 
 
+def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
+    """Numbers of all experts' adapters."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return shape.layers * shape.mixture.experts * settings.rank * sum(map(sum, shape.adapted_of_experts))
+
+
+def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of the sampler's copies of the adapters, in which B of gate and up is block-diagonal."""
+    attention = _adapter_numbers(shape, -(-settings.rank // 16) * 16)
+    zeros = 0
+    if shape.mixture is not None and settings.experts and len(shape.adapted_of_experts) == 3:
+        zeros = 2 * shape.layers * shape.mixture.experts * settings.rank * shape.mixture.intermediate
+    return HALF * (attention + _expert_numbers(shape, settings) + zeros)
+
+
 def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
-    numbers = _adapter_numbers(shape, settings.rank)
+    numbers = _adapter_numbers(shape, settings.rank) + _expert_numbers(shape, settings)
     if settings.optimizer == "adamw":
         return 2 * 4 * numbers
-    tensors = 2 * len((*shape.packable, *shape.dense)) if settings.rank else 0
+    stacks = len(shape.adapted_of_experts) * shape.layers if settings.experts else 0
+    tensors = 2 * (len((*shape.packable, *shape.dense)) + stacks) if settings.rank else 0
     return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
 
 
@@ -241,24 +260,47 @@ def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
     """
     rows = bucket_of(settings.prompts * settings.group)
     prompts = min(BUCKETS[-1], settings.prompts * settings.prompt_tokens)
-    return _block_bytes(shape, rows + prompts) + rows * shape.vocabulary * HALF
+    return _block_bytes(shape, settings, rows + prompts) + rows * shape.vocabulary * HALF
 
 
 def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
     """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
     tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
-    return _block_bytes(shape, tokens)
+    return _block_bytes(shape, settings, tokens)
 
 
-def _block_bytes(shape: ModelShape, tokens: int) -> int:
+def _block_bytes(shape: ModelShape, settings: StepSettings, tokens: int) -> int:
     """Bytes of the tensors of a block that the engine computes, with those of a mixture."""
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
+    widths += _shrunk_width(shape, settings)
     if shape.mixture:
         widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
     if shape.nets:  # its layers' outputs, and in float32 the convolution's and the recurrence's
         nets = shape.nets
         widths += 3 * nets.channels + 4 * nets.value_width
     return HALF * tokens * widths
+
+
+def _shrunk_width(shape: ModelShape, settings: StepSettings) -> int:
+    """Outputs of A of a token's experts."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return len(shape.adapted_of_experts) * settings.rank * shape.mixture.chosen
+
+
+def kept_of_experts(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes per token that a block's adapters of experts keep: the inputs of both products, and of B."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return HALF * (shape.hidden + shape.intermediate + _shrunk_width(shape, settings))
+
+
+def _passes_of_experts(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of a pass over a block's experts: A and B of gate and up as they multiply, and their float32 gradients."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    widths, layers = shape.hidden + 2 * shape.mixture.intermediate, len(shape.adapted_of_experts) - 1
+    return (HALF + 4) * shape.mixture.experts * layers * settings.rank * widths
 
 
 def longest_row(settings: StepSettings) -> int:
@@ -282,7 +324,7 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
     layers = max(len(shape.linears), len(shape.linears[4:] + shape.net_linears))
-    kept = tokens * (shape.kept_bytes + HALF * layers * settings.rank)
+    kept = tokens * (shape.kept_bytes + HALF * layers * settings.rank + kept_of_experts(shape, settings))
     of_input = tokens * HALF * shape.hidden
     logits, tile = tokens * shape.vocabulary * HALF, ROWS * COLUMNS * HALF
 
@@ -298,7 +340,8 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
         keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
     # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
     # recomputed, one of them has its activations too.
-    running = tokens * HALF * _gradient_widths(shape) + (kept if count == shape.layers else 0)
+    running = tokens * HALF * (_gradient_widths(shape) + _shrunk_width(shape, settings))
+    running += _passes_of_experts(shape, settings) + (kept if count == shape.layers else 0)
     saved = (shape.layers - count) * kept + count * of_input
     return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count
 

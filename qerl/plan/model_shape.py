@@ -171,6 +171,14 @@ class ModelShape:
         return (wide, hidden), (wide, hidden), (hidden, wide)
 
     @property
+    def adapted_of_experts(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of each expert's layers that can have adapters; those of gpt-oss have gate and up in one."""
+        if self.mixture is None or not self.mixture.biased:
+            return self.expert_linears
+        hidden, wide = self.hidden, self.mixture.intermediate
+        return (2 * wide, hidden), (hidden, wide)
+
+    @property
     def projections(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of all projections of a block."""
         return (*self.linears, *self.expert_linears * (self.mixture.experts if self.mixture else 0))

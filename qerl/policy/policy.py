@@ -6,17 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
+from qerl.checkpoints.folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CheckpointError,
+    check_adapter,
+    read_headers,
+    weights_format_of,
+)
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
+from qerl.layers.adapted_experts import adapt_experts
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
 from qerl.layers.lora import register_lora
@@ -25,6 +34,14 @@ from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
 from qerl.policy.card import Base, write_card
+from qerl.policy.expert_adapters import (
+    fill_experts,
+    name_experts,
+    projections_of,
+    refused_expert_adapters,
+    store_experts,
+    take_experts,
+)
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
 from qerl.settings.base import ConfigError
@@ -147,6 +164,7 @@ class Policy:
             config.base_model_name_or_path, config.revision = base.name, base.revision
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
+        store_experts(peft, folder)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
         write_card(folder, base, weights_format_of(checkpoint), norms)
 
@@ -184,6 +202,23 @@ def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[Pr
     return lm.requires_grad_(False), tokenizer
 
 
+def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
+    """A fresh adapter on the layers that the settings name, experts' too, in the dtypes that PEFT gives it.
+
+    Raises `ConfigError` as `lora_config` does, and for experts whose adapters stock PEFT doesn't load.
+    """
+    asked, structure = adapter.of_experts, structure_of(lm.config)
+    if asked and (refusal := refused_expert_adapters(lm.config.model_type)):
+        raise ConfigError(f"adapter.targets has experts.{asked[0]}, and {refusal}; leave experts out")
+    config = lora_config(adapter, structure)
+    peft: PeftModel = get_peft_model(lm, config)
+    if asked:
+        projections = projections_of(adapter, structure)
+        adapt_experts(peft, projections, config.r, config.lora_alpha)
+        name_experts(config, projections, structure)
+    return peft
+
+
 def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
     """PEFT's configuration of the adapter, with the norms that feed projections if they are trained.
 
@@ -199,7 +234,7 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=lora_targets(adapter, structure),
+        target_modules=lora_targets(adapter, structure) or DUMMY_TARGET_MODULES,
         modules_to_save=list(structure.norms.values()) if adapter.train_norms else None,
     )
     register_lora(config)
@@ -207,15 +242,15 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
 
 
 def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
-    """The linear layers that get an adapter, by the last part of their names.
+    """The linear layers outside of experts that get an adapter, by the last part of their names.
 
-    All targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of these
-    names, or the fused layer that has all of its parts among them.
+    The seven targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of
+    these names, or the fused layer that has all of its parts among them.
     """
-    if set(adapter.targets) == set(get_args(Layer)) != set(structure.targets):
+    asked = [target for target in adapter.targets if target in get_args(Layer)]
+    if set(asked) == set(get_args(Layer)) != set(structure.targets):
         return list(structure.targets)
-    layers = dict.fromkeys(_layer_of(target, adapter.targets, structure) for target in adapter.targets)
-    return list(layers)
+    return list(dict.fromkeys(_layer_of(target, asked, structure) for target in asked))
 
 
 def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
@@ -229,9 +264,10 @@ def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
                     f"name all of {', '.join(parts)}, or none"
                 )
             return fused
+    experts = f"; experts.{target} means that of experts" if structure.experts else ""
     raise ConfigError(
         f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        "adapter.targets out to adapt all of them"
+        f"adapter.targets out to adapt all of them{experts}"
     )
 
 
@@ -241,7 +277,7 @@ def with_adapter(
     """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32."""
     lm, tokenizer = _base(checkpoint, dtype, device)
     torch.manual_seed(seed)
-    peft = get_peft_model(lm, lora_config(adapter, structure_of(lm.config)))
+    peft = add_adapter(lm, adapter)
     key_dropout(peft, POLICY_ADAPTER)
     for parameter in peft.parameters():
         if parameter.requires_grad:
@@ -280,10 +316,27 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
         return Policy(*_base(trained or checkpoint, dtype, device))
     check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
+    return Policy(lm.eval(), tokenizer, _stored_adapter(lm, trained))
+
+
+def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
+    """A model with the adapter of a folder, frozen."""
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
-    peft = PeftModel.from_pretrained(lm, str(trained), config=config)
-    return Policy(lm.eval(), tokenizer, peft)
+    structure = structure_of(lm.config)
+    projections = take_experts(config, structure, trained)
+    if not projections:
+        return PeftModel.from_pretrained(lm, str(trained), config=config)
+    config.inference_mode = True
+    peft: PeftModel = get_peft_model(lm, config)
+    adapt_experts(peft, projections, config.r, config.lora_alpha)
+    # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
+    others = fill_experts(peft, load_file(trained / ADAPTER), trained)
+    loaded: Any = set_peft_model_state_dict(peft, others)  # whose annotation is no type
+    if missing := [key for key in loaded.missing_keys if ".lora_" in key and ".experts.lora_" not in key]:
+        raise CheckpointError(f"{trained / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} names; save it again")
+    name_experts(config, projections, structure)
+    return peft.requires_grad_(False)
 
 
 def weight_bytes(policy: Policy) -> int:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
-from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from qerl.checkpoints.architectures import FUSED
 from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import structure_of
-from qerl.policy.policy import Policy, lora_config, use_own_modules
+from qerl.policy.policy import Policy, add_adapter, use_own_modules
 from qerl.random_models.checkpoint import model_config
-from qerl.settings.training import AdapterSettings
+from qerl.settings.training import AdapterSettings, ExpertLayer, Layer
 
 #: Standard deviation of the weights, with which logits are similar to a trained model's and hidden states neither
 #: vanish nor explode.
@@ -40,10 +39,13 @@ def random_policy(
     return adapted(base, rank, train_norms) if rank else base
 
 
-def adapted(base: Policy, rank: int, train_norms: bool = True) -> Policy:
-    """The base with an adapter of `rank` whose B isn't zero; the base's modules become the policy's."""
-    adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms)
-    peft = get_peft_model(base.lm, lora_config(adapter, structure_of(base.lm.config)))
+def adapted(base: Policy, rank: int, train_norms: bool = True, experts: bool = False) -> Policy:
+    """The base with an adapter of `rank` whose B isn't zero, on all layers outside of experts, or with `experts` on
+    these, too; the base's modules become the policy's.
+    """
+    targets = [*get_args(Layer), *(get_args(ExpertLayer) if experts else ())]
+    adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms, targets=targets)
+    peft = add_adapter(base.lm, adapter)
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -159,6 +159,10 @@ class RunSettings(Settings):
             )
         if self.loss.name == "ppo" and self.method == "full":
             raise ValueError("loss.name=ppo needs method=lora: policy and value function share a frozen base")
+        if self.loss.name == "ppo" and self.adapter.of_experts:
+            raise ValueError(
+                "loss.name=ppo has no value function with adapters of experts; leave experts out of adapter.targets"
+            )
         if self.rollout.group_size == 1 and self.loss.name != "ppo":
             raise ValueError(
                 f"rollout.group_size=1 leaves loss.name={self.loss.name} nothing to compare a completion with; "

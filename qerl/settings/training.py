@@ -14,6 +14,9 @@ from qerl.settings.base import FilePath, Fraction, NonEmpty, PositiveInt, Settin
 
 #: The linear layers of a block, in every architecture that is supported.
 Layer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: The linear layers of a mixture's experts.
+ExpertLayer = Literal["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+Target = Literal[Layer, ExpertLayer]
 
 
 class AdapterSettings(Settings):
@@ -28,9 +31,30 @@ class AdapterSettings(Settings):
     train_norms: bool = True
     """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
     scripts."""
-    targets: NonEmpty[Layer] = list(get_args(Layer))
-    """The projections that get an adapter. All of them together mean every linear layer of the blocks, whatever its
-    name. A fused layer, such as `qkv_proj`, needs all of its parts here."""
+    targets: NonEmpty[Target] = list(get_args(Layer))
+    """The projections that get an adapter. The seven of the default together mean every linear layer of the blocks
+    outside of a mixture's experts, whatever its name. A fused layer, such as `qkv_proj`, needs all of its parts here.
+    Each expert of a mixture has an adapter of its own only where `experts.…` names its projections, gate and up
+    together."""
+
+    @property
+    def of_experts(self) -> list[str]:
+        """The projections of experts that get adapters, such as "up_proj"."""
+        return [target.removeprefix("experts.") for target in get_args(ExpertLayer) if target in self.targets]
+
+    @model_validator(mode="after")
+    def _experts_are_possible(self) -> AdapterSettings:
+        if self.of_experts and self.dropout:
+            raise ValueError(
+                f"adapter.dropout={self.dropout} isn't possible with experts among adapter.targets, because PEFT has "
+                "none on their stacks; use 0"
+            )
+        if len({"gate_proj", "up_proj"} & set(self.of_experts)) == 1:
+            raise ValueError(
+                "adapter.targets has one of experts.gate_proj and experts.up_proj, which transformers stacks in one "
+                "weight; name both, or none"
+            )
+        return self
 
 
 class NoiseSettings(Settings):

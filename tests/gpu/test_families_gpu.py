@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.training import AdapterSettings, ExpertLayer, Layer, NoiseSettings
 from tests.families import FAMILIES
 from tests.parity.test_families import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
@@ -96,17 +97,23 @@ def errors_of(folder, name, dtype, seed):
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize(
-    ("name", "weights"),
-    [*product(["phi3", "gemma3", "qwen3_moe", "qwen3_5"], ["nvfp4", "mxfp4"]), ("gpt_oss", "mxfp4")],
+    ("name", "weights", "experts"),
+    [
+        *product(["phi3", "gemma3", "qwen3_moe", "qwen3_5"], ["nvfp4", "mxfp4"], [False]),
+        ("gpt_oss", "mxfp4", False),
+        ("qwen3_moe", "nvfp4", True),
+        ("gpt_oss", "mxfp4", True),
+    ],
 )
-def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, kernels):
+def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, experts, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
     if name == "gpt_oss":
         tiny_gpt_oss(tmp_path / weights, **shape_of(name))
     else:
         tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)
         quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
-    policy = with_adapter(tmp_path / weights, AdapterSettings(rank=16), "bfloat16", 0, DEVICE)
+    adapter = AdapterSettings(rank=16, targets=[*get_args(Layer), *(get_args(ExpertLayer) if experts else ())])
+    policy = with_adapter(tmp_path / weights, adapter, "bfloat16", 0, DEVICE)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(DEVICE)

@@ -10,6 +10,7 @@ from qerl.kernels.graphs import captured
 from qerl.kernels.groups import BLOCK_SIZES, block_size
 from qerl.kernels.operations import mixture_operations
 from qerl.layers.grouped_linear import PortableGroupedLinear, grouped, grouped_product, weighted_sum
+from qerl.layers.grouped_lora import ExpertFactors, GroupedAdapters, adapted_product
 from qerl.layers.packed_linear import PackedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -57,6 +58,76 @@ def test_products_and_gradients_are_near_those_of_float64(weights):
         gate, up = of_pairs.chunk(2, 1)
         for result, expected in ((out, of_pairs), (grad, of_x), (silu, nn.functional.silu(gate) * up)):
             assert (result.double() - expected).norm() < 0.006 * expected.norm(), (tokens, weights)
+
+
+@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4"])
+def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weights, rank):
+    """Gate and up read x by tokens, down reads it by pairs; the sampler's product has the same adapter before SiLU."""
+    torch.manual_seed(3)
+    pairs = [[layer(weights, WIDE, HIDDEN) for _ in range(2)] for _ in range(EXPERTS)]
+    linear = grouped([[one for one, _ in two] for two in pairs], torch.bfloat16)
+    exact = torch.stack([torch.cat([weight for _, weight in two]) for two in pairs])
+    downs = [(torch.randn(EXPERTS, rank, HIDDEN, device=DEVICE) / HIDDEN**0.5).requires_grad_() for _ in range(2)]
+    ups = [torch.randn(EXPERTS, WIDE, rank, device=DEVICE).requires_grad_() for _ in range(2)]
+    factors = ExpertFactors(downs, ups, 0.5)
+    for tokens, by_token in ((1, True), (13, False), (100, True), (1000, True), (2000, False)):
+        numbers, _ = mixture_operations(DEVICE).route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
+        groups, owner = mixture_operations(DEVICE).group(numbers, EXPERTS), numbers.flatten().long()
+        rows = tokens if by_token else tokens * CHOSEN
+        x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        out = adapted_product(x, groups, linear, factors)
+        grads = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
+        found = torch.autograd.grad(out, [x, *downs, *ups], grads)
+        wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
+        expected = by_experts(wide, exact, owner, CHOSEN if by_token else 1)
+        assert (out.double() - expected).norm() < 0.01 * expected.norm(), (tokens, weights)
+        for one, other in zip(found, torch.autograd.grad(expected, wide, grads.double()), strict=True):
+            assert (one.double() - other).norm() < 0.01 * other.norm(), (tokens, weights)
+        silu, added = out.new_empty(len(out), WIDE), GroupedAdapters(factors, linear.dense, torch.bfloat16)
+        linear(x.detach(), groups, silu, True, added(x.detach(), groups))
+        gate, above = expected.detach().chunk(2, 1)
+        gated = nn.functional.silu(gate) * above
+        assert (silu.double() - gated).norm() < 0.015 * gated.norm(), (tokens, weights)
+
+
+def by_experts(tensors, exact, owner, fan):
+    """Outputs of x, two A and two B in float64, one expert after the other."""
+    x, first, second, gate, up = tensors
+    read, out = x.repeat_interleave(fan, 0), x.new_zeros(len(owner), 2 * WIDE)
+    for number in owner.unique().tolist():
+        (pair,) = torch.where(owner == number)
+        low = [read[pair] @ a[number].T @ b[number].T for a, b in ((first, gate), (second, up))]
+        out = out.index_put((pair,), read[pair] @ exact[number].T + 0.5 * torch.cat(low, 1))
+    return out
+
+
+def test_a_captured_graph_has_the_adapters_that_were_synced_last():
+    torch.manual_seed(4)
+    operations, rows = mixture_operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
+    linear = grouped(rows, torch.bfloat16)
+    down = torch.randn(EXPERTS, 16, HIDDEN, device=DEVICE)
+    up = torch.zeros(EXPERTS, WIDE, 16, device=DEVICE)
+    adapters = GroupedAdapters(ExpertFactors([down], [up], 2.0), linear.dense, torch.bfloat16)
+    x, scores = torch.randn(32, HIDDEN, device=DEVICE).bfloat16(), torch.randn(32, EXPERTS, device=DEVICE)
+    out = torch.empty(32 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
+
+    def compute() -> None:
+        numbers, _ = operations.route(scores, 8, True)
+        groups = operations.group(numbers, EXPERTS)
+        linear(x, groups, out, lora=adapters(x, groups))
+
+    with torch.no_grad():
+        replay, sync = captured(compute), captured(adapters.sync)
+        replay()
+        before = out.clone()
+        up.normal_()
+        sync()
+        replay()
+        after = out.clone()
+        compute()
+    assert not torch.equal(before, after)
+    assert torch.equal(out, after)
 
 
 def test_routes_groups_and_sums_are_those_of_pytorch():

@@ -114,8 +114,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _EXPERTS_ALONE = ("gpt_oss",)
 
 
-def random_family(family: str, shape: dict[str, Any], weights: str, train_norms: bool = True) -> Policy:
-    """A policy of a family's shape with random weights, bfloat16 or packed, and an adapter on all layers."""
+def random_family(
+    family: str, shape: dict[str, Any], weights: str, train_norms: bool = True, experts: bool = False
+) -> Policy:
+    """A policy of a family's shape with random weights, bfloat16 or packed, and an adapter on all layers outside of
+    experts, or with `experts` on these, too.
+    """
     torch.manual_seed(0)
     config = FAMILIES[family].config(**shape)
     structure = structure_of(config)
@@ -128,7 +132,7 @@ def random_family(family: str, shape: dict[str, Any], weights: str, train_norms:
             lm.set_submodule(name, PackedLinear.from_packed(quantize(lm.get_parameter(f"{name}.weight").data, weights)))
     use_own_modules(lm)
     lm.requires_grad_(False)
-    return adapted(Policy(lm.eval(), Qwen2Tokenizer()), RANK, train_norms)
+    return adapted(Policy(lm.eval(), Qwen2Tokenizer()), RANK, train_norms, experts)
 
 
 def random_mixture(config: PreTrainedConfig, structure: Structure, weights: str, experts_alone: bool) -> Any:
@@ -149,7 +153,7 @@ def random_mixture(config: PreTrainedConfig, structure: Structure, weights: str,
     return lm
 
 
-def time_step(model: str, weights: str, kernels: Kernels, recompute: bool) -> dict[str, Any]:
+def time_step(model: str, weights: str, kernels: Kernels, recompute: bool, experts: bool) -> dict[str, Any]:
     """The parts of a GRPO step, medians of two after a warm-up, and its memory."""
     work = Work(
         size=model, weights=weights, prompts=16, group=8, prompt_tokens=128, completion_tokens=1024, rank=RANK,
@@ -159,11 +163,12 @@ def time_step(model: str, weights: str, kernels: Kernels, recompute: bool) -> di
         kernels=kernels, recompute=recompute or "auto", micro_batch_tokens=16384, kv_cache_gib=None, sleep=True,
         memory_gb=None,
     )  # fmt: skip
-    policy = random_family(*MODELS[model], weights, train_norms=False)
+    policy = random_family(*MODELS[model], weights, train_norms=False, experts=experts)
     with TemporaryDirectory() as folder:
         served, steps, memory, _ = steps_with(policy, work, run_settings(work, asked), Path(folder))
     parts = {part: round(median(getattr(step, part) for step in steps), 3) for part in SECONDS}
-    return {"model": model, "weights": weights, "kernels": kernels, "served": served, **parts, **memory.model_dump()}
+    point = {"model": model, "weights": weights, "kernels": kernels, "experts": experts, "served": served}
+    return {**point, **parts, **memory.model_dump()}
 
 
 def main(
@@ -177,15 +182,18 @@ def main(
     prompt: int = 128,
     step: Annotated[bool, typer.Option(help="Time GRPO steps in place of decoding.")] = False,
     recompute: Annotated[bool, typer.Option(help="Recompute all activations of updates.")] = False,
+    experts: Annotated[bool, typer.Option(help="Adapters on the experts of mixtures, too.")] = False,
 ) -> None:
     """Time each model at each number of sequences, as `qerl.bench.decode` does, or its GRPO step."""
     settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels, "kv_cache_dtype": kv_cache_dtype})
     for model in models.split(","):
         if step:
             with out.open("a") as file:
-                print(json.dumps(time_step(model, weights, settings.kernels, recompute)), file=file, flush=True)
+                print(
+                    json.dumps(time_step(model, weights, settings.kernels, recompute, experts)), file=file, flush=True
+                )
             continue
-        policy, vocabulary = random_family(*MODELS[model], weights), MODELS[model][1]["vocab_size"]
+        policy, vocabulary = random_family(*MODELS[model], weights, experts=experts), MODELS[model][1]["vocab_size"]
         held = sum(buffer.nbytes for buffer in policy.lm.buffers()) + sum(p.nbytes for p in policy.lm.parameters())
         for count in map(int, sequences.split(",")):
             sampler = EngineSampler(policy, settings, count)
@@ -203,7 +211,7 @@ def main(
 
             timing = timed(draw, count, prompt, tokens)
             point = {"model": model, "weights": weights, "kernels": kernels, "sequences": count, "bytes": held}
-            point |= {"kv_cache_dtype": kv_cache_dtype, "prompt": prompt}
+            point |= {"kv_cache_dtype": kv_cache_dtype, "prompt": prompt, "experts": experts}
             point |= {"tokens_per_s": round(median(timing.samples), 1), "served": sampler.served}
             point["prompt_s"] = round(median(timing.prompt_samples), 4)
             with out.open("a") as file:

@@ -6,6 +6,9 @@ doesn't depend on others. Blocks without pairs end at once.
 
 FORMAT is a compile-time parameter: GROUPS scales a block of 128 columns, of which MULTIPLIER and OFFSET decode a byte;
 0 groups mean dense weights.
+
+LoRA of experts has dense products of its own. A x exists before the product that adds B (A x). The gradients of A and B
+are sums over the blocks of an expert, which follow each other.
 """
 
 from __future__ import annotations
@@ -44,24 +47,44 @@ def _packed_product(
 
 
 @triton.jit
-def _dense_product(weights, x, n, m, columns, STAGES: tl.constexpr):
+def _dense_product(weights, x, n, m, columns, TAIL: tl.constexpr, STAGES: tl.constexpr):
     """W x^T [N, M] of rows n [N] of dense W and rows m [M] of x."""
     column = tl.arange(0, DENSE_COLUMNS)
     weights += n.to(tl.int64)[:, None] * columns + column[None, :]
     x += m.to(tl.int64)[None, :] * columns + column[:, None]
     total = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
-    for _ in tl.range(0, columns // DENSE_COLUMNS, num_stages=STAGES):
-        total = tl.dot(tl.load(weights), tl.load(x), total, input_precision="ieee")
+    for first in tl.range(0, columns, DENSE_COLUMNS, num_stages=STAGES):
+        if TAIL:
+            inside = column < columns - first
+            weight = tl.load(weights, inside[None, :], other=0.0)
+            read = tl.load(x, inside[:, None], other=0.0)
+        else:
+            weight, read = tl.load(weights), tl.load(x)
+        total = tl.dot(weight, read, total, input_precision="ieee")
         weights += DENSE_COLUMNS
         x += DENSE_COLUMNS
     return total
 
 
+@triton.jit
+def _plus_adapter(y, up, shrunk, n, p, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """y [N, M] plus B (A x), of rows n [N] of all experts' B and the pairs p [M]."""
+    rank = tl.arange(0, RANKS)
+    for first in range(0, RANK, RANKS):
+        r = first + rank
+        b = tl.load(up + n.to(tl.int64)[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
+        s = tl.load(shrunk + p.to(tl.int64)[None, :] * RANK + r[:, None], (r < RANK)[:, None], other=0.0)
+        y = tl.dot(b, s, y, input_precision="ieee")
+    return y
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_product(
-    codes, scales, x, block_pairs, block_experts, factors, bias, out, pairs, fan, rows, all_rows, columns, width,
+    codes, scales, x, block_pairs, block_experts, factors, bias, up, shrunk, out,
+    pairs, fan, rows, all_rows, columns, width,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, BIASED: tl.constexpr,
-    SILU: tl.constexpr, N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SILU: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] of x [pairs / fan, columns]; with SILU, of gate and up, an expert's lower and upper rows."""
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -70,7 +93,8 @@ def grouped_product(
     if expert >= 0:
         pair = tl.load(block_pairs + block * M + tl.arange(0, M))
         # Pairs that don't exist are read as the last one, and not written.
-        m = tl.minimum(pair, pairs - 1) // fan
+        p = tl.minimum(pair, pairs - 1)
+        m = p // fan
         r = tl.arange(0, N)
         if SILU:
             n = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
@@ -81,33 +105,40 @@ def grouped_product(
             y = _packed_product(codes, scales, x, n, m, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES)
             y *= tl.load(factors + n)[:, None]
         else:
-            y = _dense_product(codes, x, n, m, columns, STAGES)
+            y = _dense_product(codes, x, n, m, columns, TAIL, STAGES)
         if BIASED:
             y += tl.load(bias + n)[:, None]
+        if RANK:
+            y = _plus_adapter(y, up, shrunk, n, p, RANK, RANKS)
         if SILU:
-            gate, up = tl.split(y.reshape(2, N // 2, M).permute(1, 2, 0))
-            _store(gate * tl.sigmoid(gate) * up, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width)
+            gate, above = tl.split(y.reshape(2, N // 2, M).permute(1, 2, 0))
+            gated = gate * tl.sigmoid(gate) * above
+            _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
         else:
-            _store(y, out, tile * N + r, pair, pairs, width)
+            _store(y, out, tile * N + r, pair, pairs, width, False)
 
 
 @triton.jit
-def _store(y, out, n, pair, pairs, width):
-    """Write y [N, M] to out [pairs, width]."""
+def _store(y, out, n, pair, pairs, width, ADD: tl.constexpr):
+    """Write y [N, M] to out [pairs, width], or add it."""
     place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
-    tl.store(place, y.to(out.dtype.element_ty), (n < width)[:, None] & (pair < pairs)[None, :])
+    inside = (n < width)[:, None] & (pair < pairs)[None, :]
+    if ADD:
+        y += tl.load(place, inside, other=0.0).to(tl.float32)
+    tl.store(place, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_input_gradient(
     codes, scales, grad, block_pairs, block_experts, factors, out, pairs, fan, rows, all_rows, columns,
-    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ADD: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, columns] = W^T of the pair's expert times grad [pairs / fan, rows], N rows of W at a time.
 
-    With packed weights COLUMNS is 128, a block of columns. A row's factor multiplies grad, as far as it differs from
-    that of the expert's first row, so that it is exact for the layers that share a scale.
+    With ADD the products are added to out. With packed weights COLUMNS is 128, a block of columns. A row's factor
+    multiplies grad, as far as it differs from that of the expert's first row, so that it is exact for the layers that
+    share a scale.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     begin(PDL)
@@ -135,4 +166,30 @@ def grouped_input_gradient(
                 inside = (column < columns)[None, :]
                 weight = tl.load(codes + n.to(tl.int64)[:, None] * columns + column[None, :], inside, other=0.0)
             total = tl.dot(tl.trans(weight), d, total, input_precision="ieee")
-        _store(total * factor, out, column, pair, pairs, columns)
+        _store(total * factor, out, column, pair, pairs, columns, ADD)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_weight_gradient(
+    grad, x, block_pairs, starts, out, pairs, fan, rows, columns,
+    SIZE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [experts, rows, columns] = sums of grad [pairs, rows] times x [pairs / fan, columns] over an expert's pairs.
+
+    `starts` [experts + 1] are the first blocks of each expert. A block has SIZE pairs, of which M are read: no fewer
+    than the 16 that an instruction multiplies.
+    """
+    expert, slot = tl.program_id(0), tl.arange(0, M)
+    r = tl.program_id(1) * N + tl.arange(0, N)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    begin(PDL)
+    total = tl.zeros([N, COLUMNS], tl.float32)
+    for block in tl.range(tl.load(starts + expert), tl.load(starts + expert + 1), num_stages=STAGES):
+        pair = tl.load(block_pairs + block * SIZE + slot, slot < SIZE, other=pairs)
+        p = tl.minimum(pair, pairs - 1).to(tl.int64)
+        d = tl.load(grad + p[None, :] * rows + r[:, None], (r < rows)[:, None] & (pair < pairs)[None, :], other=0.0)
+        read = tl.load(x + (p // fan)[:, None] * columns + column[None, :], (column < columns)[None, :], other=0.0)
+        total = tl.dot(d, read, total, input_precision="ieee")
+    place = out + (expert.to(tl.int64) * rows + r)[:, None] * columns + column[None, :]
+    tl.store(place, total, (r < rows)[:, None] & (column < columns)[None, :])

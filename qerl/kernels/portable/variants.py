@@ -102,6 +102,16 @@ class GradientTile:
     stages: int
 
 
+@dataclass(frozen=True)
+class WeightGradientTile:
+    """The part of an expert's gradient that a program sums, its warps and pipeline stages."""
+
+    n: int  # rows
+    columns: int
+    warps: int
+    stages: int
+
+
 #: Of grouped products, by the pairs of a block: with packed weights and with dense ones. Not timed on a GPU yet.
 _GROUPED = {
     8: (Tile(32, 8, 2, 5), Tile(32, 8, 2, 4)),
@@ -132,3 +142,12 @@ def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
     """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
     tile = _GRADIENTS[pairs]
     return tile if itemsize == 2 else replace(tile, stages=1)
+
+
+def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:
+    """The tile of a grouped gradient [rows, columns] of an expert's adapter, by blocks of so many pairs.
+
+    One of both sizes is a rank. `itemsize` is that of the activations. Not timed on a GPU yet.
+    """
+    n, wide = (min(max(1 << (size - 1).bit_length(), 16), 64) for size in (rows, columns))
+    return WeightGradientTile(n, wide, 4, 2 if itemsize == 2 and pairs < 128 else 1)

@@ -19,7 +19,6 @@ from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
 from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.fused_linear import FusedLinear, fuse
-from qerl.layers.grouped_linear import GroupedLinear
 from qerl.layers.packed_linear import packed_format
 from qerl.layers.structure import structure_of
 from qerl.layers.w4_linear import W4Linear
@@ -33,7 +32,7 @@ from qerl.rollout.engine.mixers import (
     attention_of,
     delta_net_of,
 )
-from qerl.rollout.engine.mlps import Mlp, mlp_of
+from qerl.rollout.engine.mlps import Mlp, Product, mlp_of
 from qerl.rollout.engine.norms import Norm, norm_of
 from qerl.rollout.served import activation_of, refused_by_engine
 from qerl.settings.base import ConfigError
@@ -95,8 +94,8 @@ class Decoder:
         return int(self._embedding.shape[1])
 
     @property
-    def linears(self) -> list[FusedLinear | GroupedLinear]:
-        """All matrix products of a step."""
+    def linears(self) -> list[Product]:
+        """All matrix products of a step, with adapters that are apart."""
         return [linear for b in self._blocks for linear in (*b.mixer.linears, *b.mlp.linears)] + [self._head]
 
     @property

@@ -8,20 +8,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from qerl.kernels.groups import GroupedLora, Groups
 from qerl.kernels.operations import mixture_operations, operations
-from qerl.layers.experts import Experts, Float32Router
+from qerl.layers.adapted_experts import AdaptedExperts
+from qerl.layers.experts import ExpertLora, Experts, Float32Router
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.grouped_linear import GroupedLinear, TorchGroupedLinear
+from qerl.layers.grouped_lora import ExpertFactors, GroupedAdapters
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
+
+#: A product, or adapters that are apart from theirs.
+Product = FusedLinear | GroupedLinear | GroupedAdapters
 
 
 class Mlp(Protocol):
     """A block's MLP."""
 
     @property
-    def linears(self) -> Sequence[FusedLinear | GroupedLinear]:
-        """Its products."""
+    def linears(self) -> Sequence[Product]:
+        """Its products, with adapters that are apart."""
         ...
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
@@ -33,7 +39,7 @@ class DenseMlp:
     """down(silu(gate x) * up x); with `geglu`, which takes gate and up [B, 2 I], down(gelu(gate x) * up x)."""
 
     def __init__(self, gate_up: FusedLinear, down: FusedLinear, geglu: Callable[[Tensor], Tensor] | None) -> None:
-        self.linears: Sequence[FusedLinear | GroupedLinear] = (gate_up, down)
+        self.linears: Sequence[Product] = (gate_up, down)
         self._gate_up, self._down = gate_up, down
         self._geglu = geglu
 
@@ -59,11 +65,17 @@ class MixtureMlp:
     Nothing waits for the choice: a launch has room for any, so that CUDA graphs can have it.
     """
 
-    def __init__(self, router: Float32Router, experts: Experts, dtype: torch.dtype) -> None:
+    def __init__(
+        self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
+    ) -> None:
         self._router, self._products, self._count = router, experts.products(dtype), len(experts)
-        self.linears: Sequence[FusedLinear | GroupedLinear] = (self._products.gate_up, self._products.down)
+        products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
+        self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
+        self._of_down = _copies(lora.down, products[1], dtype)
+        copies = (one for one in (self._of_gate_up, self._of_down) if one is not None)
+        self.linears: Sequence[Product] = (*products, *copies)
         device = router.weight.device
-        if device.type == "cuda" and any(isinstance(linear, TorchGroupedLinear) for linear in self.linears):
+        if device.type == "cuda" and any(isinstance(linear, TorchGroupedLinear) for linear in products):
             raise ConfigError(
                 "the native engine has no grouped product for these experts: they must be NVFP4, MXFP4 or dense, in "
                 "one format, and dense ones need widths that are multiples of 64"
@@ -77,12 +89,20 @@ class MixtureMlp:
         groups = self._mixture.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
-        products.gate_up(x, groups, inner, silu=clamped is None)
+        products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
         if clamped:
             inner = self._operations.clamped_glu(inner, *clamped)
         y = x.new_empty(groups.count, out.shape[1])
-        products.down(inner, groups, y)
+        products.down(inner, groups, y, lora=_added(self._of_down, inner, groups))
         self._mixture.combine(y, weights, out, residual)
+
+
+def _copies(factors: ExpertFactors | None, linear: GroupedLinear, dtype: torch.dtype) -> GroupedAdapters | None:
+    return None if factors is None else GroupedAdapters(factors, linear.dense, dtype)
+
+
+def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> GroupedLora | None:
+    return None if adapters is None else adapters(x, groups)
 
 
 def mlp_of(
@@ -91,12 +111,18 @@ def mlp_of(
     """The MLP of a model's module, which shares its weights; without `geglu` its activation is silu."""
     parts = list(mlp.children())
     routers = [part for part in parts if isinstance(part, Float32Router)]
-    experts = [part for part in parts if isinstance(part, Experts)]
+    experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
     if routers and experts:
-        return MixtureMlp(routers[0], experts[0], dtype)
+        return _mixture_of(routers[0], experts[0], dtype)
     both, gated = projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), geglu is None
     gate_up = fuse(both, dtype, gated=gated, kernels=kernels)
     return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), geglu)
+
+
+def _mixture_of(router: Float32Router, experts: Experts | AdaptedExperts, dtype: torch.dtype) -> MixtureMlp:
+    if isinstance(experts, AdaptedExperts):
+        return MixtureMlp(router, experts.base_layer, dtype, experts.lora)
+    return MixtureMlp(router, experts, dtype)
 
 
 def projections(module: Any, fused: str, *parts: str) -> list[Any]:

@@ -7,9 +7,11 @@ from torch import nn
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
 from qerl.kernels import mixture, mixture_reference
-from qerl.kernels.groups import BLOCK_SIZES, block_size
+from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, block_size
+from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
 from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
+from qerl.layers.grouped_lora import ExpertFactors, adapted_product
 from qerl.layers.packed_linear import PackedLinear
 
 EXPERTS, ROWS = 5, 40
@@ -66,6 +68,52 @@ def test_products_and_gradients_of_pairs(weights, tokens):
         assert_close(out, torch.einsum("pn,pnk->pk", read.double(), exact[owner]))
 
 
+@pytest.mark.parametrize("rank", [3, 32, 80])
+@pytest.mark.parametrize(("weights", "tokens"), [("float32", 3), ("nvfp4", 12), ("mxfp4", 129)])
+@torch.no_grad()
+def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
+    """By A x of pairs, which a dense product of few rows computes, also of columns that end within a block."""
+    columns = 208 if tokens == 12 else 256
+    operands, exact = operands_of(weights, columns, bias=weights == "mxfp4")
+    numbers = chosen(tokens)
+    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    x, down = torch.randn(tokens, columns), torch.randn(EXPERTS, rank, columns) / 16
+    up = torch.randn(EXPERTS, ROWS, rank)
+    read = x[torch.arange(tokens).repeat_interleave(2)].double()
+    shrunk, exactly = torch.full((2 * tokens, rank), torch.nan), torch.einsum("pk,prk->pr", read, down.double()[owner])
+    grouped_launches.dense_product(down, x, groups, shrunk)
+    assert_close(shrunk, exactly)
+    y = torch.einsum("pk,pnk->pn", read, exact[owner]) + torch.einsum("pr,pnr->pn", exactly, up.double()[owner])
+    if operands.bias is not None:
+        y += operands.bias.view(EXPERTS, ROWS)[owner]
+    gate, above = y.chunk(2, 1)
+    for silu, expected in ((False, y), (True, torch.nn.functional.silu(gate) * above)):
+        out = torch.full((2 * tokens, ROWS // (1 + silu)), torch.nan)
+        multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("rank", [3, 32, 80])
+@pytest.mark.parametrize("tokens", TOKENS[:-1])
+@torch.no_grad()
+def test_gradients_of_adapters_are_sums_over_the_pairs_of_an_expert(tokens, rank):
+    """A reads x by tokens, and B reads A x by pairs; an expert without pairs has zeros."""
+    numbers = chosen(tokens)
+    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    token = torch.arange(tokens).repeat_interleave(2)
+    for rows, columns, by_token in ((rank, 72, True), (72, rank, False)):
+        grad, x = torch.randn(2 * tokens, rows), torch.randn(tokens if by_token else 2 * tokens, columns)
+        found = grouped_launches.dense_weight_gradient(grad, x, groups, EXPERTS)
+        products = torch.einsum("pn,pk->pnk", grad.double(), (x[token] if by_token else x).double())
+        assert_close(found, torch.zeros(EXPERTS, rows, columns).double().index_add_(0, owner, products))
+        assert_close(mixture_reference.dense_weight_gradient(grad, x, groups, EXPERTS), found.double())
+        assert not found[3].any()
+        weights, out = torch.randn(EXPERTS, rows, columns), torch.randn(2 * tokens, columns)
+        before = out.double()
+        grouped_launches.dense_input_gradient(weights, grad, groups, out, add=True)
+        assert_close(out, before + torch.einsum("pn,pnk->pk", grad.double(), weights.double()[owner]))
+
+
 @pytest.mark.parametrize("weights", ["float32", "nvfp4"])
 def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
     """One copy of the weights serves the grouped product and each layer; gate and up have a scale each."""
@@ -82,6 +130,36 @@ def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
     )
     torch.testing.assert_close(results[0][0], one_by_one.view(12, 32))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("weights", ["float32", "nvfp4"])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, by_token):
+    """Two layers with an adapter each, of ranks 3 and 5, against float64 through each pair's own weights."""
+    torch.manual_seed(2)
+    experts = [[layer_of(weights, 16, 192), layer_of(weights, 24, 192)] for _ in range(EXPERTS)]
+    x = torch.randn(6 if by_token else 12, 192, requires_grad=True)
+    downs = [torch.randn(EXPERTS, rank, 192, requires_grad=True) for rank in (3, 5)]
+    ups = [torch.randn(EXPERTS, rows, rank, requires_grad=True) for rows, rank in ((16, 3), (24, 5))]
+    numbers, grads = chosen(6), torch.randn(12, 40)
+    dense = [
+        [(one.dense_weight(torch.float32) if weights == "nvfp4" else one.weight) for one in two] for two in experts
+    ]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
+    changed = [
+        torch.cat([w.double() + 0.5 * up[e] @ down[e] for w, down, up in zip(two, wide[1:3], wide[3:], strict=True)])
+        for e, two in enumerate(dense)
+    ]
+    bias = torch.stack([torch.cat([layer.bias for layer in two]) for two in experts]).double()
+    owner = numbers.flatten()
+    read = wide[0].repeat_interleave(2, 0) if by_token else wide[0]
+    exact = torch.einsum("pk,pnk->pn", read, torch.stack(changed)[owner]) + bias[owner]
+    expected = torch.autograd.grad((exact * grads).sum(), wide)
+    for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
+        out = adapted_product(x, mixture_reference.group(numbers, EXPERTS), linear, ExpertFactors(downs, ups, 0.5))
+        assert_close(out, exact)
+        for found, one in zip(torch.autograd.grad((out * grads).sum(), [x, *downs, *ups]), expected, strict=True):
+            assert_close(found, one)
 
 
 def layer_of(weights, rows, columns):

@@ -30,7 +30,7 @@ from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
 from qerl.kernels.geometry import PAGE, Heads
-from qerl.kernels.groups import BLOCK_SIZES
+from qerl.kernels.groups import BLOCK_SIZES, GroupedLora
 from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache
 from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.decoding import dense
@@ -93,12 +93,30 @@ def mixtures():
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
             grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
+        adapters_of_experts(packed, x, groups, torch.bfloat16)
         mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
         if tokens in (8, 1025):  # float32, which has other tiles
+            adapters_of_experts(packed, x.float(), groups, torch.float32)
+            adapters_of_experts(biased, x, groups, torch.bfloat16)
             for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
                 grouped_launches.multiply(operands, x.float(), groups, torch.zeros(pairs, 64), silu=True)
                 grouped_launches.input_gradient(operands, torch.zeros(tokens, 128), groups, torch.zeros(pairs, 256))
     assert groups.size == BLOCK_SIZES[-1]
+
+
+def adapters_of_experts(operands, x, groups, dtype):
+    """Ranks of gate and up together, and their gradients."""
+    for rank in (32, 128):
+        shrunk, up = torch.zeros(groups.count, rank, dtype=dtype), torch.zeros(2, 128, rank, dtype=dtype)
+        down, grad = torch.zeros(2, rank, 256, dtype=dtype), torch.zeros(groups.count, 128, dtype=dtype)
+        grouped_launches.dense_product(down, x, groups, shrunk)
+        for silu in (False, True):
+            out = torch.zeros(groups.count, 128 // (1 + silu), dtype=dtype)
+            grouped_launches.multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
+        grouped_launches.dense_input_gradient(up, grad, groups, shrunk)
+        grouped_launches.dense_input_gradient(down, shrunk, groups, torch.zeros(groups.count, 256, dtype=dtype), True)
+        grouped_launches.dense_weight_gradient(grad, shrunk, groups, 128)
+        grouped_launches.dense_weight_gradient(shrunk, x, groups, 128)
 
 
 def decode_steps():

@@ -1,0 +1,142 @@
+"""Adapters of experts in the layouts that stock PEFT loads, and in its configuration.
+
+The hub's checkpoints of Qwen3-MoE have layers for each expert, and so have its adapters: plain LoRA, which PEFT stacks
+where transformers stacks the experts. gpt-oss has stacks in its files, too, and its adapters are PEFT's of such stacks
+(`target_parameters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, CheckpointError
+from qerl.layers.adapted_experts import AdaptedExperts, adapted_experts
+from qerl.layers.structure import Structure
+from qerl.settings.training import AdapterSettings
+
+#: Values of `model_type` with which adapters of experts are tested in stock PEFT.
+_SERVED = ("qwen3_moe", "gpt_oss")
+#: The fused layer of an expert that gate and up are parts of.
+_FUSED = "gate_up_proj"
+
+
+def refused_expert_adapters(kind: str) -> str | None:
+    """A sentence that says why experts of models of this `model_type` have no adapters; None if they may have."""
+    if kind in _SERVED:
+        return None
+    return f"stock PEFT is tested to load adapters of experts of {', '.join(_SERVED)}, not of {kind!r}"
+
+
+def projections_of(adapter: AdapterSettings, structure: Structure) -> list[str]:
+    """The layers of each expert that get an adapter by the settings, such as "up_proj"."""
+    layers = _layers(structure)
+    return list(dict.fromkeys(name if name in layers else _FUSED for name in adapter.of_experts))
+
+
+def name_experts(config: LoraConfig, projections: Sequence[str], structure: Structure) -> None:
+    """Add experts' layers to the targets that an adapter is stored with."""
+    others = () if config.target_modules == DUMMY_TARGET_MODULES else config.target_modules or ()
+    if _in_stacks(structure):
+        config.target_parameters = [f"experts.{name}" for name in projections]
+        config.target_modules = sorted(others)
+    else:
+        config.target_modules = sorted({*others, *projections})
+
+
+def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
+    """Take the experts' layers out of the targets of a stored adapter, and return them.
+
+    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
+    plain LoRA.
+    """
+    layers = _layers(structure)
+    if not layers:
+        return []
+    named, stacks = set(config.target_modules or ()), config.target_parameters or ()
+    if stacks and not _in_stacks(structure):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has target_parameters, and experts of this model have adapters of their own "
+            "layers here; take an adapter that names these in target_modules"
+        )
+    of_experts = {name.rpartition(".")[2] for name in stacks} if stacks else named & set(layers)
+    if of_experts:
+        _check_plain(config, folder)
+        config.target_parameters = None
+        config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
+    return [name for name in layers if name in of_experts]
+
+
+def _check_plain(config: LoraConfig, folder: Path) -> None:
+    """Raise `CheckpointError` if the adapter adds anything but (alpha / r) B A, with one rank everywhere."""
+    options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern")
+    if others := [option for option in options if getattr(config, option)]:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has {others[0]}={getattr(config, others[0])!r}, and experts have plain LoRA of "
+            "one rank here; take such an adapter"
+        )
+
+
+def store_experts(model: nn.Module, folder: Path) -> None:
+    """Replace the adapters of experts, which PEFT wrote to `folder` by their names here; nothing without any."""
+    adapters = adapted_experts(model)
+    if not adapters:
+        return
+    ours = tuple(f"{name}.lora_" for name in adapters)
+    tensors = {key: tensor for key, tensor in load_file(folder / ADAPTER).items() if not key.startswith(ours)}
+    for name, experts in adapters.items():
+        for key, view in _stored(name, experts):
+            tensors[key] = view.detach().flatten(1).contiguous()
+    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Copy the adapters of experts out of the tensors of an adapter's folder, and return the other tensors.
+
+    Raises `CheckpointError` if one is missing or has another shape.
+    """
+    others = dict(stored)
+    for name, experts in adapted_experts(model).items():
+        for key, view in _stored(name, experts):
+            shape = [len(view), view[0].numel()]
+            view.copy_(_matching(key, shape, others.pop(key, None), folder).view(view.shape))
+    return others
+
+
+def _matching(key: str, shape: list[int], matrix: Tensor | None, folder: Path) -> Tensor:
+    """The matrix, if it has the shape."""
+    if matrix is None or list(matrix.shape) != shape:
+        stored = "lacks it" if matrix is None else f"has {list(matrix.shape)}"
+        raise CheckpointError(
+            f"the adapter needs {key} {shape}, and {folder / ADAPTER} {stored}; take the adapter of this model, with "
+            "one for every expert"
+        )
+    return matrix
+
+
+def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:
+    """The key of each matrix in a file, and a view of its values; those of more dimensions than two are flattened."""
+    for place, projection in enumerate(reversed(experts.projections)):
+        for side in "AB":
+            whole = experts.adapter(side, projection)
+            if experts.in_stacks:  # PEFT wraps the stack of down around that of gate and up
+                key = f"{name}{'.base_layer' * place}.lora_{side}.weight"
+                yield key, whole.flatten(0, 1) if side == "A" else whole.permute(1, 2, 0)
+                continue
+            yield from ((f"{name}.{n}.{projection}.lora_{side}.weight", matrix) for n, matrix in enumerate(whole))
+
+
+def _layers(structure: Structure) -> list[str]:
+    """Last parts of the names of each expert's layers, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in structure.experts))
+
+
+def _in_stacks(structure: Structure) -> bool:
+    return _FUSED in _layers(structure)
