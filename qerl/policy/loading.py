@@ -122,6 +122,15 @@ def check_tensors(folder: Path) -> None:
         _check_tied(head, embedded, headers)
 
 
+def tied_weights(folder: Path) -> set[str]:
+    """The names of the embedding's and the head's weights, if config.json ties them; else none."""
+    model = empty_model(config_of(folder), torch.bfloat16)
+    if not model.config.tie_word_embeddings:
+        return set()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {f"{name}.weight" for name, module in model.named_modules() if module in ends}
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises CheckpointError if it needs code from the checkpoint."""
     try:
