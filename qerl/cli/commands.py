@@ -255,6 +255,7 @@ def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
 _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EROFS: "write to another folder",
     errno.EACCES: "set its permissions",
 }

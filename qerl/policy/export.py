@@ -31,7 +31,7 @@ from qerl.checkpoints.folder import (
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
 from qerl.policy.loading import packed_layers, read_packed, tied_weights
-from qerl.provenance.files import put
+from qerl.provenance.files import put, writing
 from qerl.settings.base import ConfigError
 
 _PREFIX = "base_model.model."
@@ -76,7 +76,7 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
     check_adapter(trained)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         partial = Path(scratch) / out.name
         norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")

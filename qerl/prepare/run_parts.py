@@ -9,7 +9,7 @@ from pathlib import Path
 from qerl.checkpoints.folder import weights_format_of
 from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
 from qerl.host.progress import log
-from qerl.provenance.files import put
+from qerl.provenance.files import put, writing
 from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
@@ -71,8 +71,9 @@ def whole(target: Path, make: Callable[[Path], object]) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    make(partial / target.name)
-    put(partial / target.name, target)
+    with writing(target.parent):
+        make(partial / target.name)
+        put(partial / target.name, target)
     partial.rmdir()
 
 
