@@ -125,7 +125,7 @@ def write_lock(config: Config) -> Path:
         raise ConfigError(f"can't ask the hub ({unreachable}); `qerl lock` needs network")
     entries = {key_of(origin): _asked(origin) for origin in hub_origins(config)}
     values = {repo: entry.model_dump() for repo, entry in sorted(entries.items())}
-    config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True))
+    config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True), encoding="utf-8")
     return config.lock
 
 

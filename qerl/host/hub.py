@@ -21,12 +21,12 @@ def hub_unreachable() -> str | None:
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    found: list[str | None] = [f"no connection to {constants.ENDPOINT} within {_LIMIT:g} s"]
+    reasons: list[str | None] = [f"no connection to {constants.ENDPOINT} within {_LIMIT:g} s"]
     # A name server or a firewall may be silent for minutes, which no limit of the client's ends.
-    asking = Thread(target=lambda: found.append(_refused(constants.ENDPOINT)), daemon=True)
+    asking = Thread(target=lambda: reasons.append(_refused(constants.ENDPOINT)), daemon=True)
     asking.start()
     asking.join(_LIMIT)
-    return found[-1]
+    return reasons[-1]
 
 
 def _refused(address: str) -> str | None:

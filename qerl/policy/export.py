@@ -61,7 +61,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     _copy_but_weights(source, target)
     config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    (target / CONFIG).write_text(json.dumps(config, indent=1))
+    (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -87,8 +87,8 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
             metadata={"format": "pt"},
         )
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
-        config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
-        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")) | named
+        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
         put(partial, out)
 
 

@@ -93,7 +93,7 @@ class _Adapter:
     """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
 
     def __init__(self, trained: Path) -> None:
-        config = json.loads((trained / ADAPTER_CONFIG).read_text())
+        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         for option, plain in _PLAIN.items():
             if config.get(option) is not None and config[option] not in plain:
                 raise CheckpointError(

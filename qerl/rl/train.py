@@ -127,7 +127,7 @@ def train_run(job: TrainJob) -> None:
 def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     """Write a result without a policy. Checkpoints remain, so an attempt with more memory or time continues."""
     metrics = state / METRICS
-    rows = metrics.read_text() if metrics.is_file() else ""
+    rows = metrics.read_text(encoding="utf-8") if metrics.is_file() else ""
     status = f"{cause.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
     (job.out / POLICY).mkdir(parents=True, exist_ok=True)
     write_text(job.out / METRICS, rows)
