@@ -133,6 +133,8 @@ def view(
 
     sources = sources_in(folders)
     target = out or folders[0] / SAMPLES_PAGE
+    if target.is_dir():
+        raise ConfigError(f"--out {target} is a folder; give the path of the page, such as {target / SAMPLES_PAGE}")
     report = REPORT_PAGE if (target.parent / REPORT_PAGE).is_file() else ""
     make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES, report=report)
     typer.echo(target)

@@ -48,8 +48,13 @@ def make_data(settings: RunFile) -> None:
     from qerl.data.sources import prepare, read_meta
 
     _make(settings, "dataset", DATA, _of_data(settings), lambda folder: prepare(settings.dataset, folder))
-    if not read_meta(settings.out / DATA).rows["train"]:
-        raise DataError("dataset has no training problems; give it a split train")
+    rows = read_meta(settings.out / DATA).rows
+    if not rows["train"]:
+        others = sum(rows.values())
+        raise DataError(
+            f"dataset has no training problems, since all {others} are held out; give it more problems, or a split "
+            "train"
+        )
 
 
 def make_base(settings: RunFile, source: Path) -> None:

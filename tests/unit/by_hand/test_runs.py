@@ -318,3 +318,28 @@ def test_without_a_network_a_model_of_the_hub_is_refused_by_a_sentence(monkeypat
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"can't download org/name \(no connection to X\): .*`hf download org/name"):
         qerl.load("org/name")
+
+
+@pytest.mark.parametrize("key", ["model", "dataset", "out"])
+def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
+        qerl.train({**values, key: ""})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "model").symlink_to(values["model"])
+    run = parse_run({**values, "model": "~/model", "dataset": "~/sums.jsonl", "out": "~/run"}, "run")
+    assert run.out == tmp_path / "run"
+    assert run.dataset.origin.path == tmp_path / "sums.jsonl"
+    assert run.model == str((tmp_path / "model").resolve())
+    with pytest.raises(ConfigError, match="`out`: ~nobody-here names no user of this machine"):
+        parse_run({**values, "out": "~nobody-here/run"}, "run")
+
+
+def test_a_file_whose_problems_are_all_held_out_says_so(values, tmp_path):
+    with pytest.raises(DataError, match="no training problems, since all 1 are held out; give it more problems"):
+        qerl.train({**values, "dataset": {"validation": ROWS[:1]}})

@@ -343,3 +343,11 @@ def test_a_file_of_prompts_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Über 3?\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"prompts .*latin\.txt is not in UTF-8 .*save it as UTF-8"):
         cli._lines(tmp_path / "latin.txt")
+
+
+def test_a_page_cannot_take_the_place_of_a_folder(call, folder):
+    with pytest.raises(
+        ConfigError, match=r"--out .*run is a folder; give the path of the page, such as .*samples\.html"
+    ):
+        call("view", "run", "--out", str(folder / "run"))
+    assert not (folder / "run.partial").exists()
