@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -175,7 +176,7 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
     A mark of byte order before it, as some editors write, is no part of it.
     """
     try:
-        value = json.loads(text.decode("utf-8-sig"))
+        value = json.loads(text.removeprefix(BOM_UTF8).decode())
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
