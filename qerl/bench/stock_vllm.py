@@ -59,7 +59,7 @@ def write_model(folder: Path, size: str, weights: str) -> dict[str, str]:
         write_checkpoint(folder, size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config(size, weights)))
+    (folder / "config.json").write_text(json.dumps(model_config(size, weights)), encoding="utf-8")
     return {"load_format": "dummy"}
 
 
@@ -74,7 +74,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
     config |= {"target_modules": [name.split(".")[-1] for name in shapes], "base_model_name_or_path": "random"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from qerl.checkpoints.folder import (
     CheckpointError,
@@ -22,9 +22,6 @@ from qerl.prepare.run_parts import whole
 from qerl.provenance.files import check_writable
 from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 PathLike = str | Path
 

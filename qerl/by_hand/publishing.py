@@ -143,12 +143,12 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
     shutil.copyfile(run.folder / METRICS, folder / METRICS)
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _config(run: Run, base: BaseModel) -> str:
     """PEFT's adapter_config.json, in which the base has its public name."""
-    config = json.loads((run.adapter / ADAPTER_CONFIG).read_text())
+    config = json.loads((run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return json.dumps({**config, "base_model_name_or_path": base.name, "revision": base.revision}, indent=2) + "\n"
 
 

@@ -30,7 +30,7 @@ from qerl.host.progress import log
 from qerl.host.screen import quiet
 from qerl.jobs.train import HubBase, TrainJob
 from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
-from qerl.provenance.files import check_writable, write_text
+from qerl.provenance.files import check_writable, write_text, writing
 from qerl.results.files import read_rows
 from qerl.results.paths import LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
@@ -127,7 +127,7 @@ def train(
         log.info("%s is finished: nothing to do", made.folder)
         return made
     check_writable(made.folder)
-    with quiet(made.folder / LOG) if log_to_file else nullcontext():
+    with quiet(made.folder / LOG) if log_to_file else nullcontext(), writing(made.folder):
         _make(made, settings, records)
     return made
 

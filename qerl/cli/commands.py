@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from io import TextIOWrapper
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +20,7 @@ from qerl.cli import doctor, rules, sharing, watch, workflow
 from qerl.cli.console import console, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
-from qerl.host.screen import quiet
+from qerl.host.screen import UNKNOWN, quiet
 from qerl.results.files import read
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema.preparation import QuantizationReport
@@ -40,8 +42,16 @@ class _Interruptible(TyperGroup):
             return super().invoke(ctx)
 
 
+#: The least columns in which rich's frames have room for every option's name.
+_FRAMED = 80
+
 app = typer.Typer(
-    cls=_Interruptible, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__
+    cls=_Interruptible,
+    no_args_is_help=True,
+    rich_markup_mode="rich" if get_terminal_size().columns >= _FRAMED else None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help=__doc__,
 )
 app.command(rich_help_panel=workflow.PANEL)(rules.rule)
 app.add_typer(workflow.app)
@@ -123,6 +133,8 @@ def view(
 
     sources = sources_in(folders)
     target = out or folders[0] / SAMPLES_PAGE
+    if target.is_dir():
+        raise ConfigError(f"--out {target} is a folder; give the path of the page, such as {target / SAMPLES_PAGE}")
     report = REPORT_PAGE if (target.parent / REPORT_PAGE).is_file() else ""
     make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES, report=report)
     typer.echo(target)
@@ -238,7 +250,11 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"file of prompts {path} doesn't exist")
-    return [line for line in path.read_text().splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # a mark of byte order is no part of the first prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"file of prompts {path} is not in UTF-8 ({error.reason}); save it as UTF-8") from None
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
@@ -255,6 +271,7 @@ def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
 _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EROFS: "write to another folder",
     errno.EACCES: "set its permissions",
 }
@@ -262,6 +279,8 @@ _REMEDIES = {
 
 def main() -> None:
     """The entry point. An error that the user can correct is printed as one sentence, any other as a traceback."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors=UNKNOWN)
     configure_logging()
     try:
         app()

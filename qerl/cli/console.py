@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 if TYPE_CHECKING:
-    pass
+    from rich.table import Table
 
 
 def console() -> Console:
@@ -23,4 +23,12 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
     from qerl.report.summary import rich_table
 
-    console().print(rich_table(title, pd.DataFrame(rows)))
+    show(rich_table(title, pd.DataFrame(rows)))
+
+
+def show(table: Table) -> None:
+    """Print a table, or its cells line by line where the terminal is too narrow for it."""
+    from qerl.report.summary import fitting
+
+    screen = console()
+    screen.print(fitting(table, screen))

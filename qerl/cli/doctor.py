@@ -47,12 +47,12 @@ def doctor(
     ] = _MICRO_BATCH,
     recompute: Annotated[Recompute, typer.Option(help="`gradient_checkpointing` of the run.")] = "auto",
     kv_cache_gib: Annotated[
-        float | None, typer.Option(min=0, help="`rollout.native.kv_cache_gib` of the run.")
+        float | None, typer.Option(min=0, help="As in `rollout.native` of the run.")
     ] = NativeSettings.model_fields["kv_cache_gib"].default,
     kv_cache_dtype: Annotated[
-        KvCacheDtype, typer.Option(help="`rollout.native.kv_cache_dtype` of the run.")
+        KvCacheDtype, typer.Option(help="As in `rollout.native` of the run.")
     ] = NativeSettings.model_fields["kv_cache_dtype"].default,
-    sleep: Annotated[bool, typer.Option("--sleep", help="`rollout.native.sleep` of the run.")] = False,
+    sleep: Annotated[bool, typer.Option("--sleep", help="As in `rollout.native` of the run.")] = False,
     memory_gb: Annotated[
         float | None,
         typer.Option(min=1, help="Ask about a GPU of this memory, in 10^9 bytes, instead of the one here."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -38,18 +38,21 @@ def watch(
     screen = console()
     jobs = watched_jobs(results, running_jobs())
     if once or not screen.is_terminal:
-        screen.print(_page(jobs, all_jobs))
+        screen.print(_page(jobs, all_jobs, screen))
         return
-    with Live(_page(jobs, all_jobs), console=screen, auto_refresh=False) as live:
+    with Live(_page(jobs, all_jobs, screen), console=screen, auto_refresh=False) as live:
         while any(job.state != "done" for job in jobs):
             time.sleep(every)
             jobs = watched_jobs(results, running_jobs())
-            live.update(_page(jobs, all_jobs), refresh=True)
+            live.update(_page(jobs, all_jobs, screen), refresh=True)
 
 
-def _page(jobs: Sequence[WatchedJob], all_jobs: bool) -> Group:
+def _page(jobs: Sequence[WatchedJob], all_jobs: bool, screen: Console) -> Group:
+    from qerl.report.summary import fitting
+
     listed = [job for job in jobs if all_jobs or job.state in ("running", "failed")]
-    return Group(_summary(jobs), *([_details(listed, jobs)] if listed else []))
+    tables = [_summary(jobs), *([_details(listed, jobs)] if listed else [])]
+    return Group(*(fitting(table, screen) for table in tables))
 
 
 def _table(columns: Sequence[str], numbers: int) -> Table:

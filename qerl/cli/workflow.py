@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qerl.plan.cost_model import Hours
     from qerl.settings.benches import ShapesSettings
 
-from qerl.cli.console import console, print_table
+from qerl.cli.console import console, print_table, show
 
 #: The heading of these commands in `qerl --help`.
 PANEL = "The workflow"
@@ -98,7 +98,7 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
     shown = {
         "run": "run",
         "steps": "steps",
-        "completions": "completions/step",
+        "completions": "completions a step",
         "gpus": "GPUs",
         "rollout_hours": "rollouts, h",
         "update_hours": "updates, h",
@@ -109,7 +109,7 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
         table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
     for row in runs[list(shown)].itertuples(index=False):
         table.add_row(*map(str, row))
-    console().print(table)
+    show(table)
 
 
 def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
@@ -164,7 +164,7 @@ def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob]
 
     hours = GridCosts(shapes.samples).hours
     rows = [{"job": id, "minutes": _minutes(hours(job)), "state": state(job, shapes)} for id, job in jobs.items()]
-    console().print(rich_table(title, pd.DataFrame(rows)))
+    show(rich_table(title, pd.DataFrame(rows)))
     whole, missing = (total(map(hours, some.values())) for some in (jobs, left))
     console().print(f"{len(jobs)} jobs: {whole} GPU-hours by the committed points, {missing} of them missing")
 
@@ -176,7 +176,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
     from qerl.report.summary import rich_table
 
     verdicts = read_verdicts(verdict)
-    console().print(rich_table("", verdict_table(verdicts)))
+    show(rich_table("", verdict_table(verdicts)))
     typer.echo(f"qerl: {sentence(verdicts)}", err=True)
     raise typer.Exit(int(any(gate.outcome != "pass" for gate in verdicts)))
 

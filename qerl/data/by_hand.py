@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import check_problem_file
-from qerl.settings.base import ConfigError, can_name_a_file, parse
+from qerl.settings.base import ConfigError, can_name_a_file, not_empty, parse
 from qerl.settings.run import RunFile
 
 
@@ -21,7 +21,7 @@ def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
     dataset = values.get("dataset")
     if isinstance(dataset, (str, Path)):
         try:
-            values = {**values, "dataset": local_dataset(can_name_a_file(Path(dataset)))}
+            values = {**values, "dataset": local_dataset(can_name_a_file(Path(not_empty(dataset))))}
         except ValueError as error:
             raise ConfigError(f"{where}: `dataset`: {error}") from None
     return parse(RunFile, values, where)

@@ -34,7 +34,7 @@ class Given:
     def write(self, replace: bool = True) -> None:
         """Write the files. Without `replace`, raises `ConfigError` if they differ from earlier ones."""
         for file, text in self.files.items():
-            written = file.read_text() if file.is_file() else None
+            written = file.read_text(encoding="utf-8") if file.is_file() else None
             if written not in (None, text) and not replace:
                 raise ConfigError(
                     f"{file} holds other records than `dataset` gives now; give another folder as `out`, or delete "

@@ -14,6 +14,7 @@ from typing import TypedDict
 
 from qerl.data.hub_lock import sha256_of
 from qerl.data.records import DataError
+from qerl.host.hub import hub_unreachable
 from qerl.settings.data import HubData, Split
 
 
@@ -95,10 +96,12 @@ def _folder(origin: HubData, revision: str) -> Path:
         return Path(snapshot_download(origin.repo, repo_type="dataset", revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         pass
+    unreachable = hub_unreachable()
+    offline = unreachable is not None
     try:
-        return Path(snapshot_download(origin.repo, repo_type="dataset", revision=revision))
+        return Path(snapshot_download(origin.repo, repo_type="dataset", revision=revision, local_files_only=offline))
     except (OSError, httpx.HTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = unreachable or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"can't load the data set {origin.repo} ({reason}); "
             f"fetch it where there is a network with `{_command(origin, revision)}`"

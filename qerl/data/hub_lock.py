@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from qerl.host.hub import hub_unreachable
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.data import HubData
@@ -120,16 +121,17 @@ def write_lock(config: Config) -> Path:
     """Ask the hub for the commit of every repository of `config` and for its files' hashes; write the lock file."""
     if config.lock is None:
         raise ConfigError("the configuration names no lock file; add the key `lock`, e.g. lock: config/paper.lock.yaml")
+    if unreachable := hub_unreachable():
+        raise ConfigError(f"can't ask the hub ({unreachable}); `qerl lock` needs network")
     entries = {key_of(origin): _asked(origin) for origin in hub_origins(config)}
     values = {repo: entry.model_dump() for repo, entry in sorted(entries.items())}
-    config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True))
+    config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True), encoding="utf-8")
     return config.lock
 
 
 def _asked(origin: HubModel | HubData) -> LockedRepo:
     from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import filter_repo_objects
 
     hub = HfApi()
@@ -142,7 +144,7 @@ def _asked(origin: HubModel | HubData) -> LockedRepo:
             info.siblings or [], allow_patterns=wanted, ignore_patterns=left, key=lambda file: file.rfilename
         )
         hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
-    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ConfigError(f"can't ask the hub about {key_of(origin)} ({reason}); `qerl lock` needs network") from error
     return LockedRepo(revision=str(info.sha), files=hashes)

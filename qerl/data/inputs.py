@@ -76,7 +76,7 @@ def hash_of(file: Path) -> str:
 def _read(kept: Path) -> str | None:
     """A cached hash, or None if it is incomplete, such as after a power cut."""
     try:
-        text = kept.read_text()
+        text = kept.read_text(encoding="utf-8")
     except OSError:
         return None
     return text if len(text) == 64 else None

@@ -124,7 +124,9 @@ def _given(record: Mapping[str, Any], where: str) -> str:
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = _get(record, key)
-    if value is None or not str(value).strip():
+    if value is not None and not str(value).strip():
+        raise DataError(f"{where} has an empty `{key}`; fill it, or leave the record out")
+    if value is None:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(f"{where} has no `{key}`; its columns: {names} (`columns: {{{key}: NAME}}` names another one)")
     if hasattr(value, "__len__") and not isinstance(value, str):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -170,13 +171,18 @@ def _parquet_rows(path: Path) -> list[Record]:
 
 
 def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
-    """The value of a JSON text in UTF-8 that can be written as such again; errors end in `hint`."""
+    """The value of a JSON text in UTF-8 that can be written as such again; errors end in `hint`.
+
+    A mark of byte order before it, as some editors write, is no part of it.
+    """
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.removeprefix(BOM_UTF8).decode())
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
-    # Broken JSON, invalid bytes, lone surrogates and numbers with thousands of digits.
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not valid JSON in UTF-8: {error}; save the file as UTF-8") from None
+    # Broken JSON, lone surrogates and numbers with thousands of digits.
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}{hint}") from None
     return value

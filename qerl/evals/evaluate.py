@@ -51,7 +51,10 @@ def evaluate(
     tasks = [(task, open_task(task, datasets)) for task in settings.tasks]
     out.mkdir(parents=True, exist_ok=True)
     scores: dict[str, TaskScore] = {}
-    with (out / SAMPLES).open("w") as samples, (out / OUTCOMES).open("w") as counted:
+    with (
+        (out / SAMPLES).open("w", encoding="utf-8") as samples,
+        (out / OUTCOMES).open("w", encoding="utf-8") as counted,
+    ):
         for task, dataset in tasks:
             sampling, count = settings.sampling_of(task), settings.repeats_of(task)
             params = SamplingParams(**sampling.model_dump(), count=count, seed=settings.seed)

@@ -29,7 +29,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
     if job.trained and (status := failed(job.trained)):
         job.out.mkdir(parents=True, exist_ok=True)
         for name in (SAMPLES, OUTCOMES):
-            (job.out / name).write_text("")
+            (job.out / name).write_text("", encoding="utf-8")
         write(job.out / RESULT, evaluation_of(about, job.settings.seed, tasks={}, status=status))
         log.warning("not evaluated: the run is %s", status)
         return

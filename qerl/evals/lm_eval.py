@@ -93,7 +93,7 @@ class _QuietTask(ConfigurableTask):  # type: ignore[misc]
 
 def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     """Return lm-eval's gsm8k task on the data set's test split, with each filter once for each repeat."""
-    file = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
+    file = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text(encoding="utf-8"))
     filters = {entry["name"]: entry["filter"] for entry in file["filter_list"]}
     if dataset.stock:
         prompts = _stock_prompts(file, dataset.stock)

@@ -36,7 +36,7 @@ def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path)
     verdicts = [judge(gate, measured, baselines) for gate in read_gates(settings.file)]
     write(out / MEASURED, measured)
     stamp = ". ".join(f"{name.capitalize()}: {text}" for name, text in measured.provenance.columns.items())
-    (out / VERDICT_TABLE).write_text(page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."))
+    (out / VERDICT_TABLE).write_text(page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."), encoding="utf-8")
     result = VerdictResult(
         outcome=overall(verdicts),
         key=measured.key,

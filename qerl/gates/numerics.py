@@ -78,7 +78,7 @@ def _product_error(packed: Packed, x: Tensor, product: Tensor) -> float:
 
 def wrong_verdicts(file: Path) -> float:
     """The number of answers that are graded wrongly."""
-    rows = (json.loads(line) for line in file.read_text().splitlines())
+    rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
     return float(sum(_graded(row) != (row["correct"], row["well_formed"]) for row in rows))
 
 

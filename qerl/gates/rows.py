@@ -28,7 +28,7 @@ def read_gates(file: Path) -> list[Gate]:
     """The rows of a file of gates. A `ConfigError` names an invalid line."""
     if not file.is_file():
         raise ConfigError(f"file of gates {file} doesn't exist")
-    with file.open(newline="") as lines:
+    with file.open(newline="", encoding="utf-8") as lines:
         rows = csv.DictReader(lines, delimiter="\t", strict=True)
         if tuple(rows.fieldnames or ()) != COLUMNS:
             raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")

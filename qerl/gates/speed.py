@@ -153,7 +153,9 @@ class Worker:
 
     def _ended(self) -> ConfigError:
         code = self.process.wait()
-        return ConfigError(f"the timed process ended with exit code {code}: {_last_lines(self.errors.read_text())}")
+        return ConfigError(
+            f"the timed process ended with exit code {code}: {_last_lines(self.errors.read_text(encoding='utf-8'))}"
+        )
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> I
         environment["QERL_COMMIT"] = commit  # unpacked code isn't in a clone from which to read its commit
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
-        errors.open("w") as stderr,
+        errors.open("w", encoding="utf-8") as stderr,
         subprocess.Popen([sys.executable, str(WORKER)], env=environment, cwd=folder, stderr=stderr, **pipes) as process,  # type: ignore[call-overload]
     ):
         worker = Worker(process, errors)

@@ -103,12 +103,13 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
     try:
         kept = FileLock(file, timeout=0).acquire()
     except Timeout:
+        owner = file.read_text(encoding="utf-8").strip()
         raise ConfigError(
-            f"process {file.read_text().strip()} is at work in {folder}; wait until it ends, or end it (kill), and "
+            f"process {owner} is at work in {folder}; wait until it ends, or end it (kill), and "
             "start again: it continues from the state there"
         ) from None
     with kept:
-        file.write_text(f"{os.getpid()} on {socket.gethostname()}")
+        file.write_text(f"{os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         try:
             yield
         finally:

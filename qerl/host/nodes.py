@@ -163,7 +163,7 @@ def _end(name: str, limit: float, aloud: bool) -> None:
         "all machines: it continues from its last checkpoint"
     )
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with open(file, "w") as note:
+        with open(file, "w", encoding="utf-8") as note:
             json.dump({"message": sentence, "timestamp": int(time.time())}, note)
     if aloud:
         print(f"qerl: {sentence}", file=sys.stderr, flush=True)

@@ -92,7 +92,7 @@ def peak_memory_bytes() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    lines = (PROCESS / "status").read_text().splitlines()
+    lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
@@ -106,4 +106,4 @@ def reset_peak_memory(collect: bool = True) -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        (PROCESS / "clear_refs").write_text("5")
+        (PROCESS / "clear_refs").write_text("5", encoding="utf-8")

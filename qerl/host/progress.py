@@ -9,13 +9,16 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from qerl.host.screen import console, join_screen
 
 T = TypeVar("T")
 log = logging.getLogger("qerl")
 
+#: The least columns of a screen on which a bar is drawn.
+_BARRED = 80
 #: Seconds between two lines of progress in a log.
 LOG_EVERY = 15.0
 
@@ -47,12 +50,22 @@ def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
             advance()
 
 
+def _columns(width: int) -> list[ProgressColumn]:
+    """The parts of a bar. Where the line is short, what is said of an item takes several, and the bar itself none."""
+    whole, folded = Column(no_wrap=True), Column(overflow="fold")
+    return [
+        TextColumn("{task.description}"),
+        *([BarColumn(10)] if width >= _BARRED else []),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn("{task.fields[about]}", table_column=folded),
+        TimeRemainingColumn(table_column=whole),
+    ]
+
+
 @contextmanager
 def _bar(total: int, what: str, start: int, screen: Console) -> Iterator[Advance]:
-    about_last = TextColumn("{task.fields[about]}")
-    columns = (TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), about_last, TimeRemainingColumn())
     alone = screen.stderr  # else what libraries print belongs in the log
-    with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
+    with Progress(*_columns(screen.width), console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
         task = progress.add_task(what, total=total, completed=start, about="")
         yield lambda about="": progress.update(task, advance=1, about=about)
 

@@ -17,6 +17,8 @@ from rich.text import Text
 
 #: The variable with a path that opens the screen, for processes that a command starts. Their standard error is the log.
 SCREEN = "QERL_SCREEN"
+#: How a character is written that the screen's encoding lacks: as its number.
+UNKNOWN = "backslashreplace"
 _log = logging.getLogger("qerl")
 #: The console on the screen while standard error is a log.
 _console: Console | None = None
@@ -87,7 +89,7 @@ def _shown_on(number: int) -> Iterator[None]:
     # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
     fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
     os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
-    with os.fdopen(os.dup(number), "w", buffering=1) as stream:
+    with os.fdopen(os.dup(number), "w", buffering=1, errors=UNKNOWN) as stream:
         handler = _show(stream)
         try:
             yield
@@ -114,4 +116,4 @@ def join_screen() -> None:
     """Use the screen of the command that started this process, if it has one that can be opened (no socket can)."""
     if path := os.environ.get(SCREEN):
         with suppress(OSError):
-            _show(Path(path).open("a", buffering=1))  # noqa: SIM115
+            _show(Path(path).open("a", buffering=1, errors=UNKNOWN))  # noqa: SIM115

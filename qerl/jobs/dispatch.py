@@ -20,7 +20,7 @@ from qerl.jobs.report import FigureJob, ReportJob, SamplesJob, ShapesJob, TableJ
 from qerl.jobs.shapes import DecodeJob, GrpoStepJob, PromptsJob, RolloutMixJob, TrlStepJob
 from qerl.jobs.study import GatherJob, PageJob
 from qerl.jobs.train import TrainJob
-from qerl.provenance.files import check_writable
+from qerl.provenance.files import check_writable, writing
 
 AnyJob = (
     DataJob
@@ -121,7 +121,8 @@ def run(job: Job, gpu_percent: int | None = None) -> None:
             if gpus and percent < WHOLE:
                 _keep_to_share(percent / WHOLE)
             function: Callable[[Any], None] = getattr(import_module(module), name)
-        function(job)
+        with writing(job.out):
+            function(job)
 
 
 def _keep_to_share(share: float) -> None:

@@ -63,7 +63,7 @@ def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[st
     architecture = f"sm_{major}{minor}" + ("a" if major == 9 else "")
     options = [f"-arch={architecture}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     # #line makes the compiler's messages name the file and its line.
-    text = "".join(f'#line 1 "{source.name}"\n{source.read_text()}' for source in sources).encode()
+    text = "".join(f'#line 1 "{source.name}"\n{source.read_text(encoding="utf-8")}' for source in sources).encode()
     key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
     kept = cache_folder("kernels") / f"{entry}-{key}.cubin"
     if not kept.exists():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from qerl.layers.packed_linear import PackedLinear
+from qerl.settings.base import ConfigError
 
 #: The policy's adapter name in PEFT.
 POLICY_ADAPTER = "default"
@@ -33,18 +35,26 @@ class Adapted:
 
 
 def unwrap(layer: nn.Module) -> Adapted:
-    """The base and adapter of a linear layer. Raises TypeError for another layer, ValueError for a LoRA variant."""
+    """The base and adapter of a linear layer. Raises `ConfigError` for another layer, and for a LoRA variant."""
     lora = None
     if isinstance(layer, LoraLayer):
         if POLICY_ADAPTER in layer.lora_variant or layer.lora_bias.get(POLICY_ADAPTER):
-            raise ValueError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
+            raise ConfigError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
         if POLICY_ADAPTER in layer.lora_A:
             down, up = (part.get_parameter(f"{POLICY_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
             lora = Lora(down, up, float(layer.scaling[POLICY_ADAPTER]))
         layer = layer.get_base_layer()
     if not isinstance(layer, (nn.Linear, PackedLinear)):
-        raise TypeError(f"the native engine doesn't support layers of {type(layer).__name__}; use engine=vllm")
+        raise ConfigError(f"the native engine doesn't support layers of {type(layer).__name__}; use engine=vllm")
     return Adapted(layer, lora)
+
+
+def embedding_weight(embedding: Any) -> Tensor:
+    """The weight whose rows are the tokens' vectors. Raises `ConfigError` for an embedding with LoRA."""
+    if isinstance(embedding, LoraLayer):
+        raise ConfigError("the native engine doesn't support LoRA of the embedding; merge the adapter by PEFT")
+    weight: Tensor = embedding.weight
+    return weight
 
 
 class StackedAdapters:

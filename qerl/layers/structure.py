@@ -322,6 +322,12 @@ def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], ki
         raise StructureError(
             f"model_type={kind!r} isn't supported, because the attention of its sliding layers isn't told the window"
         )
+    # transformers' cache drops tokens by the slice [-window + 1:], which keeps all of them for a window of 1.
+    if narrow := [window for window in windows if window is not None and window < 2]:
+        raise StructureError(
+            f"sliding_window={narrow[0]} isn't supported, because transformers' cache computes wrong log-probabilities "
+            "with it; a window has at least 2 tokens: correct config.json"
+        )
 
 
 def _norms(block: nn.Module, trace: _Trace) -> Iterator[tuple[str, str]]:

@@ -213,7 +213,7 @@ def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
 def _rows(file: Path) -> list[dict[str, str]]:
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist: only the repository has measured speeds; run in a clone of it")
-    with file.open(newline="") as rows:
+    with file.open(newline="", encoding="utf-8") as rows:
         return list(csv.DictReader(rows))
 
 

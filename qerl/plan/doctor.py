@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from httpx import HTTPError
 from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.by_hand.models import HUB_MODEL
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.checkpoints.folder import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
+from qerl.host.hub import hub_unreachable
 from qerl.host.imports import extras, installed_version, requirements
 from qerl.kernels.operations import operations_name
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
@@ -148,10 +149,12 @@ def _config_of_hub(model: str) -> Path:
     named = HUB_MODEL.fullmatch(model)
     if named is None:
         raise CheckpointError(f"--model {model} is neither a size ({sizes}), nor a folder, nor org/name of the hub")
+    unreachable = hub_unreachable()
+    offline = unreachable is not None
     try:
-        return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"])).parent
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = type(error).__name__
+        return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"], local_files_only=offline)).parent
+    except (HTTPError, OSError) as error:
+        reason = unreachable or type(error).__name__
         raise CheckpointError(
             f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "
             "check the network, or ask about a size, such as --model 7B"

@@ -75,12 +75,12 @@ def _state(results: Path, job: ListedJob, running: Mapping[Path, int]) -> tuple[
 def _other_host(job: ListedJob) -> str:
     """The other machine whose process has locked the state of a run, as the lock says."""
     lock = Path(job.work or "") / "lock"
-    host = lock.read_text().rpartition(" on ")[2] if job.work and lock.is_file() else ""
+    host = lock.read_text(encoding="utf-8").rpartition(" on ")[2] if job.work and lock.is_file() else ""
     return "" if host == socket.gethostname() else host
 
 
 def _last_line(log_file: Path) -> str:
-    lines = log_file.read_text(errors="replace").splitlines() if log_file.is_file() else []
+    lines = log_file.read_text(errors="replace", encoding="utf-8").splitlines() if log_file.is_file() else []
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
@@ -127,7 +127,7 @@ def _spent(results: Path, job: ListedJob, state: State, rows: Sequence[StepMetri
     file = results / BENCHMARKS / job.rule / f"{job.id}.tsv"
     if not file.is_file():
         return None
-    with file.open() as table:
+    with file.open(encoding="utf-8") as table:
         return job.gpus * sum(float(row["s"]) for row in csv.DictReader(table, delimiter="\t")) / _HOUR
 
 

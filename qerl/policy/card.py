@@ -39,7 +39,9 @@ class Base:
 def write_card(folder: Path, base: Base, weights: str, norms: bool) -> None:
     """Write the card of the adapter in `folder`, which was trained on `base` in the weight format `weights`."""
     about = ModelCardData(base_model=base.name, **ABOUT_ADAPTERS)
-    (folder / CARD).write_text(f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms)}")
+    (folder / CARD).write_text(
+        f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms)}", encoding="utf-8"
+    )
 
 
 def _text(folder: Path, base: Base, weights: str, norms: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +30,13 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
-from qerl.policy.loading import packed_layers, read_packed
-from qerl.provenance.files import put
+from qerl.policy.loading import packed_layers, read_packed, tied_weights
+from qerl.provenance.files import put, writing
 from qerl.settings.base import ConfigError
 
 _PREFIX = "base_model.model."
+#: Names of what an adapter may have here: LoRA of linear layers, and weights and biases in place of the base's.
+_KNOWN = re.compile(r"(?!.*\.(base_layer|modules_to_save)\.).*\.(lora_[AB]\.\w+|weight|bias)")
 #: The values of vLLM's `max_lora_rank`; an adapter needs the least that isn't below its rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -58,7 +61,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     _copy_but_weights(source, target)
     config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    (target / CONFIG).write_text(json.dumps(config, indent=1))
+    (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -73,7 +76,7 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
     check_adapter(trained)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         partial = Path(scratch) / out.name
         norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")
@@ -84,25 +87,43 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
             metadata={"format": "pt"},
         )
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
-        config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
-        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")) | named
+        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
         put(partial, out)
 
 
 def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules."""
+    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules.
+
+    Raises `CheckpointError` for an adapter of PEFT's that has more, such as trained tokens or LoRA of an embedding.
+    """
     adapter = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(trained / ADAPTER).items()}
+    if unknown := sorted(name for name in adapter if not _KNOWN.fullmatch(name)):
+        raise CheckpointError(
+            f"{trained / ADAPTER} holds {unknown[0]}, and only norms and LoRA of linear layers are exported; merge "
+            "this adapter by PEFT"
+        )
     norms = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
     return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
 
 
+def check_changes(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
+    """Raise `CheckpointError` unless the base has each changed weight among its `weights`, and for itself alone."""
+    if shared := sorted(changed & tied_weights(checkpoint)):
+        raise CheckpointError(
+            f"the adapter changes {shared[0]}, and {checkpoint} has one weight for embedding and head; "
+            "merge this adapter by PEFT"
+        )
+    if unknown := sorted(changed - weights):
+        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")
+
+
 def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:
+    headers = read_headers(checkpoint)
+    check_changes(checkpoint, {*headers}, {*norms})
     _copy_but_weights(checkpoint, target)
     if (checkpoint / INDEX).exists():
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
-    headers = read_headers(checkpoint)
-    if unknown := sorted(norms.keys() - headers.keys()):
-        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")
     trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
     for path in weight_files(checkpoint):
         _rewrite(path, target / path.name, trained.get)

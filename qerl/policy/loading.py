@@ -38,6 +38,7 @@ from qerl.layers.structure import Structure, StructureError, empty_model, struct
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
 _HEAD = "lm_head.weight"
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,22 @@ def load_model(
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
     _tie_head(model, headers)
     _restore_computed_buffers(model, device)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (folder / _GENERATION).exists():
+        model.generation_config = _generation_config(folder)
     return model.eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder / _GENERATION} can't be read ({error}); download it again") from None
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if unknown := [stop for stop in stops if stop is not None and type(stop) is not int]:
+        raise CheckpointError(
+            f"{folder / _GENERATION} has eos_token_id={unknown[0]!r}, which is no number of a token; correct it"
+        )
+    return config
 
 
 def check_tensors(folder: Path) -> None:
@@ -120,6 +134,15 @@ def check_tensors(folder: Path) -> None:
         embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
         head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (_HEAD, embedding)}))
         _check_tied(head, embedded, headers)
+
+
+def tied_weights(folder: Path) -> set[str]:
+    """The names of the embedding's and the head's weights, if config.json ties them; else none."""
+    model = empty_model(config_of(folder), torch.bfloat16)
+    if not model.config.tie_word_embeddings:
+        return set()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {f"{name}.weight" for name, module in model.named_modules() if module in ends}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

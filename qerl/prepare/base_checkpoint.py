@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.data.hub_lock import MODEL_FILES, OTHER_FILES, read_lock, verify
+from qerl.host.hub import hub_unreachable
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.prepare import FetchJob, QuantizeJob
 from qerl.results.files import write
@@ -47,20 +48,26 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
     If the hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an
     error.
     """
+    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    unreachable = hub_unreachable()
     try:
         folder = Path(
             snapshot_download(
-                repo, revision=revision, local_dir=target, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
+                repo,
+                revision=revision,
+                local_dir=target,
+                allow_patterns=MODEL_FILES,
+                ignore_patterns=OTHER_FILES,
+                local_files_only=unreachable is not None,
             )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude '*/*'"
         raise ConfigError(
-            f"can't download {repo} ({type(error).__name__}): on a machine with network run `{command}`, "
-            "then give that folder (in a workflow's configuration: a model with source: local)"
+            f"can't download {repo} ({unreachable or type(error).__name__}): on a machine with network run "
+            f"`{command}`, then give that folder (in a workflow's configuration: a model with source: local)"
         ) from error
     if locked is not None:
         verify(locked, folder)

@@ -41,7 +41,7 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
 def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if the tokenizer's end of text doesn't end completions, as after fine-tuning a base on a chat template."""
     file = next(path for path in (model / "generation_config.json", model / CONFIG) if path.is_file())
-    ends = json.loads(file.read_text()).get("eos_token_id")
+    ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     ids = ends if isinstance(ends, list) else [ends]
     if ends is not None and tokenizer.eos_token_id not in (None, *ids):
         log.warning(

@@ -9,7 +9,7 @@ from pathlib import Path
 from qerl.checkpoints.folder import weights_format_of
 from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
 from qerl.host.progress import log
-from qerl.provenance.files import put
+from qerl.provenance.files import put, writing
 from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
@@ -48,8 +48,13 @@ def make_data(settings: RunFile) -> None:
     from qerl.data.sources import prepare, read_meta
 
     _make(settings, "dataset", DATA, _of_data(settings), lambda folder: prepare(settings.dataset, folder))
-    if not read_meta(settings.out / DATA).rows["train"]:
-        raise DataError("dataset has no training problems; give it a split train")
+    rows = read_meta(settings.out / DATA).rows
+    if not rows["train"]:
+        others = sum(rows.values())
+        raise DataError(
+            f"dataset has no training problems, since all {others} are held out; give it more problems, or a split "
+            "train"
+        )
 
 
 def make_base(settings: RunFile, source: Path) -> None:
@@ -71,8 +76,9 @@ def whole(target: Path, make: Callable[[Path], object]) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    make(partial / target.name)
-    put(partial / target.name, target)
+    with writing(target.parent):
+        make(partial / target.name)
+        put(partial / target.name, target)
     partial.rmdir()
 
 

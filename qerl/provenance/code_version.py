@@ -117,7 +117,7 @@ def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -
         if file := module_file(name, root):
             package = name if file.name == "__init__.py" else name.rpartition(".")[0]
             seen[name], loads, files = _parsed(file.read_bytes(), package)
-            seen[name] += "".join((file.parent / beside).read_text() for beside in files)
+            seen[name] += "".join((file.parent / beside).read_text(encoding="utf-8") for beside in files)
             queue.extend(loads)
     return seen
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,6 +16,10 @@ from typing import Any
 
 from qerl.settings.base import ConfigError
 
+#: Errors of a write to an open file.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: How libraries in Rust ("No space left on device (os error 28)") and Python state an error of the system.
+_STATED = re.compile(r"(?:\(os error|\[Errno) (\d+)")
 #: Seconds by which the clocks of several machines may differ.
 CLOCK_SKEW = 60
 
@@ -20,6 +27,23 @@ CLOCK_SKEW = 60
 def cache_folder(name: str) -> Path:
     """The user's folder for files that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl" / name
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """A context in which a write that fails is an `OSError` that names `place`.
+
+    Libraries in Rust, and copies of folders, state the system's error in words alone. One of a full disk names no file.
+    """
+    try:
+        yield
+    except Exception as error:  # tokenizers raises no narrower one
+        stated = _STATED.search(str(error))
+        number = int(stated[1]) if stated else 0
+        # A ValueError is a sentence for the user, which may quote such words.
+        if not number or isinstance(error, ValueError) or (isinstance(error, OSError) and number not in _FULL):
+            raise
+        raise OSError(number, os.strerror(number), str(place)) from error
 
 
 def write_json(path: Path, value: Any) -> None:

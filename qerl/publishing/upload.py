@@ -64,7 +64,7 @@ def check_private(texts: Mapping[str, str]) -> None:
 def texts_in(folder: Path) -> dict[str, str]:
     """The texts in a folder to be published, by their path; a vocabulary is none."""
     files = (file for file in folder.rglob("*") if file.suffix in _TEXTS and file.name != TOKENIZER)
-    return {file.relative_to(folder).as_posix(): file.read_text() for file in files}
+    return {file.relative_to(folder).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
 def would_upload(repo: str, folder: Path, private: bool | None, notes: Sequence[str]) -> Published:

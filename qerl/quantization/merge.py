@@ -23,7 +23,7 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
-from qerl.policy.export import trained_tensors
+from qerl.policy.export import check_changes, trained_tensors
 from qerl.policy.loading import load_tokenizer, packed_tensors, read_layer
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.writer import DENSE, write_config, write_shards
@@ -59,7 +59,7 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
         )
     packed = packed_tensors(headers, weights_format)
     merged = _Adapter(trained)
-    _check_same_base(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)
+    check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)
 
     def tensors_of(name: str) -> dict[str, Tensor]:
         layer = name.rpartition(".weight")[0]
@@ -93,7 +93,7 @@ class _Adapter:
     """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
 
     def __init__(self, trained: Path) -> None:
-        config = json.loads((trained / ADAPTER_CONFIG).read_text())
+        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         for option, plain in _PLAIN.items():
             if config.get(option) is not None and config[option] not in plain:
                 raise CheckpointError(
@@ -110,8 +110,3 @@ class _Adapter:
             return self._norms.get(name, weight)
         lora_A, lora_B = (self._lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
         return weight.float() + self._scale * (lora_B @ lora_A)
-
-
-def _check_same_base(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
-    if unknown := sorted(changed - weights):
-        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")

@@ -99,7 +99,7 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
         gc.collect()  # llmcompressor's modules refer to each other in cycles and keep the packed tensors
     if set(weight_map.values()) != {WEIGHTS}:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any] | None = None) -> None:
@@ -107,7 +107,7 @@ def write_config(source: Path, target: Path, quantization: dict[str, Any] | None
     config = {key: value for key, value in read_config(source).items() if key not in _REPLACED}
     config |= {"dtype": str(DENSE).removeprefix("torch.")}
     config |= {} if quantization is None else {"quantization_config": quantization}
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (source / _GENERATION).exists():
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
 

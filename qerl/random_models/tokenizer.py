@@ -148,4 +148,4 @@ def generation_config() -> dict[str, Any]:
 
 def write_pretty(path: Path, value: Any) -> None:
     """JSON as the hub's files have it."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -123,5 +123,5 @@ def _environment() -> Environment:
 
 def rendered(template: str, **values: Any) -> str:
     """The text of a template, with the style of all pages as `style`."""
-    style = (Path(__file__).parent / "style.css").read_text()
+    style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
     return _environment().get_template(template).render(style=style, **values)

@@ -128,7 +128,7 @@ def write_figure(job: FigureJob) -> None:
 
 def listed(file: Path) -> list[Path]:
     """The paths that a file lists, one a line."""
-    return [Path(line) for line in file.read_text().splitlines()]
+    return [Path(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
@@ -190,7 +190,7 @@ def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
     stored = StoredResults(paths)
     out.mkdir(parents=True, exist_ok=True)
     _draw(name, stored, out / name)
-    (out / f"{name}.txt").write_text(f"{captions.of_figure(name)} {figure_stamp(name, stored)}\n")
+    (out / f"{name}.txt").write_text(f"{captions.of_figure(name)} {figure_stamp(name, stored)}\n", encoding="utf-8")
 
 
 def figure_stamp(name: str, stored: StoredResults) -> str:

@@ -61,7 +61,7 @@ def write_report(job: ReportJob) -> None:
         "runs": _runs(stored, _last_rollouts(files, samples)),
         "machine": table_of("Where and when the results were made", facts.stamps(files)),
         "figures": figures[len(first) :],
-        "tables": [fragment(page.read_text()) for page in _pages(job.tables)],
+        "tables": [fragment(page.read_text(encoding="utf-8")) for page in _pages(job.tables)],
     }
     write_text(job.out, rendered("report.j2", **values, parts=_parts(values)))
 
@@ -168,9 +168,9 @@ def _stems(figures: Sequence[Path]) -> list[Path]:
 
 
 def _figure(stem: Path) -> Shown:
-    wide, narrow = (Path(f"{stem}{end}").read_text() for end in (".svg", NARROW))
+    wide, narrow = (Path(f"{stem}{end}").read_text(encoding="utf-8") for end in (".svg", NARROW))
     caption = Path(f"{stem}.txt")
-    text = caption.read_text().strip() if caption.exists() else stem.name
+    text = caption.read_text(encoding="utf-8").strip() if caption.exists() else stem.name
     return Shown(_uri(wide), _uri(narrow), _width(wide) > _width(narrow), text.partition(". ")[0], text)
 
 

@@ -37,7 +37,7 @@ class PageSizeError(ResultError):
 
 def write_page(job: SamplesJob) -> None:
     """Make the page of a configuration's samples."""
-    paths = [Path(line) for line in job.results.read_text().splitlines()]
+    paths = [Path(line) for line in job.results.read_text(encoding="utf-8").splitlines()]
     sources = sources_of(*([path for path in paths if path.name == name] for name in (RUN, RESULT)))
     make_page(job.name, sources, job.out, report=REPORT_PAGE)
 
@@ -54,7 +54,7 @@ def make_page(
 
 
 def _html(title: str, report: str, index: str, parts: Sequence[str]) -> str:
-    own_style, *scripts = ((_HERE / file).read_text() for file in (_STYLE, *_SCRIPTS))
+    own_style, *scripts = ((_HERE / file).read_text(encoding="utf-8") for file in (_STYLE, *_SCRIPTS))
     files = {"own_style": own_style, "script": "\n".join(scripts)}
     return rendered(_TEMPLATE, title=title, report=report, index=index, parts=parts, **files)
 

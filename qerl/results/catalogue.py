@@ -78,7 +78,7 @@ def schema_of(file: Path) -> Schema | None:
         return None
     if file.name in _BY_NAME:
         return _BY_NAME[file.name]
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     return next((schema for schema, is_it in _BY_CONTENT if is_it(content)), None)
 
 

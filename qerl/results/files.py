@@ -58,7 +58,7 @@ def read_rows(schema: type[T], path: Path) -> Iterator[T]:
     """The rows of a file of JSON lines, which may be compressed, as their model."""
     if not path.exists():
         raise ResultError(f"{path} doesn't exist; run the workflow to make it")
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield schema.model_validate_json(line)

@@ -163,7 +163,7 @@ CATEGORY = "4 Paper beside ours"
 
 def read_cells(file: Path) -> list[Cell]:
     """The printed numbers of one file."""
-    with file.open(newline="") as rows:
+    with file.open(newline="", encoding="utf-8") as rows:
         return [_cell(row) for row in csv.DictReader(rows)]
 
 

@@ -55,7 +55,9 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)
-        (work / f"failure-{os.getpid()}.json").write_text(json.dumps(asdict(Failure(kind, str(error)))))
+        (work / f"failure-{os.getpid()}.json").write_text(
+            json.dumps(asdict(Failure(kind, str(error)))), encoding="utf-8"
+        )
         raise
 
 
@@ -68,7 +70,7 @@ def forget(work: Path) -> None:
 def failure(work: Path) -> Failure | None:
     """The failure that the processes noted for this attempt, if any."""
     notes = sorted(work.glob("failure-*.json"))
-    return Failure(**json.loads(notes[0].read_text())) if notes else None
+    return Failure(**json.loads(notes[0].read_text(encoding="utf-8"))) if notes else None
 
 
 def failed(policy: Path) -> str | None:

@@ -102,7 +102,7 @@ class ShardedCheckpoints:
     def _checked(self, newest: Path) -> dict[str, Any]:
         """The content of state.json, after all files are compared with their digests."""
         try:
-            content: dict[str, Any] = json.loads((newest / _STATE).read_text())
+            content: dict[str, Any] = json.loads((newest / _STATE).read_text(encoding="utf-8"))
             damaged = {*_digests(newest)} != {*content["digests"].items()}
         except (OSError, ValueError, KeyError):
             damaged = True

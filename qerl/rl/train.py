@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from qerl.checkpoints.context import usable_length
 from qerl.checkpoints.folder import check_checkpoint
 from qerl.data.inputs import hash_of, model_files
@@ -23,7 +21,7 @@ from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
 from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
-from qerl.provenance.files import flush, write_text
+from qerl.provenance.files import flush, write_text, writing
 from qerl.results.files import write
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
 from qerl.results.schema.stored import Provenance, Quartiles, whole
@@ -129,7 +127,7 @@ def train_run(job: TrainJob) -> None:
 def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     """Write a result without a policy. Checkpoints remain, so an attempt with more memory or time continues."""
     metrics = state / METRICS
-    rows = metrics.read_text() if metrics.is_file() else ""
+    rows = metrics.read_text(encoding="utf-8") if metrics.is_file() else ""
     status = f"{cause.kind} after {rows.count(chr(10))} of {job.settings.steps} steps"
     (job.out / POLICY).mkdir(parents=True, exist_ok=True)
     write_text(job.out / METRICS, rows)
@@ -187,11 +185,12 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
 def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> None:
     """Write policy and metrics. They must be on disk before run.json, which marks the run as finished."""
     try:
-        policy.save(out / POLICY, base)
-    except SafetensorError as error:
+        with writing(out):
+            policy.save(out / POLICY, base)
+    except OSError as error:
         raise ResumeError(
-            f"can't write the trained policy to {out} ({error}); make room and start again: the run continues from "
-            "its last checkpoint"
+            f"can't write the trained policy to {out} ({error.strerror}); make room and start again: the run continues "
+            "from its last checkpoint"
         ) from error
     shutil.copyfile(trainer.metrics, out / METRICS)
     _copy_rollouts(trainer.metrics.parent, out)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -77,15 +78,28 @@ FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 
 
 def can_name_a_file(path: Path) -> Path:
-    """The path. Raises ValueError if no file system accepts it, since a look-up would raise errors of many kinds."""
+    """The path, in which `~` is the user's folder, as in a shell.
+
+    Raises ValueError if no file system accepts it, since a look-up would raise errors of many kinds.
+    """
     text = str(path)
     unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
     if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
         raise ValueError("this can't be a file's name: it is too long or contains an invalid character; shorten it")
-    return path
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"{path.parts[0]} names no user of this machine; write the path out") from None
 
 
-FilePath = Annotated[Path, AfterValidator(can_name_a_file)]
+def not_empty(value: Any) -> Any:
+    """The value. Raises ValueError for an empty text, which as a path would be the working directory."""
+    if value == "":
+        raise ValueError("this is empty; give a path, or . for the working directory")
+    return value
+
+
+FilePath = Annotated[Path, AfterValidator(can_name_a_file), BeforeValidator(not_empty)]
 
 
 def _is_a_name(name: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from qerl.settings.base import FilePath, PositiveInt, Seed, Settings, can_name_a_file
+from qerl.settings.base import FilePath, PositiveInt, Seed, Settings, can_name_a_file, not_empty
 from qerl.settings.data import DatasetSettings, HubData, LocalData
 from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe, WeightFormat
 from qerl.settings.reward import RewardSettings
@@ -214,7 +214,7 @@ class RunFile(RunSettings):
     @field_validator("model", mode="after")
     @classmethod
     def _folder_is_absolute(cls, model: str) -> str:
-        return str(path.resolve()) if (path := can_name_a_file(Path(model))).is_dir() else model
+        return str(path.resolve()) if (path := can_name_a_file(Path(not_empty(model)))).is_dir() else model
 
     @field_validator("dataset", mode="after")
     @classmethod

@@ -37,7 +37,7 @@ def record_id(state: Path) -> str:
     file = state / ID
     if not file.is_file():
         write_text(file, uuid.uuid4().hex[:8])
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 class Tracker(Protocol):

@@ -45,7 +45,7 @@ class WandB:
 
     def last(self) -> int:
         """The last step that this machine has logged."""
-        return int(self._marker.read_text()) if self._marker.is_file() else 0
+        return int(self._marker.read_text(encoding="utf-8")) if self._marker.is_file() else 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step."""

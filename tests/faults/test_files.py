@@ -4,11 +4,14 @@ import errno
 import os
 import re
 import resource
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 
 from qerl.by_hand import runs
 from qerl.checkpoints.folder import CheckpointError
@@ -17,12 +20,13 @@ from qerl.data.records import DataError
 from qerl.data.sources import read_split
 from qerl.jobs.prepare import DataJob
 from qerl.policy.export import export
-from qerl.policy.policy import load_policy
-from qerl.provenance.files import check_writable, write_json
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.provenance.files import check_writable, write_json, writing
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
+from qerl.settings.training import AdapterSettings
 from tests.jobs import train_job
 
 from .conftest import forked, ordinary_user, read_rows, untimed
@@ -239,8 +243,71 @@ def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monke
     # The kernel's own full disk: every write to it fails with ENOSPC.
     (tmp_path / "train.jsonl").symlink_to("/dev/full")
     said = said_by(capsys, monkeypatch, "rule", data_job(tmp_path).model_dump_json())
-    assert f"{os.strerror(errno.ENOSPC)}; make room and start again" in said
+    assert f"{os.strerror(errno.ENOSPC)}: {tmp_path}; make room and start again" in said
     assert not (tmp_path / "dataset.json").exists()
+
+
+def tokens():
+    return Tokenizer(models.WordLevel({f"token {n}": n for n in range(1000)}, unk_token="token 0"))
+
+
+#: Writes over 1000 bytes, by libraries that report a full disk in different ways.
+WRITES = {
+    "Python": lambda folder: (folder / "file").write_bytes(bytes(5000)),
+    "safetensors": lambda folder: save_file({"a": torch.zeros(5000)}, folder / "file"),
+    "tokenizers": lambda folder: tokens().save(str(folder / "file")),
+    "a copy of a file": lambda folder: shutil.copyfile(folder.parent / "large/file", folder / "file"),
+    "a copy of a folder": lambda folder: shutil.copytree(folder.parent / "large", folder / "copy"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_full_disk_names_the_folder_whoever_writes(tmp_path, name):
+    for folder in ("large", "results"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "large/file").write_bytes(bytes(5000))
+
+    def write():
+        limited(1000)
+        with pytest.raises(OSError, match=r"File too large: '.*/results'$") as full, writing(tmp_path / "results"):
+            WRITES[name](tmp_path / "results")
+        assert full.value.errno == errno.EFBIG
+
+    assert forked(write) == 0
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^a\.safetensors is broken"), writing(tmp_path):
+        raise CheckpointError("a.safetensors is broken (os error 28); download it again")
+    with pytest.raises(FileNotFoundError) as missing, writing(tmp_path):
+        (tmp_path / "absent").read_text()
+    assert missing.value.filename == str(tmp_path / "absent")
+    with pytest.raises(RuntimeError, match=r"^a defect$"), writing(tmp_path):
+        raise RuntimeError("a defect")
+
+
+def test_a_disk_that_fills_up_within_a_quantization_is_one_sentence(run, capsys, monkeypatch):
+    def quantize():
+        limited(10_000)
+        said = said_by(capsys, monkeypatch, "quantize", str(run.base), "--out", "made/packed")
+        assert "File too large: made; raise the limit of a file's size (ulimit -f) and start again" in said
+
+    assert forked(quantize) == 0
+    assert not Path("made/packed").exists()
+
+
+def test_a_disk_that_fills_up_within_an_export_leaves_nothing(run):
+    trained = run.folder / "adapter"
+    with_adapter(run.base, AdapterSettings(rank=2), "float32", 0, CPU).save(trained)
+
+    def split():
+        limited(1000)
+        with pytest.raises(OSError, match=r"File too large: '.*'$"):
+            export(run.base, trained, run.folder / "made/split")
+
+    assert forked(split) == 0
+    assert [*(run.folder / "made").iterdir()] == []
+    export(run.base, trained, run.folder / "made/split")
 
 
 # --- read-only results -----------------------------------------------------------------------------------------------

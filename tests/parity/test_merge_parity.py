@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError, weight_files
-from qerl.policy.export import write_dense
+from qerl.policy.export import export, write_dense
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import merge, write_merged
@@ -127,6 +127,64 @@ def test_an_adapter_of_pefts_with_more_than_plain_lora_is_loaded_right_and_not_m
         torch.testing.assert_close(ours.lm(IDS).logits, theirs(IDS).logits)
     with pytest.raises(CheckpointError, match=f"{next(iter(option))}=.*merge this adapter by PEFT"):
         merge(bases / "bf16", tmp_path / "theirs", tmp_path / "merged", "bf16")
+
+
+LORA = ["q_proj", "up_proj"]
+#: Adapters of PEFT's that change the embedding or the head, and whether a merge into a base with both can be written.
+ENDS = {
+    "embedding": ({"modules_to_save": ["embed_tokens"]}, True),
+    "head": ({"modules_to_save": ["lm_head"]}, True),
+    "both": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "tokens": ({"trainable_token_indices": [5, 6]}, False),
+    "embedding-lora": ({"target_modules": [*LORA, "embed_tokens"]}, False),
+    "head-lora": ({"target_modules": [*LORA, "lm_head"]}, True),
+}
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+
+
+def of_peft(base, folder, **options):
+    """PEFT's own adapter with random values, saved to `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, **{"target_modules": LORA, **options}))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data + 0.2 * torch.randn(parameter.shape, generator=generator)
+    peft.save_pretrained(folder, save_embedding_layers=False if "lora" in folder.name else "auto")
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ENDS)
+def test_a_change_of_tied_embeddings_is_sampled_right_and_not_merged(bases, tmp_path, name):
+    theirs = of_peft(bases / "bf16", tmp_path / name, **ENDS[name][0])
+    ours = load_policy(bases / "bf16", tmp_path / name, "float32", CPU)
+    torch.testing.assert_close(ours.lm(IDS).logits, theirs(IDS).logits)
+    with pytest.raises(CheckpointError, match="merge this adapter by PEFT"):
+        merge(bases / "bf16", tmp_path / name, tmp_path / "out", "bf16")
+    if name != "head-lora":  # which stays in the adapter of an export
+        with pytest.raises(CheckpointError, match="merge this adapter by PEFT"):
+            export(bases / "bf16", tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENDS)
+def test_a_change_of_an_embedding_or_head_of_its_own_is_merged_as_by_peft(untied, tmp_path, name):
+    options, merged = ENDS[name]
+    theirs = of_peft(untied, tmp_path / name, **options)
+    if not merged:
+        with pytest.raises(CheckpointError, match="merge this adapter by PEFT"):
+            write_merged(untied, tmp_path / name, tmp_path / "out", torch.float32)
+        return
+    write_merged(untied, tmp_path / name, tmp_path / "out", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(model(IDS).logits, theirs.merge_and_unload()(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_files_are_those_of_the_base(bases, tmp_path):

@@ -40,6 +40,31 @@ def test_a_name_of_a_class_names_one_class():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def texts_without_encoding(tree: ast.Module) -> list[str]:
+    """The calls that read or write text by the encoding of the machine's locale, which isn't UTF-8 everywhere."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    methods = [call for call in calls if getattr(call.func, "attr", "") in ("read_text", "write_text")]
+    opened = [call for call in calls if "open" in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))]
+    texts = [*methods, *filter(of_text, opened)]
+    return [ast.unparse(call) for call in texts if not {"encoding", "errors"} & {word.arg for word in call.keywords}]
+
+
+def of_text(call: ast.Call) -> bool:
+    modes = [word.value for word in call.args if isinstance(word, ast.Constant)]
+    system = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "os"
+    return not system and not any("b" in str(mode) and len(str(mode)) < 4 for mode in modes)
+
+
+def test_files_of_text_are_in_utf_8_whatever_the_locale():
+    assert {name: calls for name, tree in trees().items() if (calls := texts_without_encoding(tree))} == {}
+    assert texts_without_encoding(
+        ast.parse("a.read_text(); open('notes'); c.open('rb'); d.open('w', encoding='utf-8')")
+    ) == [
+        "a.read_text()",
+        "open('notes')",
+    ]
+
+
 #: Words that say nothing of what a variable holds.
 EMPTY_WORDS = {"told", "held", "own", "there", "found"}
 

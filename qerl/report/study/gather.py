@@ -34,7 +34,7 @@ def gathered(job: GatherJob) -> Study:
 
     A run without an evaluation isn't finished. Raises ResultError for it, unless `job.only_finished` leaves it out.
     """
-    paths = [Path(line) for line in job.results.read_text().splitlines()]
+    paths = [Path(line) for line in job.results.read_text(encoding="utf-8").splitlines()]
     if job.only_finished:
         paths = [path for path in paths if path.is_file()]
     evaluations = dict(_evaluations([path for path in paths if path.name == RESULT]))

@@ -17,6 +17,7 @@ from qerl.kernels.graphs import captured
 from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
+from qerl.layers.adapters import embedding_weight
 from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.packed_linear import packed_format
@@ -62,7 +63,7 @@ class Decoder:
         self.operations = operations(policy.device)
         self._model: Any = policy.lm.model
         embedding: Any = policy.lm.get_input_embeddings()
-        self._embedding: Any = embedding.weight
+        self._embedding = embedding_weight(embedding)
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         geglu = None if activation_of(config) == "silu" else self.operations.geglu

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 import yaml
+from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
 import qerl
@@ -302,9 +303,43 @@ def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
 
 def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
     asked = []
+    monkeypatch.setattr("qerl.prepare.base_checkpoint.hub_unreachable", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
     policy = qerl.load("org/name@abc", dtype="float32")
     assert policy.lm.config.hidden_size == 64
     assert [(repo, how.pop("revision"), how.pop("local_dir")) for repo, how in asked] == [("org/name", "abc", None)]
+    assert asked[0][1].pop("local_files_only") is False
     published = ["model.safetensors", "original/model.safetensors", "metal/model.bin", "original/config.json"]
     assert list(filter_repo_objects(published, **asked[0][1])) == ["model.safetensors"]
+
+
+def test_without_a_network_a_model_of_the_hub_is_refused_by_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("qerl.prepare.base_checkpoint.hub_unreachable", lambda: "no connection to X")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"can't download org/name \(no connection to X\): .*`hf download org/name"):
+        qerl.load("org/name")
+
+
+@pytest.mark.parametrize("key", ["model", "dataset", "out"])
+def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
+        qerl.train({**values, key: ""})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "model").symlink_to(values["model"])
+    run = parse_run({**values, "model": "~/model", "dataset": "~/sums.jsonl", "out": "~/run"}, "run")
+    assert run.out == tmp_path / "run"
+    assert run.dataset.origin.path == tmp_path / "sums.jsonl"
+    assert run.model == str((tmp_path / "model").resolve())
+    with pytest.raises(ConfigError, match="`out`: ~nobody-here names no user of this machine"):
+        parse_run({**values, "out": "~nobody-here/run"}, "run")
+
+
+def test_a_file_whose_problems_are_all_held_out_says_so(values, tmp_path):
+    with pytest.raises(DataError, match="no training problems, since all 1 are held out; give it more problems"):
+        qerl.train({**values, "dataset": {"validation": ROWS[:1]}})

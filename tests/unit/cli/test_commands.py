@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import qerl
@@ -312,3 +313,41 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
     assert re.fullmatch(r"steps: 1 of 1, reward 0\.000, length \d, sampler KL \S+, [\d,]+ tokens/s", steps)
     assert flat.startswith("warning: reward 0.000 -> 0.000 in 1 steps")
     assert "Writing model shards" in (tmp_path / "run/log.txt").read_text()
+
+
+def in_terminal(*arguments: str, **environment: str) -> str:
+    """What a command prints in a new process."""
+    command = [sys.executable, "-m", "qerl", *arguments]
+    seen = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, check=False)
+    assert (seen.returncode, seen.stderr) == (0, b"")
+    return seen.stdout.decode()
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80"])
+def test_help_has_the_whole_name_of_each_option_at_any_width(columns):
+    said = in_terminal("doctor", "--help", COLUMNS=columns)
+    options = [name for option in get_command(cli.app).commands["doctor"].params for name in option.opts]
+    assert len(options) > 10
+    assert [name for name in options if not re.search(rf"{name}\b", said)] == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf_8_shows_the_numbers_of_characters_that_it_lacks(encoding):
+    said = in_terminal("eval", "--help", PYTHONIOENCODING=f"{encoding}:strict")
+    assert r"{format: \u2026}" in " ".join(said.split())
+
+
+def test_a_file_of_prompts_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
+    (tmp_path / "marked.txt").write_bytes("\ufeffWie hoch?\r\nÜber 3?\r\n".encode())
+    assert cli._lines(tmp_path / "marked.txt") == ["Wie hoch?", "Über 3?"]
+    (tmp_path / "latin.txt").write_bytes("Über 3?\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"prompts .*latin\.txt is not in UTF-8 .*save it as UTF-8"):
+        cli._lines(tmp_path / "latin.txt")
+
+
+def test_a_page_cannot_take_the_place_of_a_folder(call, folder):
+    with pytest.raises(
+        ConfigError, match=r"--out .*run is a folder; give the path of the page, such as .*samples\.html"
+    ):
+        call("view", "run", "--out", str(folder / "run"))
+    assert not (folder / "run.partial").exists()

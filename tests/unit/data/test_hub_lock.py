@@ -39,6 +39,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.partition("?")[0]
+        if path == "/":
+            return self.send_error(404)
         repo = next(name for name in FILES if name in path)
         if path.startswith("/api/"):
             body = json.dumps(

@@ -136,6 +136,7 @@ def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
     ("content", "message"),
     [
         ('{"question": "Two?"}', r"a\.jsonl, line 2 has no `answer`"),
+        ('{"question": "Two?", "answer": ""}', "line 2 has an empty `answer`; fill it, or leave the record out"),
         ('{"question": "Two?", "answer": "two"}', "line 2 states no answer"),
         ('{"question": ', "line 2 is not valid JSON"),
         ("[1]", "line 2 is not a record"),
@@ -148,6 +149,21 @@ def test_a_bad_line_is_named(tmp_path, content, message):
         check_problem_file(path)
     with pytest.raises(DataError, match=message):
         prepared(tmp_path, LocalData(source="local", path=path))
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "{}\r\n"), ("a.json", "[{}]")])
+def test_a_mark_of_byte_order_is_no_part_of_a_record(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(("\ufeff" + content.replace("{}", json.dumps(gsm8k(1)[0]))).encode())
+    folder = prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0))
+    assert read_records(folder, "test") == gsm8k(1)
+
+
+def test_a_file_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"question": "Größe?", "answer": "#### 1"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 1 is not valid JSON in UTF-8: .*; save the file as UTF-8"):
+        check_problem_file(path)
 
 
 def test_a_good_file_yields_its_format(tmp_path):

@@ -13,6 +13,7 @@ from qerl.layers.fused_linear import fuse, product_class
 from qerl.layers.lora import register_lora
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.w4_linear import W4Linear
+from qerl.settings.base import ConfigError
 
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 
@@ -124,14 +125,14 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
 
 
 def test_a_layer_that_is_not_linear_is_an_error():
-    with pytest.raises(TypeError, match="doesn't support layers of Conv1d"):
+    with pytest.raises(ConfigError, match="doesn't support layers of Conv1d"):
         fuse([nn.Conv1d(2, 2, 1)], torch.float32)
 
 
 def test_a_variant_of_lora_is_an_error():
     model = Projections("dense", True)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(ValueError, match="only plain LoRA"):
+    with pytest.raises(ConfigError, match="only plain LoRA"):
         fuse(layers_of(model), torch.float32)
 
 

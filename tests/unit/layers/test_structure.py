@@ -1,7 +1,8 @@
 """What the structure of a model refuses before a weight is read."""
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qerl.layers.structure import StructureError, rope_types, structure_of
 
@@ -17,3 +18,36 @@ def test_positions_that_transformers_lacks_are_named(positions):
     assert "helical" in rope_types(config)
     with pytest.raises(StructureError, match=r"no rotary positions of rope_type='helical'; correct config\.json"):
         structure_of(config)
+
+
+def sliding(window, kind="gemma3_text"):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(kind, **shape, head_dim=16, vocab_size=64, intermediate_size=64, layer_types=kinds)
+    config.sliding_window = window
+    return config
+
+
+def cached_and_not(config):
+    """Log-probabilities of a sequence whose tokens come one by one to transformers' cache, and of one forward pass."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, cache = torch.arange(2, 12)[None], DynamicCache(config=config)
+    steps = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
+    return torch.cat(steps, dim=1).log_softmax(-1), model(ids, use_cache=False).logits.log_softmax(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_windows_with_which_transformers_cache_is_right_are_those_that_are_supported(window):
+    by_token, at_once = cached_and_not(sliding(window))
+    if torch.allclose(by_token, at_once, atol=1e-4):
+        assert structure_of(sliding(window)).windows == (window, None)
+    else:
+        with pytest.raises(StructureError, match=f"sliding_window={window} isn't supported.*at least 2 tokens"):
+            structure_of(sliding(window))
+
+
+def test_a_window_without_tokens_is_refused():
+    with pytest.raises(StructureError, match="sliding_window=0 isn't supported"):
+        structure_of(sliding(0))

@@ -1,11 +1,13 @@
 """`qerl doctor` on faked GPUs."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 import torch
+from huggingface_hub import constants
 from packaging.requirements import Requirement
 from torch import nn
 from typer.testing import CliRunner
@@ -185,3 +187,29 @@ def test_people_read_tables(machine):
     result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])
     for text in ("NVIDIA GPU-0, compute capability 8.6, 20.0 of 24.0 GB free", "peak of the update", "disk space"):
         assert text in result.stdout
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_without_a_network_a_model_of_the_hub_is_refused_within_seconds(no_network):
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"--model org/name \(no connection to http://127.0.0.1:9: .*refused\)"):
+        asked_model("org/name", None)
+    assert time.monotonic() - begun < 8
+
+
+def test_without_a_network_a_model_in_the_hubs_cache_is_told_of(no_network, tmp_path):
+    commit = "a" * 40
+    cached = no_network / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(commit)
+    tiny_qwen2(cached / "snapshots" / commit)
+    begun = time.monotonic()
+    assert asked_model("org/name", None).config.hidden_size == 64
+    assert time.monotonic() - begun < 8

@@ -368,3 +368,18 @@ def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_pat
     rewrite(tmp_path / "out", lambda tensors: tensors[name].view(torch.uint8)[0].fill_(0x7F))
     with pytest.raises(CheckpointError, match=f"holds NaN or infinity in {name}"):
         load_model(tmp_path / "out", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", r"generation_config\.json can't be read \(.*\); download it again"),
+        ('{"eos_token_id": "x"}', r"generation_config\.json has eos_token_id='x', which is no number of a token"),
+        ('{"eos_token_id": [1, null, 2.5]}', "has eos_token_id=2.5"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path, content, sentence):
+    folder = tiny_qwen2(tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder, torch.float32)

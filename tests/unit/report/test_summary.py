@@ -1,10 +1,12 @@
 import io
+import re
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from qerl.report import tables
-from qerl.report.summary import print_summary
+from qerl.report.summary import fitting, print_summary, rich_table
 from qerl.results import readers
 from qerl.results.files import ResultError
 from tests.synthetic_results import answers, write_evaluation, write_run
@@ -43,3 +45,25 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
 def test_summary_of_an_unfinished_workflow_says_what_to_do(tmp_path):
     with pytest.raises(ResultError, match=r"report.html doesn't exist; run the workflow"):
         print_summary(tmp_path)
+
+
+ROWS = pd.DataFrame(
+    {
+        "run": ["main-nvfp4-lora-aqn-seed0", "main-bf16-full-seed1"],
+        "completions a step": ["128", "96"],
+        "rollouts, h": ["unmeasured", "~12.34"],
+        "folder": ["/a/path/of/many/words", "/another"],
+    }
+)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 74, 80, 120])
+def test_no_width_of_a_terminal_hides_a_column_or_a_part_of_a_cell(width):
+    screen = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    screen.print(fitting(rich_table("a title", ROWS), screen))
+    lines = screen.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "".join(re.sub(r"\s", "", line) for line in lines)
+    assert "…" not in text
+    for words in [*ROWS.columns, *ROWS.to_numpy().ravel()]:
+        assert all(word in text for word in words.split()), words

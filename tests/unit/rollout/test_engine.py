@@ -7,6 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from qerl.host.profiling import seconds
 from qerl.layers import delta_net
@@ -337,6 +339,33 @@ def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, mes
         setattr(unknown.lm.config, key, value)
     with pytest.raises(ConfigError, match=message):
         EngineSampler(unknown, NativeSettings())
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"modules_to_save": ["embed_tokens"]}, None),
+        ({"target_modules": ["q_proj", "lm_head"]}, None),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "doesn't support LoRA of the embedding; merge the adapter"),
+        ({"modules_to_save": ["lm_head"]}, "doesn't support layers of ModulesToSaveWrapper"),
+        ({"trainable_token_indices": [5, 6]}, "doesn't support layers of TrainableTokensWrapper"),
+    ],
+)
+def test_an_adapter_of_pefts_with_a_changed_embedding_or_head_is_sampled_right_or_refused(
+    checkpoints, tmp_path, options, refusal
+):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen2"], dtype=torch.float32)
+    theirs = get_peft_model(model, LoraConfig(r=2, **{"target_modules": ["q_proj"], **options}))
+    torch.manual_seed(1)
+    for parameter in theirs.parameters():
+        parameter.data = parameter + 0.05 * torch.randn(parameter.shape) * parameter.requires_grad
+    theirs.save_pretrained(tmp_path, save_embedding_layers=False)
+    policy = load_policy(checkpoints["qwen2"], tmp_path, "float32", CPU)
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
+            sampler_of(policy)
+        return
+    assert_exact(policy, PROMPTS, sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=5, count=2)))
 
 
 def test_a_sequence_at_which_rotary_positions_change_is_one_sentence(checkpoints):

@@ -1,0 +1,90 @@
+"""Whether the hub answers, with servers on this machine in its place."""
+
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import constants
+
+from qerl.host import hub
+from qerl.host.hub import hub_unreachable
+
+
+class Busy(BaseHTTPRequestHandler):
+    """A hub that is there and can't answer now."""
+
+    def do_HEAD(self):
+        self.send_error(503)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _online(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def port():
+    """A port at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def serve(port):
+    server = ThreadingHTTPServer(("127.0.0.1", port), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_a_refused_connection_is_told_within_seconds(monkeypatch, port):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    begun = time.monotonic()
+    assert hub_unreachable() == f"no connection to http://127.0.0.1:{port}: [Errno 111] Connection refused"
+    assert time.monotonic() - begun < 6
+
+
+def test_a_name_that_nobody_knows_is_told(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    assert hub_unreachable().startswith("no connection to http://hub.invalid")
+
+
+def test_silence_is_told_after_the_limit(monkeypatch):
+    with socket.socket() as full, socket.socket() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting.connect(full.getsockname())  # which fills the queue, so that the next connection hangs
+        address = f"http://127.0.0.1:{full.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(hub, "_LIMIT", 1.0)
+        begun = time.monotonic()
+        assert "no connection to" in hub_unreachable()
+        assert time.monotonic() - begun < 4
+
+
+def test_a_hub_that_answers_with_an_error_is_a_matter_of_its_client(monkeypatch, port):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    server = serve(port)
+    assert hub_unreachable() is None
+    server.shutdown()
+
+
+def test_a_network_that_returns_within_a_second_is_there(monkeypatch, port):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    late = threading.Timer(0.5, serve, [port])
+    late.start()
+    assert hub_unreachable() is None
+
+
+def test_an_address_without_a_protocol_is_told(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "hub.example")
+    assert "missing an 'http://' or 'https://' protocol" in hub_unreachable()
+
+
+def test_offline_mode_is_named(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub_unreachable() == "HF_HUB_OFFLINE is set"
