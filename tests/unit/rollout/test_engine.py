@@ -365,7 +365,7 @@ def test_an_adapter_of_pefts_with_a_changed_embedding_or_head_is_sampled_right_o
         with pytest.raises(ConfigError, match=refusal):
             sampler_of(policy)
         return
-    assert_exact(policy, PROMPTS, sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=5, count=2)))
+    assert_exact(policy.lm, PROMPTS, sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=5, count=2)))
 
 
 def test_a_sequence_at_which_rotary_positions_change_is_one_sentence(checkpoints):
