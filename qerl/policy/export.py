@@ -10,11 +10,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import (
-    ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
     INDEX,
@@ -29,11 +28,11 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
+from qerl.policy.adapter_files import read_adapter, write_adapter
 from qerl.policy.loading import packed_layers, read_packed
 from qerl.provenance.files import put
 from qerl.settings.base import ConfigError
 
-_PREFIX = "base_model.model."
 #: The values of vLLM's `max_lora_rank`; an adapter needs the least that isn't below its rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -77,21 +76,15 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
         partial = Path(scratch) / out.name
         norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")
-        (partial / "adapter").mkdir()
-        save_file(
-            {f"{_PREFIX}{name}": tensor for name, tensor in lora.items()},
-            partial / "adapter" / ADAPTER,
-            metadata={"format": "pt"},
-        )
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
         config = json.loads((trained / ADAPTER_CONFIG).read_text()) | named
-        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+        write_adapter(partial / "adapter", lora, config, checkpoint)
         put(partial, out)
 
 
 def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules."""
-    adapter = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(trained / ADAPTER).items()}
+    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the text model's names."""
+    adapter = read_adapter(trained)
     norms = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
     return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
 

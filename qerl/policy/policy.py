@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, read_headers, weights_format_of
+from qerl.checkpoints.folder import ADAPTER_CONFIG, check_adapter, loader_of, read_headers, weights_format_of
+from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
 from qerl.layers.adapters import POLICY_ADAPTER
@@ -24,6 +25,7 @@ from qerl.layers.mlp import fuse_mlps
 from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
+from qerl.policy.adapter_files import name_for_stock
 from qerl.policy.card import Base, write_card
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
@@ -147,8 +149,10 @@ class Policy:
             config.base_model_name_or_path, config.revision = base.name, base.revision
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
+        for name in peft.peft_config:
+            name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms)
+        write_card(folder, base, weights_format_of(checkpoint), norms, loader_of(checkpoint))
 
 
 def choose_device() -> torch.device:
@@ -282,7 +286,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
     lm, tokenizer = _base(checkpoint, dtype, device)
     config = LoraConfig.from_pretrained(str(trained))
     register_lora(config)
-    peft = PeftModel.from_pretrained(lm, str(trained), config=config)
+    peft = PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
     return Policy(lm.eval(), tokenizer, peft)
 
 

@@ -14,14 +14,14 @@ from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.layers.structure import Structure
-from qerl.policy.loading import checkpoint_structure, load_tokenizer
+from qerl.policy.loading import checkpoint_structure, load_model, load_tokenizer
 from qerl.quantization.writer import DENSE, SCHEMES, quiet, write_config, write_shards
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.training import Layer
@@ -70,7 +70,7 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     if refusal := refused_by_awq(checkpoint_structure(source)):
         raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
     texts = calibration_ids(load_tokenizer(source), calibration)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
+    model = load_model(source, DENSE)
     equalise(model, weights_format, texts)
     # One by one, because reading a parameter may move it to the GPU.
     write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
