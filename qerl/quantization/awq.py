@@ -69,9 +69,10 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     """
     if refusal := refused_by_awq(checkpoint_structure(source)):
         raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
-    texts = calibration_ids(load_tokenizer(source), calibration)
+    tokenizer = load_tokenizer(source)
+    texts = calibration_ids(tokenizer, calibration)
     model = load_model(source, DENSE)
-    equalise(model, weights_format, texts)
+    equalise(model, weights_format, texts, tokenizer)
     # One by one, because reading a parameter may move it to the GPU.
     write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
     write_config(source, target)
@@ -83,7 +84,9 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     }
 
 
-def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]) -> None:
+def equalise(
+    model: PreTrainedModel, weights_format: str, texts: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
     quiet()
     # Imported here, because the imports take seconds and configure a global logger.
@@ -93,7 +96,7 @@ def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]
     rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
-    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches)
+    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=tokenizer)
 
 
 def _modifier() -> Any:

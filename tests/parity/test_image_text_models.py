@@ -1,6 +1,7 @@
 """The text model of checkpoints of images and text against stock transformers' class of the whole, and PEFT on it."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, weights_format_of
+from qerl.checkpoints.text_models import own_name
+from qerl.data.sources import prepare
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.export import export, write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.awq import Calibration
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import write_merged
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
@@ -28,10 +32,12 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.served import refused_by_engine
 from qerl.settings.base import ConfigError
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import EngineSettings, NativeSettings
 from qerl.settings.training import AdapterSettings
 from tests.parity.test_published_parity import by_library
-from tests.tiny import edit_config, tiny_of_images, tiny_tokenizer
+from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
@@ -124,6 +130,34 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
             near = 1e-4 * gradient.abs().max().item()
             own = ours[f"base_model.model.model.{part.removeprefix(prefix)}"]
             torch.testing.assert_close(own, gradient, rtol=1e-3, atol=near, msg=part)
+
+
+@cases
+def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
+    policy, names = adapted(sources[name]), {}
+    policy.save(tmp_path)
+    [code] = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    exec(code, names)
+    with torch.no_grad():
+        torch.testing.assert_close(names["model"](TOKENS).logits, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_awq_equalises_the_text_model(tmp_path):
+    """The whole and the text model alone give the same packed tensors."""
+    prepare(DatasetSettings(format="gsm8k", origin=Generated(train=20, validation=2, test=2)), tmp_path / "data")
+    calibration = Calibration(CalibrationSettings(samples=4, length=64), tmp_path / "data")
+    write_template(tiny_of_images(tmp_path / "whole", "mistral3", "mistral"))
+    alone = tiny_family(tmp_path / "alone", "mistral", dtype=torch.bfloat16)
+    write_template(alone)
+    tensors = load_file(tmp_path / "whole/model.safetensors")
+    named = {own_name(part): tensor for part, tensor in tensors.items()}
+    save_file({part: named[part] for part in load_file(alone / "model.safetensors")}, alone / "model.safetensors")
+    packed = []
+    for source in (tmp_path / "whole", alone):
+        quantize_checkpoint(source, tmp_path / f"{source.name}-packed", "nvfp4", calibration)
+        packed.append(load_file(tmp_path / f"{source.name}-packed/model.safetensors"))
+    assert packed[0].keys() == packed[1].keys()
+    assert all(torch.equal(packed[0][part], packed[1][part]) for part in packed[0])
 
 
 @cases
