@@ -94,9 +94,10 @@ def equalise(
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+    processor: Any = tokenizer  # without one the library asks the folder for that of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
-    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=tokenizer)
+    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=processor)
 
 
 def _modifier() -> Any:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -26,6 +26,7 @@ from qerl.quantization.awq import Calibration
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import write_merged
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.value import add_value
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
@@ -35,7 +36,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.training import AdapterSettings, PPOSettings
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 
@@ -140,6 +141,15 @@ def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
     exec(code, names)
     with torch.no_grad():
         torch.testing.assert_close(names["model"](TOKENS).logits, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_adapter_of_a_value_function_has_the_names_of_the_whole(sources, tmp_path):
+    policy = adapted(sources["gemma3"])
+    add_value(policy, PPOSettings())
+    policy.save(tmp_path)
+    peft = PeftModel.from_pretrained(whole(sources["gemma3"]), tmp_path / "value")
+    stored = load_file(tmp_path / "value/adapter_model.safetensors")
+    assert stored.keys() == get_peft_model_state_dict(peft).keys()
 
 
 def test_awq_equalises_the_text_model(tmp_path):
