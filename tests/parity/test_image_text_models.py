@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,13 @@ def adapted(folder):
     return policy
 
 
+def model_of_the_card(folder):
+    """The model that the code of an adapter's card makes with stock transformers and PEFT."""
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1], names)
+    return names["model"]
+
+
 def forced(model, prompt, tokens):
     """Log-probabilities [T] of a completion, from one forward pass over it alone."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -135,12 +143,11 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
 
 @cases
 def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
-    policy, names = adapted(sources[name]), {}
+    policy = adapted(sources[name])
     policy.save(tmp_path)
-    [code] = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
-    exec(code, names)
     with torch.no_grad():
-        torch.testing.assert_close(names["model"](TOKENS).logits, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        found = model_of_the_card(tmp_path)(TOKENS).logits
+        torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_adapter_of_a_value_function_has_the_names_of_the_whole(sources, tmp_path):
@@ -235,6 +242,7 @@ def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, t
     tiny_tokenizer(folder)
     policy = adapted(folder)
     policy.save(tmp_path / "adapter")
+    rounded = deepcopy(expected).float()  # as transformers unpacks the weights
     write_dense(folder, tmp_path / "dense", torch.float32)  # which the comparison above has checked in bfloat16
     for part, weight in load_file(tmp_path / "dense/model.safetensors").items():
         if "proj" in part:
@@ -242,6 +250,13 @@ def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, t
     peft = PeftModel.from_pretrained(expected.float(), tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        # The names that the library lists as ignored are not those of transformers' modules.
+        edit_config(folder, quantization_config=config | {"ignore": ignored})
+        by_card, unpacked = (
+            model_of_the_card(tmp_path / "adapter"),
+            PeftModel.from_pretrained(rounded, tmp_path / "adapter"),
+        )
+        torch.testing.assert_close(by_card(TOKENS).logits, unpacked.eval()(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def _within(part):
