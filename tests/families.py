@@ -72,6 +72,19 @@ _YARN = {
     "original_max_position_embeddings": 256,
 }
 
+#: The original length is so short that the queries of a short text grow.
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 8,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -95,12 +108,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3 (dense)", "", {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}),
     "llama": Family("Llama 3", "", {"model_type": "llama", "rope_parameters": LLAMA_ROPE}),
     "mistral": Family(
-        "Mistral (7B from v0.2, Nemo)",
+        "Mistral (7B from v0.2, Nemo; text of Small 3.1, 3.2)",
         "",
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
     ),
     "mistral-sliding": Family(
         "Mistral 7B v0.1", "sliding window", {"model_type": "mistral", "head_dim": 16, "sliding_window": 8}
+    ),
+    "ministral3": Family(
+        "Ministral 3 (text)",
+        "queries grow with their position",
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _MINISTRAL_ROPE, "initializer_range": 0.1},
     ),
     "phi3": Family(
         "Phi-3, Phi-4",
@@ -113,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma3": Family(
-        "Gemma 3 (text: 270M, 1B)",
+        "Gemma 3 (270M, 1B; text of 4B, 12B, 27B)",
         "norms 1 + w before and after, norms of q and k, sliding windows, scaled embedding",
         {
             "model_type": "gemma3_text",

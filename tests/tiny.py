@@ -99,14 +99,29 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
 
 
-def tiny_of_images(folder: Path, seed: int = 0) -> Path:
-    """Write a random Qwen3.5 as it is published: a model of images and text, and a layer of its draft model."""
-    seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
-    text = FAMILIES["qwen3_5"].config().to_dict()
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=seeing)
-    _save(_build(AutoModelForImageTextToText.from_config, config, seed), folder, torch.bfloat16, "1GB")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "mtp.fc.weight": torch.zeros(64, 128)}, folder / "model.safetensors", {"format": "pt"})
+#: Small vision parts of models of images and text.
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    "gemma3": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    "mistral3": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14},
+}
+
+
+def tiny_of_images(
+    folder: Path, kind: str = "qwen3_5", family: str = "qwen3_5", *, dtype: torch.dtype = torch.bfloat16, **text: Any
+) -> Path:
+    """Write a random model of images and text, as transformers saves it; its text model is of a family.
+
+    Qwen3.5 has a layer of its draft model, as it is published.
+    """
+    values = FAMILIES[family].config(**text).to_dict()
+    config = AutoConfig.for_model(kind, text_config=values, vision_config=_VISION[kind])
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings
+    _save(_build(AutoModelForImageTextToText.from_config, config, seed=0), folder, dtype, "1GB")
+    if kind == "qwen3_5":
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, "mtp.fc.weight": torch.zeros(64, 128)}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

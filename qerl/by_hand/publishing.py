@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from qerl.by_hand.evaluations import Evaluation
 from qerl.by_hand.models import HUB_MODEL, PathLike
 from qerl.by_hand.runs import Run, check_finished
-from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG
+from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, loader_of
 from qerl.prepare.run_parts import CHECKPOINT
 from qerl.publishing.run_facts import BaseModel, RunFacts, RunScore, data_name
 from qerl.results.files import read, read_rows
@@ -74,6 +74,7 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
         data=read(PreparedDataset, run.data / DATASET),
         metrics=[*read_rows(StepMetrics, run.folder / METRICS)],
         scores=[*_scores(run, evaluations)],
+        loader=loader_of(run.checkpoint),
     )
 
 

@@ -10,6 +10,8 @@ from qerl.settings.rollout import EngineSettings
 
 #: Types of rotary embeddings whose `max_position_embeddings` already is the scaled length.
 _SCALED_ALREADY = ("default", "llama3")
+#: Models that state the scaled length whatever the type of their rotary embeddings.
+_STATING_SCALED = ("gemma3_text",)
 #: Types whose frequencies change for all sequences of a batch when one passes the original length.
 _CHANGING = ("longrope", "su")
 
@@ -17,10 +19,10 @@ _CHANGING = ("longrope", "su")
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest prompt with its completion, in tokens. None if config.json doesn't say.
 
-    It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM. With
-    YaRN some checkpoints state the scaled length there and some the original one, so the larger of both counts. With
-    longrope it is the original length, up to which sampler and update have the same frequencies. A sliding window
-    limits attention, not the length.
+    It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM.
+    Gemma 3 states the scaled length there. With YaRN some checkpoints do and some state the original one, so the larger
+    of both counts. With longrope it is the original length, up to which sampler and update have the same frequencies. A
+    sliding window limits attention, not the length.
     """
     stated = config.get("max_position_embeddings")
     if type(stated) is not int or stated <= 0:
@@ -28,7 +30,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     # Transformers 5 writes rope_parameters, earlier versions rope_scaling; "type" is the older name of "rope_type".
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor") or 1.0
-    if kind in _SCALED_ALREADY:
+    if kind in _SCALED_ALREADY or config.get("model_type") in _STATING_SCALED:
         return stated
     original = (
         scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or stated

@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints import schemes
 from qerl.checkpoints.layouts import TensorInfo, own_layout, unpacked_layers
+from qerl.checkpoints.text_models import TEXT_LOADER, ImageTextModel, image_text_model, text_config
 from qerl.formats.errors import FormatError
 from qerl.settings.base import UserError
 
 #: The supported values of `layer_types` in config.json.
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-#: Models of images and text whose text model is read: their `model_type`, and transformers' class of the text model.
-TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM"}
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -153,8 +152,21 @@ def left_out(folder: Path) -> list[str]:
     return schemes.ignored(quantization) if quantization else []
 
 
+def whole_model(folder: Path) -> ImageTextModel | None:
+    """The kind of model of images and text that a checkpoint is, which `read_config` accepts; None if it's another."""
+    return image_text_model(_read_json(folder / CONFIG))
+
+
+def loader_of(folder: Path) -> str:
+    """transformers' class that makes of a checkpoint the model on which stock PEFT loads an adapter."""
+    whole = whole_model(folder)
+    return TEXT_LOADER if whole is None else whole.loader
+
+
 def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Sentences on what a published checkpoint states and this package doesn't apply, and on layers that it unpacks."""
+    """Sentences on what a published checkpoint has and this package doesn't apply, and on layers that it unpacks."""
+    if whole_model(folder):
+        yield f"{folder} is a model of images and text: its text model alone is read and counted, the rest is left"
     if ignored := left_out(folder):
         yield f"{folder}: {' and '.join(ignored)}, which its config.json states, isn't applied"
     if layers := unpacked_layers(headers):
@@ -165,13 +177,16 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or not that of a decoder of text.
 
-    That of a model of images and text in `TEXT_MODELS` is the text model's.
+    That of a model of images and text is the text model's (`qerl.checkpoints.text_models`).
     Whether the model's structure is handled is known to `qerl.policy.loading.checkpoint_structure`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
     _check_kind(folder)
-    config = _of_text(folder, _read_json(folder / CONFIG))
+    try:
+        config = text_config(_read_json(folder / CONFIG))
+    except FormatError as error:
+        raise CheckpointError(f"{folder / CONFIG} has {error}") from None
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / CONFIG} has no model_type; download the checkpoint again")
     if missing := [key for key in _SIZES if key not in config]:
@@ -188,20 +203,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
     _check_layer_types(folder, config)
     return config
-
-
-def _of_text(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the text model, with the quantization of the whole."""
-    if "text_config" not in config:
-        return config
-    kind, text = config.get("model_type"), config["text_config"]
-    if kind not in TEXT_MODELS or not isinstance(text, dict):
-        raise CheckpointError(
-            f"{folder / CONFIG} has a text_config, so {kind!r} isn't a model of text alone, "
-            "which isn't supported; use the family's text model"
-        )
-    whole = {key: config[key] for key in ("quantization_config",) if key in config}
-    return {**text, "architectures": [TEXT_MODELS[kind]], **whole}
 
 
 def _check_kind(folder: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from qerl.checkpoints.text_models import is_within, own_name
 from qerl.formats.errors import FormatError
 
 #: What a tensor is made of: the file's values, their reciprocals, the bytes of 8-bit exponents, FP8 values times their
@@ -31,8 +32,6 @@ _HEAD = "lm_head"
 #: A stack of experts' tensors, and the names of its parts here.
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
 _STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
-#: The prefixes of the text model's tensors in a model of images and text, and in the text model.
-_WITHIN, _ALONE = "model.language_model.", "model."
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -70,10 +69,10 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     """The tensors of the text model, by its names."""
-    if not any(name.startswith(_WITHIN) for name in stored):
+    if not any(map(is_within, stored)):
         return stored
-    kept = {name: info for name, info in stored.items() if name.startswith((_WITHIN, f"{_HEAD}."))}
-    return {name.replace(_WITHIN, _ALONE, 1): info for name, info in kept.items()}
+    named = ((own_name(name), info) for name, info in stored.items())
+    return {name: info for name, info in named if name is not None}
 
 
 def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:

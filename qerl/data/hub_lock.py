@@ -27,8 +27,9 @@ from qerl.settings.reading import parse_yaml
 Lock = dict[str, LockedRepo]
 
 #: Files that a model's folder needs: weights, configuration, tokenizer, chat template. Folders within it have copies of
-#: the weights for other software, as `original` and `metal` of gpt-oss.
-MODEL_FILES, OTHER_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"], ["*/*"]
+#: the weights for other software, as `original` and `metal` of gpt-oss, and so have Mistral's files `consolidated`.
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
+OTHER_FILES = ["*/*", "consolidated*"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -36,15 +36,18 @@ class Base:
     revision: str | None = None
 
 
-def write_card(folder: Path, base: Base, weights: str, norms: bool) -> None:
-    """Write the card of the adapter in `folder`, which was trained on `base` in the weight format `weights`."""
+def write_card(folder: Path, base: Base, weights: str, norms: bool, loader: str) -> None:
+    """Write the card of the adapter in `folder`, which was trained on `base` in the weight format `weights`.
+
+    transformers' class `loader` makes the base's model.
+    """
     about = ModelCardData(base_model=base.name, **ABOUT_ADAPTERS)
     (folder / CARD).write_text(
-        f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms)}", encoding="utf-8"
+        f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms, loader)}", encoding="utf-8"
     )
 
 
-def _text(folder: Path, base: Base, weights: str, norms: bool) -> str:
+def _text(folder: Path, base: Base, weights: str, norms: bool, loader: str) -> str:
     at = f" at {base.revision}" if base.revision else ""
     trained = "and the two norms of each block, in float32" if norms else "in float32"
     return f"""
@@ -56,7 +59,7 @@ whose linear weights are {weights}. `adapter_config.json` has rank, alpha and ta
 With transformers and PEFT:
 
 ```python
-{loading_code(str(folder), base, weights)}
+{loading_code(str(folder), base, weights, loader)}
 ```
 
 {loading_notes(weights, norms)}
@@ -71,10 +74,10 @@ def loading_notes(weights: str, norms: bool) -> str:
     return "\n".join(filter(None, (_NOTES[weights], _NORMS if norms else "")))
 
 
-def loading_code(adapter: str, base: Base, weights: str) -> str:
+def loading_code(adapter: str, base: Base, weights: str, loader: str) -> str:
     """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT."""
     unpacked = weights in ("nvfp4", "mxfp4")
-    classes = ["AutoModelForCausalLM", "AutoTokenizer", *(["CompressedTensorsConfig"] if unpacked else [])]
+    classes = [loader, "AutoTokenizer", *(["CompressedTensorsConfig"] if unpacked else [])]
     revision = f', revision="{base.revision}"' if base.revision else ""
     quantization = f", quantization_config={_UNPACKED}" if unpacked else ""
     return f"""import torch
@@ -83,5 +86,5 @@ from transformers import {", ".join(classes)}
 
 base = {base.name!r}
 tokenizer = AutoTokenizer.from_pretrained(base{revision})
-model = AutoModelForCausalLM.from_pretrained(base{revision}, dtype=torch.float32{quantization})
+model = {loader}.from_pretrained(base{revision}, dtype=torch.float32{quantization})
 model = PeftModel.from_pretrained(model{".float()" if unpacked else ""}, {adapter!r}).eval()"""

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import (
@@ -30,13 +30,14 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
+from qerl.policy.adapter_files import read_adapter, write_adapter
 from qerl.policy.loading import packed_layers, read_packed, tied_weights
 from qerl.provenance.files import put, writing
 from qerl.settings.base import ConfigError
 
-_PREFIX = "base_model.model."
-#: Names of what an adapter may have here: LoRA of linear layers, and weights and biases in place of the base's.
-_KNOWN = re.compile(r"(?!.*\.(base_layer|modules_to_save)\.).*\.(lora_[AB]\.\w+|weight|bias)")
+#: Names of what an adapter may have here: LoRA of linear layers and of stacks of experts, and weights and biases in
+#: place of the base's.
+_KNOWN = re.compile(r"(?!.*(?<!\.experts)\.(base_layer|modules_to_save)\.).*\.(lora_[AB]\.\w+|weight|bias)")
 #: The values of vLLM's `max_lora_rank`; an adapter needs the least that isn't below its rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -80,24 +81,18 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
         partial = Path(scratch) / out.name
         norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")
-        (partial / "adapter").mkdir()
-        save_file(
-            {f"{_PREFIX}{name}": tensor for name, tensor in lora.items()},
-            partial / "adapter" / ADAPTER,
-            metadata={"format": "pt"},
-        )
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
         config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")) | named
-        (partial / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_adapter(partial / "adapter", lora, config, checkpoint)
         put(partial, out)
 
 
 def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the names of the base's modules.
+    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the text model's names.
 
     Raises `CheckpointError` for an adapter of PEFT's that has more, such as trained tokens or LoRA of an embedding.
     """
-    adapter = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(trained / ADAPTER).items()}
+    adapter = read_adapter(trained)
     if unknown := sorted(name for name in adapter if not _KNOWN.fullmatch(name)):
         raise CheckpointError(
             f"{trained / ADAPTER} holds {unknown[0]}, and only norms and LoRA of linear layers are exported; merge "

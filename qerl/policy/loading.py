@@ -51,14 +51,13 @@ class _Slot:
 
 def config_of(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
+    values = read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        text: PreTrainedConfig = config.get_text_config()
-        text.name_or_path = config.name_or_path
-        return text
+        config: PreTrainedConfig = AutoConfig.for_model(**values)
     except (ValueError, TypeError) as error:
-        kind = read_config(folder)["model_type"]
-        raise CheckpointError(f"{folder / CONFIG} has model_type={kind!r}: {error}") from None
+        raise CheckpointError(f"{folder / CONFIG} has model_type={values['model_type']!r}: {error}") from None
+    config.name_or_path = str(folder)
+    return config
 
 
 def checkpoint_structure(folder: Path) -> Structure:

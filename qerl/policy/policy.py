@@ -20,9 +20,11 @@ from qerl.checkpoints.folder import (
     ADAPTER_CONFIG,
     CheckpointError,
     check_adapter,
+    loader_of,
     read_headers,
     weights_format_of,
 )
+from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
 from qerl.layers.adapted_experts import adapt_experts
@@ -33,6 +35,7 @@ from qerl.layers.mlp import fuse_mlps
 from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
+from qerl.policy.adapter_files import name_for_stock
 from qerl.policy.card import Base, write_card
 from qerl.policy.expert_adapters import (
     fill_experts,
@@ -165,8 +168,10 @@ class Policy:
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
         store_experts(peft, folder)
+        for name in peft.peft_config:
+            name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms)
+        write_card(folder, base, weights_format_of(checkpoint), norms, loader_of(checkpoint))
 
 
 def choose_device() -> torch.device:
@@ -326,7 +331,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     if not projections:
-        return PeftModel.from_pretrained(lm, str(trained), config=config)
+        return PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
     config.inference_mode = True
     peft: PeftModel = get_peft_model(lm, config)
     adapt_experts(peft, projections, config.r, config.lora_alpha)

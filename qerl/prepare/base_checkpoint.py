@@ -64,7 +64,8 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
             )
         )
     except (httpx.HTTPError, OSError) as error:
-        command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude '*/*'"
+        left = " ".join(f"'{pattern}'" for pattern in OTHER_FILES)
+        command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude {left}"
         raise ConfigError(
             f"can't download {repo} ({unreachable or type(error).__name__}): on a machine with network run "
             f"`{command}`, then give that folder (in a workflow's configuration: a model with source: local)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +42,8 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
 def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if the tokenizer's end of text doesn't end completions, as after fine-tuning a base on a chat template."""
     file = next(path for path in (model / "generation_config.json", model / CONFIG) if path.is_file())
-    ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    stated: dict[str, Any] = read_config(model) if file.name == CONFIG else json.loads(file.read_text(encoding="utf-8"))
+    ends: Any = stated.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [ends]
     if ends is not None and tokenizer.eos_token_id not in (None, *ids):
         log.warning(

@@ -38,7 +38,7 @@ an implementation of [QeRL](https://arxiv.org/abs/2510.11696).
 With transformers and PEFT:
 
 ```python
-{loading_code(repo, _loaded_base(facts.base), settings.weights)}
+{loading_code(repo, _loaded_base(facts.base), settings.weights, facts.loader)}
 ```
 
 {loading_notes(settings.weights, norms)}

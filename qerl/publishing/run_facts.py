@@ -57,6 +57,8 @@ class RunFacts:
     data: PreparedDataset
     metrics: Sequence[StepMetrics]
     scores: Sequence[RunScore] = ()
+    loader: str = "AutoModelForCausalLM"
+    """transformers' class that makes the base's model."""
 
 
 def data_name(data: PreparedDataset) -> str:

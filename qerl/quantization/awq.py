@@ -14,14 +14,14 @@ from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.layers.structure import Structure
-from qerl.policy.loading import checkpoint_structure, load_tokenizer
+from qerl.policy.loading import checkpoint_structure, load_model, load_tokenizer
 from qerl.quantization.writer import DENSE, SCHEMES, quiet, write_config, write_shards
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.training import Layer
@@ -69,9 +69,10 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     """
     if refusal := refused_by_awq(checkpoint_structure(source)):
         raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
-    texts = calibration_ids(load_tokenizer(source), calibration)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=DENSE, use_safetensors=True, trust_remote_code=False)
-    equalise(model, weights_format, texts)
+    tokenizer = load_tokenizer(source)
+    texts = calibration_ids(tokenizer, calibration)
+    model = load_model(source, DENSE)
+    equalise(model, weights_format, texts, tokenizer)
     # One by one, because reading a parameter may move it to the GPU.
     write_shards(read_headers(source), target, lambda name: {name: model.get_parameter(name).detach().clone()})
     write_config(source, target)
@@ -83,7 +84,9 @@ def write_equalised(source: Path, target: Path, weights_format: str, calibration
     }
 
 
-def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]) -> None:
+def equalise(
+    model: PreTrainedModel, weights_format: str, texts: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Scale weights and norms of `model` in place, for rounding its linear layers to `weights_format`."""
     quiet()
     # Imported here, because the imports take seconds and configure a global logger.
@@ -91,9 +94,10 @@ def equalise(model: PreTrainedModel, weights_format: str, texts: list[list[int]]
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+    processor: Any = tokenizer  # without one the library asks the folder for that of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
-    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches)
+    oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=processor)
 
 
 def _modifier() -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from qerl.checkpoints.folder import whole_model
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.structure import rope_types
 
@@ -54,4 +56,7 @@ def refused_by_vllm(config: Any) -> str | None:
     kind = getattr(config, "model_type", "")
     if kind not in _VLLM:
         return f"sampling by vLLM is tested with {', '.join(_VLLM)}, not {kind!r}"
+    folder = getattr(config, "name_or_path", "")
+    if folder and whole_model(Path(folder)):
+        return f"sampling by vLLM is tested with models of text alone, and {folder} is one of images and text"
     return None

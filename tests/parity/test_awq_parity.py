@@ -77,7 +77,7 @@ def test_equalising_leaves_the_function_as_it_is(checkpoints, data, architecture
     token_ids = torch.tensor([texts[0]])
     with torch.no_grad():
         expected = model(token_ids).logits
-        equalise(model, weights_format, texts)
+        equalise(model, weights_format, texts, AutoTokenizer.from_pretrained(folder))
         scaled = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         scaled.load_state_dict({name: model.get_parameter(name) for name in before}, strict=False)
         torch.testing.assert_close(scaled(token_ids).logits, expected, rtol=1e-4, atol=1e-5)

@@ -29,13 +29,14 @@ from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_gpt_oss, tiny_of_images
+from tests.tiny import tiny_family, tiny_gpt_oss
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
 NORMS = {
     "mistral": ("input_layernorm", "post_attention_layernorm"),
     "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
+    "ministral3": ("input_layernorm", "post_attention_layernorm"),
     "phi3": ("input_layernorm", "post_attention_layernorm"),
     "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
@@ -194,22 +195,6 @@ def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypat
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
 
 
-def test_the_text_model_of_one_of_images_and_text_is_trained_packed_and_exported(tmp_path):
-    """Qwen3.5 is published in this layout. Stock transformers reads all three folders."""
-    source = tiny_of_images(tmp_path / "images")
-    policy = perturbed(with_adapter(source, AdapterSettings(rank=2), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
-    export(source, tmp_path / "adapter", tmp_path / "out")
-    with torch.no_grad():
-        for base, adapter in ((source, tmp_path / "adapter"), (tmp_path / "out/base", tmp_path / "out/adapter")):
-            found = PeftModel.from_pretrained(stock(base), adapter)(TOKENS).logits
-            torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
-    quantize_checkpoint(source, tmp_path / "packed", "nvfp4")
-    assert json.loads((tmp_path / "packed/config.json").read_text())["model_type"] == "qwen3_5_text"
-    packed, published = (m(tmp_path / "packed", torch.bfloat16)(TOKENS).logits for m in (load_model, stock))
-    assert torch.equal(packed, published)
-
-
 @families
 def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     """z is an absolute change of a norm's weight, also where the norm is 1 + w."""
@@ -249,12 +234,6 @@ def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_rea
     tiny_family(tmp_path / "dense", "gpt_oss", dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"down_proj \[4, 128, 64\], a stack of experts in another format"):
         quantize_checkpoint(tmp_path / "dense", tmp_path / "packed", "nvfp4")
-
-
-def test_other_models_of_images_and_text_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
-    with pytest.raises(CheckpointError, match="has a text_config, so 'gemma3' isn't a model of text alone"):
-        load_model(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("phi3", "the model has .*qkv_proj"), ("gemma3", "norms don't multiply")])

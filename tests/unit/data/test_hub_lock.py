@@ -26,6 +26,7 @@ FILES = {
         "model.safetensors": None,
         "README.md": b"no part of a model",
         "original/model.safetensors": None,  # as gpt-oss has it for other software
+        "consolidated.safetensors": None,  # as Mistral has it for other software
     },
     "org/sums": {"main/train-00000-of-00001.parquet": None, "README.md": b"sums"},
 }

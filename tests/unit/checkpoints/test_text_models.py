@@ -1,0 +1,166 @@
+"""Configurations and names of models of images and text, against transformers' own reading of them."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+from qerl.checkpoints.context import context_length
+from qerl.checkpoints.folder import CheckpointError, check_base, read_config, read_headers
+from qerl.checkpoints.text_models import IMAGE_TEXT_MODELS, own_name
+from qerl.plan.doctor import asked_model, diagnose
+from qerl.plan.model_shape import ModelShape
+from qerl.plan.sharded_memory import weight_numbers
+from qerl.policy.loading import config_of
+from qerl.policy.policy import load_policy
+from tests.families import FAMILIES
+from tests.tiny import edit_config, tiny_of_images, write_template
+
+_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024, "model_type": "gemma3_text"}
+#: The text_configs of published Gemma 3, whose missing keys have transformers' defaults.
+GEMMAS = {
+    "4B": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    "12B": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "27B": {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+    },
+}
+#: Published parameters of the text models in billions, with embeddings and without the vision tower.
+BILLIONS = {"4B": 3.88, "12B": 11.77, "27B": 27.0}
+_MISTRAL_SMALL = {
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "max_position_embeddings": 131072,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000000.0,
+    "sliding_window": None,
+    "vocab_size": 131072,
+}
+
+
+def written(folder, kind, text, **whole):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text, **whole}))
+    return folder
+
+
+@pytest.mark.parametrize("size", GEMMAS)
+def test_published_gemma_3_is_read_as_transformers_reads_it(tmp_path, size):
+    folder = written(tmp_path, "gemma3", GEMMAS[size] | _ROPE, eos_token_id=[1, 106], vision_config={})
+    stock = AutoConfig.from_pretrained(folder).text_config
+    found, ignored = config_of(folder).to_dict(), {"_name_or_path", "architectures", "eos_token_id", "dtype"}
+    expected = stock.to_dict()
+    assert {k: v for k, v in found.items() if k not in ignored} == {k: expected[k] for k in found if k not in ignored}
+    assert found["rope_parameters"]["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert found["layer_types"][:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    shape = ModelShape.of(read_config(folder))
+    assert shape == ModelShape.of(expected)
+    assert weight_numbers(shape) / 1e9 == pytest.approx(BILLIONS[size], abs=0.02)
+    assert context_length(read_config(folder)) == context_length(expected) == 131072
+
+
+def test_published_mistral_small_has_a_head_of_its_own(tmp_path):
+    """transformers' class of the whole would tie it by default, and finds another one in the files."""
+    folder = written(tmp_path, "mistral3", _MISTRAL_SMALL, vision_config={"model_type": "pixtral"})
+    shape = ModelShape.of(read_config(folder))
+    assert not shape.tied
+    assert not config_of(folder).tie_word_embeddings
+    assert weight_numbers(shape) / 1e9 == pytest.approx(23.57, abs=0.01)
+
+
+def test_a_head_is_tied_where_the_text_model_says_so_or_else_the_whole(tmp_path):
+    for text, whole, tied in ((True, False, True), (None, True, True), (False, True, False)):
+        stated = {} if text is None else {"tie_word_embeddings": text}
+        written(tmp_path, "mistral3", _MISTRAL_SMALL | stated, tie_word_embeddings=whole)
+        assert config_of(tmp_path).tie_word_embeddings is tied
+
+
+def test_completions_end_where_the_whole_says(tmp_path):
+    """In config.json without a generation_config.json, which has them otherwise."""
+    source = tiny_of_images(tmp_path, "gemma3", "gemma3")
+    edit_config(source, eos_token_id=[1, 7])
+    (source / "generation_config.json").unlink(missing_ok=True)
+    assert load_policy(source, None, "float32", torch.device("cpu")).stop_token_ids == [1, 7]
+    GenerationConfig(eos_token_id=[1, 9]).save_pretrained(source)
+    assert load_policy(source, None, "float32", torch.device("cpu")).stop_token_ids == [1, 9]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("qwen3_5", "qwen3_5"), ("gemma3", "gemma3"), ("mistral3", "mistral"), ("mistral3", "ministral3")],
+)
+def test_the_tensors_are_those_of_the_text_model_alone(tmp_path, kind, family):
+    source = tiny_of_images(tmp_path, kind, family)
+    alone = AutoModelForCausalLM.from_config(FAMILIES[family].config())
+    expected = {name: tuple(tensor.shape) for name, tensor in alone.state_dict().items()}
+    if alone.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert {name: info.shape for name, info in read_headers(source).items()} == expected
+
+
+def test_names_of_the_head_and_of_what_is_left():
+    assert own_name("language_model.lm_head.weight") == own_name("lm_head.weight") == "lm_head.weight"
+    assert own_name("model.vision_tower.encoder.layers.0.self_attn.q_proj.weight") is None
+    assert own_name("multi_modal_projector.linear_1.weight") is None
+
+
+def test_the_doctor_counts_the_text_model_and_says_that_the_rest_is_left(tmp_path):
+    source = tiny_of_images(tmp_path, "gemma3", "gemma3")
+    write_template(source)
+    check_base(source)
+    model = asked_model(str(source), "bf16")
+    assert model.shape == ModelShape.of(FAMILIES["gemma3"].config().to_dict())
+    notes = diagnose(model, None).notes
+    assert (
+        f"{source} is a model of images and text: its text model alone is read and counted, the rest is left" in notes
+    )
+    assert any("sampling by vLLM is tested with models of text alone" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        ("llava", {"model_type": "llama"}, "has a text_config, so 'llava' isn't a model of text alone.*; take"),
+        ("gemma3", [], "has a text_config, so 'gemma3' isn't a model of text alone"),
+        (
+            "mistral3",
+            {"model_type": "qwen2"},
+            "has model_type='qwen2' in its text_config.* mistral or ministral3;",
+        ),
+        ("gemma3", {}, "has model_type='None' in its text_config"),
+    ],
+)
+def test_other_models_of_images_and_text_are_refused_by_one_sentence(tmp_path, kind, text, sentence):
+    with pytest.raises(CheckpointError, match=sentence) as caught:
+        read_config(written(tmp_path, kind, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_without_an_adapter_are_those_of_the_stock_class(tmp_path):
+    """The pattern must match each module beside the text model that has a layer of the same name, and none within."""
+    for kind, family in (("gemma3", "gemma3"), ("mistral3", "mistral")):
+        source = tiny_of_images(tmp_path / kind, kind, family)
+        whole, pattern = AutoModelForImageTextToText.from_pretrained(source), IMAGE_TEXT_MODELS[kind].excluded
+        named = [name for name, _ in whole.named_modules() if name.rpartition(".")[2] == "q_proj"]
+        assert {"language_model" in name for name in named} == {True, False}
+        assert all(bool(re.fullmatch(pattern, name)) == ("language_model" not in name) for name in named)
