@@ -15,6 +15,7 @@ from qerl.report.drift import change, drift, slope_per_step, verdict
 from qerl.report.job import make_figure, make_table
 from qerl.results.files import ResultError
 from qerl.results.intervals import Interval
+from qerl.results.study import read_study
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import RunSettings
@@ -92,7 +93,10 @@ def test_the_table_has_a_row_per_run_in_the_units_of_its_headings(tmp_path):
 
 def test_the_page_has_the_numbers_of_the_committed_steps():
     """The table, and KL by weights and 200 steps."""
-    steps = pd.read_parquet(ROOT / "results/reference/drift/metrics.parquet")
+    study = read_study(ROOT / "results/reference/drift")
+    runs = study.runs[study.runs["role"] == "main"]
+    named = runs[["run", "model", "experiment", "arm", "weights", "seed"]].astype({"seed": int})
+    steps = study.steps.merge(named.assign(variant="", training="LoRA"), on="run")
     made, stored = drift(steps), pd.read_csv(ROOT / "docs/results/drift/drift.csv")
     columns = [name for name in made if name.startswith(("kl_", "entropy_"))]
     np.testing.assert_allclose(made[columns], stored[columns], rtol=1e-6)
@@ -110,8 +114,8 @@ def test_the_page_has_the_numbers_of_the_committed_steps():
 def test_the_page_has_the_numbers_of_the_committed_pilot():
     """KL by weights, rate and 50 steps."""
     pilot = ROOT / "results/reference/exploration/25m-pilot"
-    runs, steps = (pd.read_parquet(pilot / f"{name}.parquet") for name in ("runs", "steps"))
-    named = steps.merge(runs[["run", "experiment", "arm", "rate"]], on="run")
+    study = read_study(pilot)
+    named = study.steps.merge(study.runs[["run", "experiment", "arm", "rate"]], on="run")
     page = (ROOT / "docs/results/drift.md").read_text()
     listed = re.findall(r"^\| (BF16|NVFP4), ([\d.e-]+)[^|]* \| (.*) \|$", page, re.MULTILINE)
     assert len(listed) == 5

@@ -46,12 +46,18 @@ def results(out: Path):
 
 
 def assert_same(one, other) -> None:
+    """Equal up to the order of sums, on which a processor decides.
+
+    AdamW divides a gradient by its own size. So where it is near zero, its rounding moves the weight by a part of the
+    learning rate: such weights are few, and move by less than a tenth of it.
+    """
     for a, b in zip(one[1], other[1], strict=True):
         assert [a[key] for key in EXACT] == [b[key] for key in EXACT]
         assert [a[key] for key in CLOSE] == pytest.approx([b[key] for key in CLOSE], rel=1e-5, abs=1e-7)
     assert one[0].keys() == other[0].keys()
-    for name, weight in one[0].items():
-        torch.testing.assert_close(weight, other[0][name], atol=1e-6, rtol=1e-6, msg=name)
+    moved = torch.cat([(weight - other[0][name]).abs().flatten() for name, weight in one[0].items()])
+    assert (moved > 2e-6).float().mean() < 1e-4
+    assert moved.max() < SETTINGS["optimizer"]["learning_rate"] / 10
 
 
 def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(tmp_path, forking, monkeypatch):
