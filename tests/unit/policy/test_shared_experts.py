@@ -46,6 +46,8 @@ def by_peft(base, folder, targets):
 def test_an_adapter_of_stock_peft_is_that_of_the_shared_expert(base, tmp_path, targets):
     peft = by_peft(base, tmp_path, targets)
     policy = load_policy(base, tmp_path, "float32", CPU)
+    adapted = {name for name, _ in policy.peft.named_parameters() if ".lora_" in name}
+    assert adapted == {name for name, _ in peft.named_parameters() if ".lora_" in name}
     [group] = EngineSampler(policy, NativeSettings()).generate(
         [[5, 6, 7]], SamplingParams(max_tokens=16, count=2, ignore_eos=True)
     )
