@@ -189,6 +189,20 @@ def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     assert torch.equal(model(TOKENS).logits, stock(bases / name / weights, torch.bfloat16)(TOKENS).logits)
 
 
+@pytest.mark.parametrize("weights", PACKED_FORMATS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_packed_experts_are_those_of_the_unpacked_base(bases, tmp_path, name, weights):
+    """Stock transformers stacks experts, and so reads no packed ones."""
+    model = load_model(bases / name / weights, torch.float32)
+    layers = {part for part, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert {part.rpartition(".")[2] for part in layers} == SEVEN
+    assert not [part for part in layers if "linear_attn" in part]
+    write_dense(bases / name / weights, tmp_path, torch.float32)
+    with torch.no_grad():
+        expected = stock(tmp_path)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
+
+
 def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypatch):
     """As some published files have it; here these layers stay dense."""
     every = {f"model.layers.0.linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
