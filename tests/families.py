@@ -34,6 +34,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+#: For a key of `SHAPE` that configurations of a family don't have.
+LEFT_OUT = object()
 LLAMA_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -60,6 +62,19 @@ _QWEN_ROPE = {
     "partial_rotary_factor": 0.5,
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
+}
+
+#: A block of each kind, of Qwen3.5.
+_HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "initializer_range": 0.06,
+    "pad_token_id": None,  # whose embedding would be zero, so that padding would leave no trace anyway
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": _QWEN_ROPE,
 }
 
 _YARN = {
@@ -99,8 +114,9 @@ class Family:
     formats: str = ", ".join(name.upper() for name in ("bf16", *PACKED_FORMATS))
 
     def config(self, **changes: Any) -> PreTrainedConfig:
-        """The configuration of a small model, with `changes` of its values."""
-        return AutoConfig.for_model(**{**SHAPE, **self.values, **changes})
+        """The configuration of a small model, with `changes` of its values. Those that are `LEFT_OUT` are not in it."""
+        values = {**SHAPE, **self.values, **changes}
+        return AutoConfig.for_model(**{key: value for key, value in values.items() if value is not LEFT_OUT})
 
 
 FAMILIES: dict[str, Family] = {
@@ -157,23 +173,25 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",
         "gated delta nets, whose layers stay BF16; attention with a gate; norms 1 + w",
-        {
-            "model_type": "qwen3_5_text",
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "initializer_range": 0.06,
-            "pad_token_id": None,  # whose embedding would be zero, so that padding would leave no trace anyway
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 16,
-            "rope_parameters": _QWEN_ROPE,
-        },
+        {"model_type": "qwen3_5_text", **_HYBRID},
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5, Qwen3.6 with experts",
-        "gated delta nets, experts beside a shared one",
-        {"model_type": "qwen3_5_moe_text", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 64},
+        "gated delta nets, whose layers stay BF16; experts beside a shared one with a gate",
+        {
+            "model_type": "qwen3_5_moe_text",
+            **_HYBRID,
+            "intermediate_size": LEFT_OUT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next",
+        "delta nets whose layers are fused, experts beside a shared one",
+        {"model_type": "qwen3_next", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 64},
     ),
     "gpt_oss": Family(
         "gpt-oss",

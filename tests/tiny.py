@@ -103,6 +103,7 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    "qwen3_5_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
     "gemma3": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
     "mistral3": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14},
 }
@@ -113,16 +114,32 @@ def tiny_of_images(
 ) -> Path:
     """Write a random model of images and text, as transformers saves it; its text model is of a family.
 
-    Qwen3.5 has a layer of its draft model, as it is published.
+    Qwen3.5 has a layer of its draft model and stacks of experts, as it is published.
     """
     values = FAMILIES[family].config(**text).to_dict()
     config = AutoConfig.for_model(kind, text_config=values, vision_config=_VISION[kind])
     config.tie_word_embeddings = config.text_config.tie_word_embeddings
     _save(_build(AutoModelForImageTextToText.from_config, config, seed=0), folder, dtype, "1GB")
-    if kind == "qwen3_5":
+    if kind.startswith("qwen3_5"):
         tensors = load_file(folder / "model.safetensors")
         save_file({**tensors, "mtp.fc.weight": torch.zeros(64, 128)}, folder / "model.safetensors", {"format": "pt"})
+    if kind == "qwen3_5_moe":
+        stack_experts(folder)
     return folder
+
+
+def stack_experts(folder: Path) -> None:
+    """Stack the experts of a checkpoint of four, with gate before up, as Qwen3.5's are published."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts.0.gate_proj." in name]:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for kind in ("gate", "up", "down"):
+            keys = [name.replace("experts.0.gate", f"experts.{number}.{kind}") for number in range(4)]
+            parts[kind] = [tensors.pop(key) for key in keys]
+        experts = name.partition(".0.gate_proj")[0]
+        tensors[f"{experts}.gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], 1)
+        tensors[f"{experts}.down_proj"] = torch.stack(parts["down"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def tiny_gpt_oss(folder: Path, seed: int = 0, **changes: Any) -> Path:

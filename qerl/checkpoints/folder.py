@@ -35,7 +35,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 #: The largest allowed size in config.json, so that products of sizes fit into 64 bits.
 _LARGEST = 1 << 20
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 #: Bytes of an element by safetensors' name of its dtype.
 _BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
 _BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
@@ -189,12 +189,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / CONFIG} has {error}") from None
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / CONFIG} has no model_type; download the checkpoint again")
-    if missing := [key for key in _SIZES if key not in config]:
+    needed = [key for key in _SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
+    if missing := [key for key in needed if key not in config]:
         raise CheckpointError(
             f"{folder / CONFIG} of model_type={config['model_type']!r} has no {missing[0]}, which the configurations "
             "of supported models have"
         )
-    for key in (*_SIZES, *_OPTIONAL_SIZES):
+    for key in (*needed, *_OPTIONAL_SIZES):
         size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
         if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
             raise CheckpointError(

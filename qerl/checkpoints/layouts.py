@@ -32,6 +32,8 @@ _HEAD = "lm_head"
 #: A stack of experts' tensors, and the names of its parts here.
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
 _STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
+#: The layers of an expert that a dense stack has one after the other.
+_DENSE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -41,7 +43,7 @@ class TensorInfo:
     """A tensor's file, its safetensors dtype ("BF16", "U8", ...), shape, and size in bytes there.
 
     `stored` is its name in the file. `parts` are the further tensors that its `reading` needs. With `place` it is that
-    one of the tensors that are stacked there.
+    one of the tensors that are stacked there, and with `rows` its rows from the first number to before the second.
     """
 
     shard: Path
@@ -52,12 +54,13 @@ class TensorInfo:
     reading: Reading = "stored"
     parts: tuple[TensorInfo, ...] = ()
     place: int | None = None
+    rows: tuple[int, int] | None = None
 
 
 def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by this package's names, in the files' order, without scales of activations and rotary frequencies.
 
-    A model of images and text has those of its text model, and experts that are stacked in MXFP4 have their own each.
+    A model of images and text has those of its text model, and experts that are stacked have their own each.
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
@@ -76,29 +79,49 @@ def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
 
 
 def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors, with those of each expert in place of stacks as gpt-oss has them.
-
-    A stack has blocks [experts, out, groups, 16] of codes, scales [experts, out, groups] and a bias [experts, out].
-    """
+    """The tensors, with those of each expert in place of stacks."""
     for name, info in stored.items():
         stack = _STACK.fullmatch(name)
         if stack is None:
             yield name, info
             continue
         experts, layer, part = stack.groups()
-        if part is None or len(info.shape) < 2:
+        if part is None and f"{name}_bias" not in stored:
+            yield from _of_dense_stack(experts, layer, info)
+        elif part is not None and len(info.shape) > 1:
+            yield from _of_packed_stack(experts, f"{layer}.{_STACKED[part]}", info)
+        else:
             raise FormatError(
                 f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
                 "isn't supported; take the checkpoint in MXFP4 as it is published"
             )
-        count, rows, *columns = info.shape
-        shape = (rows, math.prod(columns)) if columns else (rows,)
-        for place in range(count):
-            size = info.size_bytes // count
-            yield (
-                f"{experts}.{place}.{layer}.{_STACKED[part]}",
-                replace(info, shape=shape, size_bytes=size, place=place),
-            )
+
+
+def _of_packed_stack(experts: str, part: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors of each expert, of a stack as gpt-oss has it.
+
+    It has blocks [experts, out, groups, 16] of codes, scales [experts, out, groups], or a bias [experts, out].
+    """
+    count, rows, *columns = info.shape
+    shape = (rows, math.prod(columns)) if columns else (rows,)
+    for place in range(count):
+        yield f"{experts}.{place}.{part}", replace(info, shape=shape, size_bytes=info.size_bytes // count, place=place)
+
+
+def _of_dense_stack(experts: str, layer: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """The weights of each expert, of a stack [experts, out, in] as Qwen3.5 has it, with gate's rows before up's."""
+    layers = _DENSE[layer]
+    if len(info.shape) != 3 or info.shape[1] % len(layers):
+        raise FormatError(
+            f"{info.shard} holds {info.stored} {list(info.shape)}, which is no stack [experts, out, in] of weights of "
+            "experts; download the checkpoint again"
+        )
+    count, rows, columns = info.shape[0], info.shape[1] // len(layers), info.shape[2]
+    size = info.size_bytes // (count * len(layers))
+    for place in range(count):
+        for number, name in enumerate(layers):
+            part = replace(info, shape=(rows, columns), size_bytes=size, place=place)
+            yield f"{experts}.{place}.{name}.weight", replace(part, rows=(number * rows, (number + 1) * rows))
 
 
 def unpacked_layers(headers: Mapping[str, TensorInfo]) -> list[str]:

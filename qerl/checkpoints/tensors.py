@@ -67,7 +67,8 @@ def _stored(info: TensorInfo, shard: Any) -> Tensor:
     if info.place is None:
         tensor = shard.get_tensor(info.stored)
         return tensor
-    tensor = shard.get_slice(info.stored)[info.place]
+    stack = shard.get_slice(info.stored)
+    tensor = stack[info.place] if info.rows is None else stack[info.place, slice(*info.rows)]
     return tensor.reshape(info.shape)
 
 

@@ -69,6 +69,7 @@ def _beside_a_tower(texts: Mapping[str, str]) -> ImageTextModel:
 #: The kinds whose text model is read, by the model_type of the whole.
 IMAGE_TEXT_MODELS = {
     "qwen3_5": ImageTextModel({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
+    "qwen3_5_moe": ImageTextModel({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
     "gemma3": _beside_a_tower({"gemma3_text": "Gemma3ForCausalLM"}),
     "mistral3": _beside_a_tower({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
 }

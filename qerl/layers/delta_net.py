@@ -19,6 +19,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 
 from qerl.kernels.packed_sequences import Packing
 
@@ -137,7 +138,14 @@ class PackedQwen3_5DeltaNet(PackedDeltaNet, Qwen3_5GatedDeltaNet):
     """The gated delta net of Qwen3.5."""
 
 
-_PACKED: dict[type, type[PackedDeltaNet]] = {Qwen3_5GatedDeltaNet: PackedQwen3_5DeltaNet}
+class PackedQwen3_5MoeDeltaNet(PackedDeltaNet, Qwen3_5MoeGatedDeltaNet):
+    """The gated delta net of Qwen3.5 with experts, which computes the same."""
+
+
+_PACKED: dict[type, type[PackedDeltaNet]] = {
+    Qwen3_5GatedDeltaNet: PackedQwen3_5DeltaNet,
+    Qwen3_5MoeGatedDeltaNet: PackedQwen3_5MoeDeltaNet,
+}
 
 
 def pack_delta_nets(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
 
-transformers stacks the weights of a block's experts in two tensors. Checkpoints of the hub, and llmcompressor's and
-ModelOpt's, have three linear layers an expert, and so have these modules, under the same names. gpt-oss has two, whose
-stacks `qerl.checkpoints.layouts` splits.
+transformers stacks the weights of a block's experts in two tensors. Most checkpoints, and llmcompressor's and
+ModelOpt's, have three linear layers an expert, and so have these modules, under the same names. gpt-oss has two.
+`qerl.checkpoints.layouts` splits the stacks of its files and of Qwen3.5's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from qerl.kernels.operations import mixture_operations
@@ -139,12 +140,17 @@ class Float32Qwen3MoeRouter(Float32Router, Qwen3MoeTopKRouter):
     """The router of Qwen3-MoE."""
 
 
+class Float32Qwen3_5MoeRouter(Float32Router, Qwen3_5MoeTopKRouter):
+    """The router of Qwen3.5 with experts."""
+
+
 class Float32GptOssRouter(Float32Router, GptOssTopKRouter):
     """The router of gpt-oss, which has a bias."""
 
 
 _ROUTERS: dict[type, type[Float32Router]] = {
     Qwen3MoeTopKRouter: Float32Qwen3MoeRouter,
+    Qwen3_5MoeTopKRouter: Float32Qwen3_5MoeRouter,
     GptOssTopKRouter: Float32GptOssRouter,
 }
 

@@ -14,7 +14,7 @@ from qerl.kernels.operations import operations
 from qerl.layers.lora import products
 
 #: transformers' classes that compute only down(silu(gate(x)) * up(x)).
-_PLAIN = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")
+_PLAIN = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP")
 
 
 class _SwiGLU(torch.autograd.Function):

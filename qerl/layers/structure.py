@@ -51,7 +51,7 @@ class Structure:
     experts: tuple[str, ...]
     """The linear layers of experts, such as "mlp.experts.0.up_proj"."""
     packed: tuple[tuple[str, ...], ...]
-    """The linear layers of each block that are quantized: all but those of delta nets."""
+    """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
 
@@ -64,8 +64,10 @@ class Structure:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Last parts of the linear layers' names, such as "q_proj"."""
-        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
+        """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
+        of_experts = {name.rpartition(".")[2] for name in self.experts}
+        parts = (name.split(".") for name in self.linears)
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in of_experts else part[-1:]) for part in parts))
 
     def noisy_norms(self) -> dict[str, tuple[int, str]]:
         """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
@@ -162,7 +164,7 @@ def _find(lm: Any) -> Structure:
     trace = _traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
     _check_windows(lm.config, windows, kind)
-    linears = [tuple(_linears(block)) for block in layers]
+    linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
     kinds = {(_delta_net(block), names) for block, names in zip(layers, linears, strict=True)}
     if len(kinds) > len({net for net, _ in kinds}) or any(one != norms[0] for one in norms):
@@ -197,7 +199,17 @@ def _delta_net(block: nn.Module) -> str | None:
 
 
 def _packed(block: nn.Module) -> Iterator[str]:
-    return (name for name in _linears(block) if not _is_within(block, name, PackedDeltaNet))
+    dense = {name for name in _linears(block) if _is_within(block, name, PackedDeltaNet) or _is_gate(block, name)}
+    return (name for name in _linears(block) if name not in dense)
+
+
+def _is_gate(block: nn.Module, name: str) -> bool:
+    """Whether a linear layer gives one number, as a shared expert's gate does. It is as small as a router.
+
+    A delta net may have one head.
+    """
+    layer = block.get_submodule(name)
+    return isinstance(layer, nn.Linear) and layer.out_features == 1 and not _is_within(block, name, PackedDeltaNet)
 
 
 def _is_linear(module: nn.Module) -> bool:

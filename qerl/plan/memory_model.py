@@ -194,14 +194,18 @@ def weight_bytes(shape: ModelShape, weights: str) -> int:
 
 
 def _mixture_bytes(shape: ModelShape, weights: str) -> int:
-    """Bytes of a block's experts and router. Packed experts have whole blocks of columns, and biases in float32 too."""
+    """Bytes of a block's experts, its router and a shared expert's gate.
+
+    Packed experts have whole blocks of columns, and biases in float32 too.
+    """
     mixture = shape.mixture
     if mixture is None:
         return 0
     block = 1 if weights == "bf16" else BLOCK_COLUMNS
     linears = [(rows, -(-columns // block) * block) for rows, columns in shape.expert_linears]
     biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
-    return mixture.experts * (_weight_bytes(linears, weights) + biases + 4 * shape.hidden)
+    gate = HALF * shape.hidden if mixture.shared else 0
+    return mixture.experts * (_weight_bytes(linears, weights) + biases + 4 * shape.hidden) + gate
 
 
 def _weight_bytes(linears: Iterable[tuple[int, int]], weights: str) -> int:
@@ -275,6 +279,8 @@ def _block_bytes(shape: ModelShape, settings: StepSettings, tokens: int) -> int:
     widths += _shrunk_width(shape, settings)
     if shape.mixture:
         widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
+    if shape.mixture and shape.mixture.shared:
+        widths += shape.mixture.shared + shape.hidden
     if shape.nets:  # its layers' outputs, and in float32 the convolution's and the recurrence's
         nets = shape.nets
         widths += 3 * nets.channels + 4 * nets.value_width
@@ -355,4 +361,4 @@ def _gradient_widths(shape: ModelShape) -> int:
     if shape.mixture is None:
         return 2 * shape.intermediate + shape.hidden
     inner, outer = shape.intermediate, shape.mixture.chosen * shape.hidden
-    return shape.hidden + max(7 * inner, outer + 3 * inner)
+    return shape.hidden + max(7 * inner, outer + 3 * inner) + 2 * shape.mixture.shared

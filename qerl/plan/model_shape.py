@@ -22,6 +22,8 @@ class Mixture:
     intermediate: int
     biased: bool = False
     """Whether experts have biases, as gpt-oss's. They alone are packed then, and attention has sinks."""
+    shared: int = 0
+    """Inner features of the expert that all tokens have beside theirs, behind a gate; 0 without one."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Mixture | None:
@@ -31,7 +33,8 @@ class Mixture:
             return cls(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
         if experts is None or "moe_intermediate_size" not in config:
             return None
-        return cls(experts, config["num_experts_per_tok"], config["moe_intermediate_size"])
+        shared = config.get("shared_expert_intermediate_size") or 0
+        return cls(experts, config["num_experts_per_tok"], config["moe_intermediate_size"], shared=shared)
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,14 @@ class ModelShape:
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a block's projections: q, k, v, o, gate, up, down; the former four of a mixture.
+        """[out, in] of a block's projections: q, k, v, o, gate, up, down. A mixture's shared expert has the last three.
 
         In a hybrid these are those of a block with attention.
         """
-        hidden, query, kv, wide = self.hidden, self.query_width, self.kv_width, self.intermediate
+        hidden, query, kv = self.hidden, self.query_width, self.kv_width
+        wide = self.mixture.shared if self.mixture else self.intermediate
         attention = (2 * query if self.nets else query, hidden), (kv, hidden), (kv, hidden), (hidden, query)
-        return attention if self.mixture else (*attention, (wide, hidden), (wide, hidden), (hidden, wide))
+        return (*attention, (wide, hidden), (wide, hidden), (hidden, wide)) if wide else attention
 
     @property
     def net_linears(self) -> tuple[tuple[int, int], ...]:
@@ -196,20 +200,29 @@ class ModelShape:
     def kept_bytes(self) -> int:
         """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
 
-        These are the inputs of both norms and their results, the rotated queries and keys, the values, attention's
-        result and log-sum-exps, gate, up and their product. A mixture keeps gate, up and the outputs of a token's
-        experts, with their numbers and weights and the router's probabilities, but not its norm's result. Attention
-        with sinks keeps copies of its inputs and its result with more features, those of keys for all heads. Of a
-        hybrid it is a block with a delta net.
+        These are the inputs of both norms and the first one's result, the rotated queries and keys, the values,
+        attention's result and log-sum-exps, and what the MLP keeps. Attention with sinks keeps copies of its inputs and
+        its result with more features, those of keys for all heads. Of a hybrid it is a block with a delta net, which
+        most blocks have and which keeps more than attention.
         """
+        if self.nets:
+            return HALF * 3 * self.hidden + self.nets.kept_bytes + 2 * 4 + self._kept_of_mlp
         attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
         if self.mixture and self.mixture.biased:
             attention = 3 * self.hidden + self.query_width + 4 * (self.query_width + self.heads * SINK_FEATURES)
-        small = 4 * self.heads + 2 * 4
-        if self.nets:  # most blocks have one, and it keeps more than attention
-            return HALF * (4 * self.hidden + 3 * self.intermediate) + self.nets.kept_bytes + 2 * 4
-        if self.mixture is None:
-            return HALF * (attention + self.hidden + 3 * self.intermediate) + small
-        chosen = self.mixture.chosen
-        small += 4 * self.mixture.experts + (8 + 4 + 4) * chosen + 4
-        return HALF * (attention + 2 * self.intermediate + chosen * self.hidden) + small
+        return HALF * attention + 4 * self.heads + 2 * 4 + self._kept_of_mlp
+
+    @property
+    def _kept_of_mlp(self) -> int:
+        """Bytes per token that an MLP keeps: its input, gate, up and their product.
+
+        A mixture keeps gate, up and the outputs of a token's experts, with their numbers and weights and the router's
+        probabilities, but not its input. A shared expert is an MLP, whose output and gate are kept, too.
+        """
+        mixture = self.mixture
+        if mixture is None:
+            return HALF * (self.hidden + 3 * self.intermediate)
+        routed = HALF * (2 * self.intermediate + mixture.chosen * self.hidden)
+        choice = 4 * mixture.experts + (8 + 4 + 4) * mixture.chosen + 4
+        shared = HALF * (2 * self.hidden + 3 * mixture.shared + 1) if mixture.shared else 0
+        return routed + choice + shared

@@ -119,7 +119,7 @@ def weight_numbers(shape: ModelShape) -> int:
 
 def _block_numbers(shape: ModelShape) -> int:
     """The number of weights of a block's projections, of the largest block in a hybrid."""
-    return max(_numbers(shape.projections), _numbers(shape.linears[4:] + shape.net_linears))
+    return _numbers(shape.projections) + max(_numbers(shape.net_linears) - _numbers(shape.linears[:4]), 0)
 
 
 def _numbers(linears: Iterable[tuple[int, int]]) -> int:

@@ -53,12 +53,16 @@ def name_experts(config: LoraConfig, projections: Sequence[str], structure: Stru
 def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
     """Take the experts' layers out of the targets of a stored adapter, and return them.
 
+    Stock PEFT has no linear layers in experts, so a name that a shared expert's layer has too means that layer.
+
     Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
     plain LoRA.
     """
     layers = _layers(structure)
     if not layers:
         return []
+    if shared := {name.rpartition(".")[2]: name for name in structure.targets if "." in name}:
+        return _take_none(config, shared, folder)
     named, stacks = set(config.target_modules or ()), config.target_parameters or ()
     if stacks and not _in_stacks(structure):
         raise CheckpointError(
@@ -71,6 +75,19 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
         config.target_parameters = None
         config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
     return [name for name in layers if name in of_experts]
+
+
+def _take_none(config: LoraConfig, shared: Mapping[str, str], folder: Path) -> list[str]:
+    """Name the layers of a shared expert as they are here, by their last parts, in an adapter without experts'."""
+    names = config.target_modules or ()
+    if config.target_parameters or isinstance(names, str):
+        key = "target_parameters" if config.target_parameters else f"target_modules={names!r}"
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has {key}, and experts beside a shared one have no adapters here; take an "
+            "adapter whose target_modules list linear layers"
+        )
+    config.target_modules = sorted({shared.get(name, name) for name in names})
+    return []
 
 
 def _check_plain(config: LoraConfig, folder: Path) -> None:

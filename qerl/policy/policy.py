@@ -247,7 +247,7 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
 
 
 def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
-    """The linear layers outside of experts that get an adapter, by the last part of their names.
+    """The linear layers outside of experts that get an adapter, by the ends of their names.
 
     The seven targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of
     these names, or the fused layer that has all of its parts among them.
@@ -259,8 +259,8 @@ def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
 
 
 def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
-    if target in structure.targets:
-        return target
+    if layer := next((one for one in structure.targets if one.rpartition(".")[2] == target), None):
+        return layer
     for fused, parts in _FUSED.items():
         if target in parts and fused in structure.targets:
             if missing := [part for part in parts if part not in asked]:

@@ -52,7 +52,7 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
     """
     check_adapter(trained)
     weights_format, headers = weights_format_of(checkpoint), read_headers(checkpoint)
-    if any(info.place is not None for info in headers.values()):
+    if any(info.place is not None and info.rows is None for info in headers.values()):
         raise CheckpointError(
             f"{checkpoint} stacks experts in MXFP4, and no merged checkpoint of such experts is supported; export base "
             "and adapter apart, without --merged"

@@ -32,7 +32,7 @@ SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 DENSE = torch.bfloat16
 
 #: The part of a layer's name that says of which expert it is.
-_EXPERT = re.compile(r"(?<=\.)experts\.\d+\.")
+_EXPERT = re.compile(r"(?<=\.)(?:experts\.\d+|shared_expert)\.")
 _GENERATION = "generation_config.json"
 #: The keys of a source's config.json that `write_config` decides anew.
 _REPLACED = ("torch_dtype", "quantization_config")

@@ -9,11 +9,12 @@ from qerl.checkpoints.folder import whole_model
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.structure import rope_types
 
-#: Values of `model_type` with which the samplers are tested.
-_ENGINE = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text")
-#: Those of them with delta nets, whose convolution has the model's activation.
-_HYBRIDS = ("qwen3_5_text",)
+#: Values of `model_type` with which vLLM is tested.
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
+#: Those with delta nets, whose convolution has the model's activation.
+_HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
+#: Those with which the engine is tested.
+_ENGINE = (*_VLLM, "qwen3_moe", "gpt_oss", *_HYBRIDS)
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = "dynamic"

@@ -32,15 +32,22 @@ from qerl.results.schema.speed import SECONDS
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import Kernels, NativeSettings
-from tests.families import FAMILIES
+from tests.families import FAMILIES, LEFT_OUT
 
 DEVICE = torch.device("cuda")
 RANK = 16
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QWEN3_5_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
 
 
 def _shape(
-    hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **others: Any
+    hidden: int, layers: int, heads: int, kv: int, intermediate: int | object, vocabulary: int, **others: Any
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -103,10 +110,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             5120, 64, 24, 4, 17408, 248320, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48,
             linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=262144,
             layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(64)],
-            rope_parameters={
-                "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
-                "mrope_section": [11, 11, 10], "mrope_interleaved": True,
-            },
+            rope_parameters=_QWEN3_5_ROPE,
+        ),
+    ),
+    "qwen3.5-35b-a3b": (  # and Qwen3.6-35B-A3B's
+        "qwen3_5_moe",
+        _shape(
+            2048, 40, 16, 2, LEFT_OUT, 248320, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+            linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=262144,
+            num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+            layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(40)],
+            rope_parameters=_QWEN3_5_ROPE,
         ),
     ),
 }  # fmt: skip

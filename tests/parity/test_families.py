@@ -41,19 +41,22 @@ NORMS = {
     "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
     "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
 }
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
 #: The layers that get an adapter, where others are packed.
 ADAPTED = LAYERS | {
     "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "qwen3_5": SEVEN | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"},
+    "qwen3_5": SEVEN | NET,
+    "qwen3_5_moe": SEVEN | NET,
 }
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
-TOLERANCE = {"qwen3_5": 1e-4}
+TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 #: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
@@ -120,7 +123,14 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [("phi3", "nvfp4"), ("gemma3", "mxfp4"), ("qwen3_5", "nvfp4"), ("qwen3_moe", "nvfp4"), ("gpt_oss", "mxfp4")],
+    [
+        ("phi3", "nvfp4"),
+        ("gemma3", "mxfp4"),
+        ("qwen3_5", "nvfp4"),
+        ("qwen3_moe", "nvfp4"),
+        ("qwen3_5_moe", "mxfp4"),
+        ("gpt_oss", "mxfp4"),
+    ],
 )
 def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tmp_path, name, weights):
     """Packed weights, an adapter on all layers, trained norms and noise, together."""
@@ -171,12 +181,26 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", [name for name in NORMS if name not in ("qwen3_moe", "gpt_oss")])
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")])
 def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     model = load_model(bases / name / weights, torch.bfloat16)
     layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert layers == LAYERS.get(name, SEVEN)
     assert torch.equal(model(TOKENS).logits, stock(bases / name / weights, torch.bfloat16)(TOKENS).logits)
+
+
+@pytest.mark.parametrize("weights", PACKED_FORMATS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_packed_experts_are_those_of_the_unpacked_base(bases, tmp_path, name, weights):
+    """Stock transformers stacks experts, and so reads no packed ones."""
+    model = load_model(bases / name / weights, torch.float32)
+    layers = {part for part, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert {part.rpartition(".")[2] for part in layers} == SEVEN
+    assert not [part for part in layers if "linear_attn" in part]
+    write_dense(bases / name / weights, tmp_path, torch.float32)
+    with torch.no_grad():
+        expected = stock(tmp_path)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
 
 
 def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypatch):
@@ -211,7 +235,7 @@ def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
 
 def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path):
     """The folder has no weights, which would be the next error."""
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config().to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
     for refused in (
         lambda: load_model(tmp_path, torch.float32),
         lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),

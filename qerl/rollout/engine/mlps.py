@@ -1,4 +1,7 @@
-"""The MLP of a block in the engine: gate, up and down as two products, or a mixture of experts as grouped products."""
+"""The MLP of a block in the engine: gate, up and down as two products, or a mixture of experts as grouped products.
+
+A shared expert of a mixture is an MLP of the former kind.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qerl.kernels.groups import GroupedLora, Groups
 from qerl.kernels.operations import mixture_operations, operations
@@ -97,6 +100,21 @@ class MixtureMlp:
         self._mixture.combine(y, weights, out, residual)
 
 
+class SharedMixtureMlp:
+    """A mixture beside a shared expert, which all tokens have, times the sigmoid of its gate."""
+
+    def __init__(self, mixture: MixtureMlp, shared: DenseMlp, gate: nn.Linear) -> None:
+        self.linears: Sequence[Product] = (*mixture.linears, *shared.linears)
+        self._mixture, self._shared, self._gate = mixture, shared, gate
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
+        """See `Mlp`."""
+        shared = torch.empty_like(out)
+        self._shared(x, shared)
+        self._mixture(x, out, residual)
+        out.addcmul_(shared, self._gate(x).sigmoid())
+
+
 def _copies(factors: ExpertFactors | None, linear: GroupedLinear, dtype: torch.dtype) -> GroupedAdapters | None:
     return None if factors is None else GroupedAdapters(factors, linear.dense, dtype)
 
@@ -105,15 +123,20 @@ def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> Group
     return None if adapters is None else adapters(x, groups)
 
 
-def mlp_of(
-    mlp: Any, geglu: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, kernels: Kernels
-) -> DenseMlp | MixtureMlp:
+def mlp_of(mlp: Any, geglu: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, kernels: Kernels) -> Mlp:
     """The MLP of a model's module, which shares its weights; without `geglu` its activation is silu."""
     parts = list(mlp.children())
     routers = [part for part in parts if isinstance(part, Float32Router)]
     experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
-    if routers and experts:
-        return _mixture_of(routers[0], experts[0], dtype)
+    if not (routers and experts):
+        return _dense_of(mlp, geglu, dtype, kernels)
+    mixture = _mixture_of(routers[0], experts[0], dtype)
+    if not hasattr(mlp, "shared_expert"):
+        return mixture
+    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, geglu, dtype, kernels), mlp.shared_expert_gate)
+
+
+def _dense_of(mlp: Any, geglu: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
     both, gated = projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), geglu is None
     gate_up = fuse(both, dtype, gated=gated, kernels=kernels)
     return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), geglu)

@@ -18,8 +18,9 @@ from qerl.plan.doctor import asked_model, diagnose
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import with_adapter
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.settings.training import AdapterSettings
-from tests.tiny import edit_config, tiny_llama, write_template
+from tests.tiny import edit_config, stack_experts, tiny_family, tiny_llama, write_template
 
 TOKENS = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(7))
 RNG = np.random.default_rng
@@ -253,3 +254,44 @@ def test_sizes_are_those_of_the_file(checkpoint):
     assert headers[f"{name}.weight_packed"].size_bytes == stored[f"{name}.weight"].nbytes
     assert headers[f"{name}.weight_scale"].size_bytes == stored[f"{name}.weight_scale"].nbytes
     assert f"{name}.input_scale" not in headers
+
+
+@pytest.fixture
+def stacked(tmp_path):
+    """A Qwen3.5 with a tensor for each expert's layer, and with stacks of them."""
+    for name in ("apart", "stacked"):
+        tiny_family(tmp_path / name, "qwen3_5_moe", dtype=torch.bfloat16)
+    stack_experts(tmp_path / "stacked")
+    return tmp_path
+
+
+def test_dense_stacks_of_experts_are_read_and_packed_as_experts_apart(stacked):
+    apart, whole = (read_headers(stacked / name) for name in ("apart", "stacked"))
+    assert {name: (info.shape, info.size_bytes) for name, info in whole.items()} == {
+        name: (info.shape, info.size_bytes) for name, info in apart.items()
+    }
+    model, stock = (
+        load_model(stacked / "stacked", torch.float32),
+        AutoModelForCausalLM.from_pretrained(stacked / "stacked", dtype=torch.float32),
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, stock(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    packed = []
+    for name in ("apart", "stacked"):
+        quantize_checkpoint(stacked / name, stacked / f"{name}-packed", "nvfp4")
+        packed.append(load_file(stacked / f"{name}-packed/model.safetensors"))
+    assert packed[0].keys() == packed[1].keys()
+    assert all(torch.equal(packed[0][name], packed[1][name]) for name in packed[0])
+    dense = {name for name in packed[0] if name.endswith("weight") and packed[0][name].ndim == 2}
+    assert {name.partition("layers.0.")[2] for name in dense if "layers.0.mlp" in name} == {
+        "mlp.gate.weight",
+        "mlp.shared_expert_gate.weight",
+    }
+
+
+@pytest.mark.parametrize("shape", [(4, 127, 64), (4, 128)])
+def test_what_is_no_stack_of_experts_is_one_sentence(stacked, shape):
+    path, name = stacked / "stacked/model.safetensors", "model.layers.1.mlp.experts.gate_up_proj"
+    save_file({**load_file(path), name: torch.zeros(shape)}, path)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj \[4, .*is no stack \[experts,"):
+        load_model(stacked / "stacked", torch.bfloat16)

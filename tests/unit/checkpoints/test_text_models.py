@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 from qerl.checkpoints.context import context_length
 from qerl.checkpoints.folder import CheckpointError, check_base, read_config, read_headers
 from qerl.checkpoints.text_models import IMAGE_TEXT_MODELS, own_name
+from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
@@ -107,11 +108,17 @@ def test_completions_end_where_the_whole_says(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    [("qwen3_5", "qwen3_5"), ("gemma3", "gemma3"), ("mistral3", "mistral"), ("mistral3", "ministral3")],
+    [
+        ("qwen3_5", "qwen3_5"),
+        ("qwen3_5_moe", "qwen3_5_moe"),
+        ("gemma3", "gemma3"),
+        ("mistral3", "mistral"),
+        ("mistral3", "ministral3"),
+    ],
 )
 def test_the_tensors_are_those_of_the_text_model_alone(tmp_path, kind, family):
     source = tiny_of_images(tmp_path, kind, family)
-    alone = AutoModelForCausalLM.from_config(FAMILIES[family].config())
+    alone = empty_model(FAMILIES[family].config(), torch.float32)
     expected = {name: tuple(tensor.shape) for name, tensor in alone.state_dict().items()}
     if alone.config.tie_word_embeddings:
         del expected["lm_head.weight"]

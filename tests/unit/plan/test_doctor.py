@@ -116,7 +116,7 @@ def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_pa
         "nvfp4: weights unpacked once a rollout",
     )
     assert any("the native engine supports qwen2, " in note and "'olmo2'" in note for note in found.notes)
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config().to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
     with pytest.raises(CheckpointError, match="GatedDeltaNet"):
         asked_model(str(tmp_path), None)
 

@@ -14,6 +14,7 @@ from qerl.plan.memory_model import StepSettings, cache_bytes, step_memory, weigh
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
 from tests.families import FAMILIES
+from tests.gpu.time_families import MODELS
 
 #: Widths that differ from each other, so that none can stand for another.
 CONFIG = FAMILIES["qwen3_5"].config(
@@ -87,3 +88,30 @@ def test_a_27b_shape_trains_under_40_gb():
     assert memory.weights == pytest.approx(26.8e9, rel=0.01)
     assert memory.kv_cache < memory.kv_cache_wanted == pytest.approx(30.3e9, rel=0.02)
     assert 36e9 < memory.peak < 39e9
+
+
+def test_a_hybrid_of_experts_has_the_weights_of_its_model():
+    """Widths that differ from each other; routers and gates beside what `weight_numbers` counts."""
+    config = FAMILIES["qwen3_5_moe"].config(
+        hidden_size=192, moe_intermediate_size=128, shared_expert_intermediate_size=320, num_experts=6
+    )
+    shape, model = ModelShape.of(config.to_dict()), empty_model(config, torch.bfloat16)
+    counted = ("proj", "embed_tokens", "lm_head", "layernorm")
+    numbers = sum(p.numel() for name, p in model.named_parameters() if any(part in name for part in counted))
+    assert weight_numbers(shape) == numbers
+    norms, routers, gates = 2 * 2 * 192, 2 * 6 * 192, 2 * 192
+    assert weight_bytes(shape, "bf16") == 2 * numbers + 2 * norms + 4 * routers + 2 * gates
+
+
+def test_a_step_of_qwen3_5_35b_a3b():
+    """docs/lab/hybrids.md has these numbers."""
+    family, values = MODELS["qwen3.5-35b-a3b"]
+    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    assert weight_numbers(shape) == pytest.approx(34.6e9, rel=0.005)
+    assert shape.nets.state_bytes == 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    memory = step_memory(shape, replace(ASKED, recompute="auto"), 80e9)
+    assert memory.weights == pytest.approx(22.5e9, rel=0.01)
+    assert memory.verdict == "fits"
+    assert memory.adapter == 4 * 16 * (
+        30 * (5 * 2048 + 8192 + 4096 + 2 * 32 + 4096) + 10 * (4 * 2048 + 8192 + 2 * 512 + 4096) + 40 * 3 * (2048 + 512)
+    )

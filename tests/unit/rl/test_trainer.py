@@ -213,7 +213,7 @@ def test_sampler_and_trainer_agree_without_noise(checkpoints, tmp_path):
     assert all(row["mismatch/max_ratio"] < 1.001 for row in rows)
 
 
-@pytest.mark.parametrize(("family", "packed"), [("qwen3_5", "nvfp4"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(("family", "packed"), [("qwen3_5", "nvfp4"), ("qwen3_5_moe", "nvfp4"), ("gpt_oss", "mxfp4")])
 def test_delta_nets_and_published_experts_train_on_packed_weights(tmp_path, family, packed):
     """Blocks that are recomputed make the same states and gradients."""
     if family == "gpt_oss":

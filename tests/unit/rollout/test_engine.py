@@ -30,7 +30,8 @@ PROMPTS = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
 CPU = torch.device("cpu")
 MODELS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
 MODELS |= {
-    name: partial(tiny_family, name=name) for name in ("mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5")
+    name: partial(tiny_family, name=name)
+    for name in ("mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5", "qwen3_5_moe")
 }
 MODELS["gpt_oss"] = tiny_gpt_oss
 
@@ -111,8 +112,8 @@ def assert_exact(lm, prompts, groups, temperature=1.0):
 
 
 def in_float64(lm):
-    """A copy, since two that compute in float32 differ by the errors of both; gpt-oss's router is float32 alone."""
-    return lm if lm.config.model_type == "gpt_oss" else deepcopy(lm).double()
+    """A copy, since two that compute in float32 differ by the errors of both; routers are float32 alone."""
+    return lm if hasattr(lm.config, "num_experts_per_tok") else deepcopy(lm).double()
 
 
 def tokens(groups):
