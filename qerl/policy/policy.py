@@ -321,7 +321,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
         return Policy(*_base(trained or checkpoint, dtype, device))
     check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
-    return Policy(lm.eval(), tokenizer, _stored_adapter(lm, trained))
+    return Policy(lm, tokenizer, _stored_adapter(lm, trained))
 
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
@@ -341,7 +341,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     if missing := [key for key in loaded.missing_keys if ".lora_" in key and ".experts.lora_" not in key]:
         raise CheckpointError(f"{trained / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} names; save it again")
     name_experts(config, projections, structure)
-    return peft.requires_grad_(False)
+    return peft.eval().requires_grad_(False)  # as PEFT's own loading does
 
 
 def weight_bytes(policy: Policy) -> int:

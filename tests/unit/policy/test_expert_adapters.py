@@ -159,6 +159,16 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_stored_adapter_has_no_dropout_when_it_is_loaded(bases, tmp_path):
+    policy = made(bases / "bf16")
+    policy.save(tmp_path)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    again = load_policy(bases / "bf16", tmp_path, "float32", CPU)
+    with torch.no_grad():
+        assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
+
+
 def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_pefts(bases):
     """A's values are uniform up to 1 / sqrt(in)."""
     policy = with_adapter(bases / "nvfp4", AdapterSettings(rank=8, targets=EXPERTS), "float32", 0, CPU)
