@@ -33,8 +33,8 @@ def cache_folder(name: str) -> Path:
 def writing(place: Path) -> Iterator[None]:
     """A context in which a write that finds no room is an `OSError` that names a file or `place`.
 
-    Python names no file if the disk is full. Libraries in Rust, and copies of folders, state the system's error in words
-    alone. All other errors pass as they are.
+    Python names no file if the disk is full. Libraries in Rust, and copies of folders, state the system's error in
+    words alone. All other errors pass as they are.
     """
     try:
         yield
