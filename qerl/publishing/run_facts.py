@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl.checkpoints.text_models import TEXT_LOADER
 from qerl.results.intervals import Interval
 from qerl.results.schema.evaluation import TaskScore
 from qerl.results.schema.preparation import PreparedDataset
@@ -57,7 +58,7 @@ class RunFacts:
     data: PreparedDataset
     metrics: Sequence[StepMetrics]
     scores: Sequence[RunScore] = ()
-    loader: str = "AutoModelForCausalLM"
+    loader: str = TEXT_LOADER
     """transformers' class that makes the base's model."""
 
 
