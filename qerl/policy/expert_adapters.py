@@ -7,12 +7,13 @@ where transformers stacks the experts. gpt-oss has stacks in its files, too, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -53,8 +54,8 @@ def name_experts(config: LoraConfig, projections: Sequence[str], structure: Stru
 def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
     """Take the experts' layers out of the targets of a stored adapter, and return them.
 
-    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
-    plain LoRA.
+    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, for more than plain
+    LoRA, and for experts that are adapted without their layers' names among the targets.
     """
     layers = _layers(structure)
     if not layers:
@@ -70,6 +71,9 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
         _check_plain(config, folder)
         config.target_parameters = None
         config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
+    else:
+        with safe_open(folder / ADAPTER, "pt") as file:
+            _check_taken(file.keys(), folder)
     return [name for name in layers if name in of_experts]
 
 
@@ -80,6 +84,15 @@ def _check_plain(config: LoraConfig, folder: Path) -> None:
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG} has {others[0]}={getattr(config, others[0])!r}, and experts have plain LoRA of "
             "one rank here; take such an adapter"
+        )
+
+
+def _check_taken(keys: Iterable[str], folder: Path) -> None:
+    """Raise `CheckpointError` if one of the keys that are left is of an expert."""
+    if left := sorted(key for key in keys if ".experts." in key):
+        raise CheckpointError(
+            f"{folder / ADAPTER} holds {left[0]}, which target_modules in {ADAPTER_CONFIG} doesn't name; list the last "
+            "parts of the layers' names there, such as up_proj"
         )
 
 
@@ -100,13 +113,14 @@ def store_experts(model: nn.Module, folder: Path) -> None:
 def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Copy the adapters of experts out of the tensors of an adapter's folder, and return the other tensors.
 
-    Raises `CheckpointError` if one is missing or has another shape.
+    Raises `CheckpointError` if one is missing, is left or has another shape.
     """
     others = dict(stored)
     for name, experts in adapted_experts(model).items():
         for key, view in _stored(name, experts):
             shape = [len(view), view[0].numel()]
             view.copy_(_matching(key, shape, others.pop(key, None), folder).view(view.shape))
+    _check_taken(others, folder)
     return others
 
 

@@ -271,6 +271,8 @@ def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
             "has target_parameters, and .*take",
         ),
         ({"use_rslora": True}, "has use_rslora=True, and experts have plain LoRA"),
+        ({"target_modules": r".*\.(q_proj|o_proj|gate_proj|up_proj|down_proj)"}, "which target_modules .* name; list"),
+        ({"target_modules": ["q_proj", "gate_proj", "up_proj"]}, r"holds .*\.0\.down_proj.*, which target_modules"),
     ],
 )
 def test_other_adapters_of_experts_are_refused(bases, tmp_path, changes, sentence):
