@@ -54,8 +54,8 @@ def name_experts(config: LoraConfig, projections: Sequence[str], structure: Stru
 def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
     """Take the experts' layers out of the targets of a stored adapter, and return them.
 
-    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, for more than plain
-    LoRA, and for experts that are adapted without their layers' names among the targets.
+    Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
+    plain LoRA. It also does for experts that are adapted without their layers' names among the targets.
     """
     layers = _layers(structure)
     if not layers:

@@ -20,10 +20,10 @@ from qerl.checkpoints.folder import (
     ADAPTER_CONFIG,
     CheckpointError,
     check_adapter,
-    loader_of,
     read_headers,
     weights_format_of,
 )
+from qerl.checkpoints.stock import stock_loading
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
@@ -171,7 +171,7 @@ class Policy:
         for name in peft.peft_config:
             name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms, loader_of(checkpoint))
+        write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
 
 
 def choose_device() -> torch.device:
