@@ -48,6 +48,8 @@ def _connect(address: str) -> str | None:
         get_session().head(address, timeout=_LIMIT / 2, follow_redirects=False)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
         return str(error)
+    except (ImportError, ValueError) as error:  # of a proxy whose protocol the client lacks
+        return str(error)
     except httpx.HTTPError:  # of an answer, or of its absence from a server that was reached
         return None
     return None

@@ -1,6 +1,8 @@
 """Whether the hub answers, with servers on this machine in its place."""
 
+import re
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -82,6 +84,17 @@ def test_a_proxy_is_asked_instead_of_the_hub(monkeypatch, port):
     server = serve(port)
     assert hub_unreachable() is None
     server.shutdown()
+    close_session()
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "unknown://127.0.0.1:9"])
+def test_a_proxy_that_the_client_cannot_use_is_told_at_once(monkeypatch, proxy):
+    """By SOCKS a package may be missing."""
+    close_session()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    assert re.match(r"no connection to http://hub\.invalid: .*(socksio|Unknown scheme)", hub_unreachable())
     close_session()
 
 
