@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from qerl.by_hand.evaluations import Evaluation
 from qerl.by_hand.models import HUB_MODEL, PathLike
 from qerl.by_hand.runs import Run, check_finished
-from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, loader_of
+from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG
+from qerl.checkpoints.stock import stock_loading
 from qerl.prepare.run_parts import CHECKPOINT
 from qerl.publishing.run_facts import BaseModel, RunFacts, RunScore, data_name
 from qerl.results.files import read, read_rows
@@ -73,8 +74,8 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
         base=_base(run, hub),
         data=read(PreparedDataset, run.data / DATASET),
         metrics=[*read_rows(StepMetrics, run.folder / METRICS)],
+        stock=stock_loading(run.checkpoint),
         scores=[*_scores(run, evaluations)],
-        loader=loader_of(run.checkpoint),
     )
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints import schemes
 from qerl.checkpoints.layouts import TensorInfo, own_layout, unpacked_layers
-from qerl.checkpoints.text_models import TEXT_LOADER, ImageTextModel, image_text_model, text_config
+from qerl.checkpoints.text_models import ImageTextModel, image_text_model, text_config
 from qerl.formats.errors import FormatError
 from qerl.settings.base import UserError
 
@@ -155,12 +155,6 @@ def left_out(folder: Path) -> list[str]:
 def whole_model(folder: Path) -> ImageTextModel | None:
     """The kind of model of images and text that a checkpoint is, which `read_config` accepts; None if it's another."""
     return image_text_model(_read_json(folder / CONFIG))
-
-
-def loader_of(folder: Path) -> str:
-    """transformers' class that makes of a checkpoint the model on which stock PEFT loads an adapter."""
-    whole = whole_model(folder)
-    return TEXT_LOADER if whole is None else whole.loader
 
 
 def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str]:

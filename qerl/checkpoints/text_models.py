@@ -33,6 +33,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+#: Keys that transformers' class of the whole ignores, while a file of the text model alone would be read by them.
+_IGNORED = {"mistral": ("layer_types",)}
 #: The keys of the whole that hold for its text model, unless that states its own.
 _SHARED = ("tie_word_embeddings", "bos_token_id", "pad_token_id")
 
@@ -105,12 +107,13 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     model = image_text_model(config)
     if model is None:
         return dict(config)
-    text = config["text_config"]
+    kind = config["text_config"]["model_type"]
+    text = {key: value for key, value in config["text_config"].items() if key not in _IGNORED.get(kind, ())}
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    stated = _DEFAULTS.get(text["model_type"], {}) | shared | text
+    stated = _DEFAULTS.get(kind, {}) | shared | text
     # The ends of text are those of the whole: the text_config of Gemma 3 lacks the end of a turn.
     whole = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
-    return {**stated, "architectures": [model.texts[text["model_type"]]], **whole}
+    return {**stated, "architectures": [model.texts[kind]], **whole}
 
 
 def is_within(name: str) -> bool:

@@ -171,7 +171,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
-    """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `there` has an equal part.
+    """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `visible` has an equal part.
 
     The compiler of one job then doesn't slow the launches of another. With fewer cores than GPUs nothing changes.
     """

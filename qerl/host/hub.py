@@ -44,9 +44,11 @@ def _connect(address: str) -> str | None:
     import httpx
     from huggingface_hub import get_session
 
-    try:
-        get_session().head(address, timeout=_LIMIT, follow_redirects=False)
+    try:  # half of the limit, so that the thread is awaited for longer than a server that is silent
+        get_session().head(address, timeout=_LIMIT / 2, follow_redirects=False)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
+        return str(error)
+    except (ImportError, ValueError) as error:  # of a proxy whose protocol the client lacks
         return str(error)
     except httpx.HTTPError:  # of an answer, or of its absence from a server that was reached
         return None

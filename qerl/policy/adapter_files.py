@@ -31,7 +31,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     whole = whole_model(checkpoint)
     if whole is not None:
         tensors = {whole.adapter_name(name): tensor for name, tensor in tensors.items()}
-        config = config | {"exclude_modules": whole.excluded}
+        config = config | ({"exclude_modules": whole.excluded} if whole.excluded else {})
     named = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / ADAPTER, metadata={"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

@@ -7,12 +7,13 @@ where transformers stacks the experts. gpt-oss has stacks in its files, too, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
     Stock PEFT has no linear layers in experts, so a name that a shared expert's layer has too means that layer.
 
     Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
-    plain LoRA.
+    plain LoRA. It also does for experts that are adapted without their layers' names among the targets.
     """
     layers = _layers(structure)
     if not layers:
@@ -74,6 +75,9 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
         _check_plain(config, folder)
         config.target_parameters = None
         config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
+    else:
+        with safe_open(folder / ADAPTER, "pt") as file:
+            _check_taken(file.keys(), folder)
     return [name for name in layers if name in of_experts]
 
 
@@ -100,6 +104,15 @@ def _check_plain(config: LoraConfig, folder: Path) -> None:
         )
 
 
+def _check_taken(keys: Iterable[str], folder: Path) -> None:
+    """Raise `CheckpointError` if one of the keys that are left is of an expert."""
+    if left := sorted(key for key in keys if ".experts." in key):
+        raise CheckpointError(
+            f"{folder / ADAPTER} holds {left[0]}, which target_modules in {ADAPTER_CONFIG} doesn't name; list the last "
+            "parts of the layers' names there, such as up_proj"
+        )
+
+
 def store_experts(model: nn.Module, folder: Path) -> None:
     """Replace the adapters of experts, which PEFT wrote to `folder` by their names here; nothing without any."""
     adapters = adapted_experts(model)
@@ -117,13 +130,14 @@ def store_experts(model: nn.Module, folder: Path) -> None:
 def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Copy the adapters of experts out of the tensors of an adapter's folder, and return the other tensors.
 
-    Raises `CheckpointError` if one is missing or has another shape.
+    Raises `CheckpointError` if one is missing, is left or has another shape.
     """
     others = dict(stored)
     for name, experts in adapted_experts(model).items():
         for key, view in _stored(name, experts):
             shape = [len(view), view[0].numel()]
             view.copy_(_matching(key, shape, others.pop(key, None), folder).view(view.shape))
+    _check_taken(others, folder)
     return others
 
 

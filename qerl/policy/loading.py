@@ -25,6 +25,7 @@ from qerl.checkpoints.folder import (
     read_config,
     read_headers,
     weights_format_of,
+    whole_model,
 )
 from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
@@ -53,6 +54,8 @@ def config_of(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
     values = read_config(folder)
     try:
+        if whole_model(folder) is None:  # else this would be the configuration of the whole
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config: PreTrainedConfig = AutoConfig.for_model(**values)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG} has model_type={values['model_type']!r}: {error}") from None

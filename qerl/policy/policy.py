@@ -20,10 +20,10 @@ from qerl.checkpoints.folder import (
     ADAPTER_CONFIG,
     CheckpointError,
     check_adapter,
-    loader_of,
     read_headers,
     weights_format_of,
 )
+from qerl.checkpoints.stock import stock_loading
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
@@ -171,7 +171,7 @@ class Policy:
         for name in peft.peft_config:
             name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms, loader_of(checkpoint))
+        write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
 
 
 def choose_device() -> torch.device:
@@ -321,7 +321,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
         return Policy(*_base(trained or checkpoint, dtype, device))
     check_adapter(trained)
     lm, tokenizer = _base(checkpoint, dtype, device)
-    return Policy(lm.eval(), tokenizer, _stored_adapter(lm, trained))
+    return Policy(lm, tokenizer, _stored_adapter(lm, trained))
 
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
@@ -341,7 +341,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     if missing := [key for key in loaded.missing_keys if ".lora_" in key and ".experts.lora_" not in key]:
         raise CheckpointError(f"{trained / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} names; save it again")
     name_experts(config, projections, structure)
-    return peft.requires_grad_(False)
+    return peft.eval().requires_grad_(False)  # as PEFT's own loading does
 
 
 def weight_bytes(policy: Policy) -> int:

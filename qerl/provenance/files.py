@@ -16,8 +16,8 @@ from typing import Any
 
 from qerl.settings.base import ConfigError
 
-#: Errors of a write to an open file.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: Errors of a write for which there is no room.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: How libraries in Rust ("No space left on device (os error 28)") and Python state an error of the system.
 _STATED = re.compile(r"(?:\(os error|\[Errno) (\d+)")
 #: Seconds by which the clocks of several machines may differ.
@@ -31,9 +31,10 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """A context in which a write that fails is an `OSError` that names `place`.
+    """A context in which a write that finds no room is an `OSError` that names a file or `place`.
 
-    Libraries in Rust, and copies of folders, state the system's error in words alone. One of a full disk names no file.
+    Python names no file if the disk is full. Libraries in Rust, and copies of folders, state the system's error in
+    words alone. All other errors pass as they are.
     """
     try:
         yield
@@ -41,9 +42,14 @@ def writing(place: Path) -> Iterator[None]:
         stated = _STATED.search(str(error))
         number = int(stated[1]) if stated else 0
         # A ValueError is a sentence for the user, which may quote such words.
-        if not number or isinstance(error, ValueError) or (isinstance(error, OSError) and number not in _FULL):
+        if number not in NO_ROOM or isinstance(error, ValueError) or _names_a_file(error):
             raise
         raise OSError(number, os.strerror(number), str(place)) from error
+
+
+def _names_a_file(error: Exception) -> bool:
+    """Whether it names the file that was written; that of a copy names its source first."""
+    return isinstance(error, OSError) and error.filename is not None and error.filename2 is None
 
 
 def write_json(path: Path, value: Any) -> None:

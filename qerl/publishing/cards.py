@@ -38,10 +38,10 @@ an implementation of [QeRL](https://arxiv.org/abs/2510.11696).
 With transformers and PEFT:
 
 ```python
-{loading_code(repo, _loaded_base(facts.base), settings.weights, facts.loader)}
+{loading_code(repo, _loaded_base(facts.base), facts.stock)}
 ```
 
-{loading_notes(settings.weights, norms)}
+{loading_notes(settings.weights, norms, facts.stock)}
 
 {_vllm(facts, repo)}
 

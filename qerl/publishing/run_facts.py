@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl.checkpoints.stock import StockLoading
 from qerl.results.intervals import Interval
 from qerl.results.schema.evaluation import TaskScore
 from qerl.results.schema.preparation import PreparedDataset
@@ -56,9 +57,8 @@ class RunFacts:
     base: BaseModel
     data: PreparedDataset
     metrics: Sequence[StepMetrics]
+    stock: StockLoading
     scores: Sequence[RunScore] = ()
-    loader: str = "AutoModelForCausalLM"
-    """transformers' class that makes the base's model."""
 
 
 def data_name(data: PreparedDataset) -> str:

@@ -21,7 +21,7 @@ from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
 from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
-from qerl.provenance.files import flush, write_text, writing
+from qerl.provenance.files import NO_ROOM, flush, write_text, writing
 from qerl.results.files import write
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
 from qerl.results.schema.stored import Provenance, Quartiles, whole
@@ -188,6 +188,8 @@ def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> Non
         with writing(out):
             policy.save(out / POLICY, base)
     except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
         raise ResumeError(
             f"can't write the trained policy to {out} ({error.strerror}); make room and start again: the run continues "
             "from its last checkpoint"

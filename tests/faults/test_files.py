@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from httpx import ConnectError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
@@ -284,6 +286,18 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     assert missing.value.filename == str(tmp_path / "absent")
     with pytest.raises(RuntimeError, match=r"^a defect$"), writing(tmp_path):
         raise RuntimeError("a defect")
+    with pytest.raises(ConnectError, match="refused"), writing(tmp_path):
+        raise ConnectError("[Errno 111] Connection refused")
+    with pytest.raises(SafetensorError, match="No such file"), writing(tmp_path):
+        raise SafetensorError("No such file or directory (os error 2)")
+
+
+def test_an_error_of_a_full_disk_keeps_the_file_that_it_names(tmp_path):
+    """It may lie elsewhere, such as in the folder of temporary files."""
+    with pytest.raises(OSError, match=r"'/elsewhere/file'$"), writing(tmp_path / "outer"), writing(tmp_path / "inner"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/elsewhere/file")
+    with pytest.raises(OSError, match=r"/inner'$"), writing(tmp_path / "outer"), writing(tmp_path / "inner"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_disk_that_fills_up_within_a_quantization_is_one_sentence(run, capsys, monkeypatch):

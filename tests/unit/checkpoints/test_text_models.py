@@ -14,7 +14,7 @@ from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
-from qerl.policy.loading import config_of
+from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import load_policy
 from tests.families import FAMILIES
 from tests.tiny import edit_config, tiny_of_images, write_template
@@ -87,6 +87,15 @@ def test_published_mistral_small_has_a_head_of_its_own(tmp_path):
     assert not shape.tied
     assert not config_of(folder).tie_word_embeddings
     assert weight_numbers(shape) / 1e9 == pytest.approx(23.57, abs=0.01)
+
+
+def test_layer_types_of_mistral_count_no_more_than_in_the_whole(tmp_path):
+    """Alone, transformers would take them for those of Ministral."""
+    types = ["sliding_attention", "full_attention"]
+    stated = _MISTRAL_SMALL | {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": types}
+    written(tmp_path, "mistral3", stated, vision_config={"model_type": "pixtral"})
+    assert checkpoint_structure(tmp_path).windows == (4, 4)
+    assert "layer_types" not in read_config(tmp_path)  # of which `qerl quantize` writes the text model's
 
 
 def test_a_head_is_tied_where_the_text_model_says_so_or_else_the_whole(tmp_path):

@@ -1,6 +1,7 @@
 """LoRA on the experts of a mixture against stock PEFT, which stacks it as transformers stacks the experts."""
 
 import json
+import re
 import warnings
 
 import numpy as np
@@ -41,7 +42,7 @@ PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 def bases(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapted")
     tiny_family(root / "bf16", "qwen3_moe", dtype=torch.bfloat16)
-    for weights in ("nvfp4", "nf4"):
+    for weights in ("nvfp4", "mxfp4", "nf4"):
         quantize_checkpoint(root / "bf16", root / weights, weights)
     write_dense(root / "nvfp4", root / "dense", torch.float32)
     tiny_gpt_oss(root / "gpt_oss")  # which transformers unpacks itself
@@ -159,6 +160,30 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_stored_adapter_has_no_dropout_when_it_is_loaded(bases, tmp_path):
+    policy = made(bases / "bf16")
+    policy.save(tmp_path)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    again = load_policy(bases / "bf16", tmp_path, "float32", CPU)
+    with torch.no_grad():
+        assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
+
+
+@pytest.mark.parametrize("targets", [TARGETS[0], ["q_proj"]], ids=["with experts", "attention"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4", "nf4", "gpt_oss"])
+def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
+    policy, names = made(bases / weights, targets), {}
+    policy.save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        exec(re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)[1], names)
+    with torch.no_grad():
+        found = names["model"](TOKENS).logits
+        torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_pefts(bases):
     """A's values are uniform up to 1 / sqrt(in)."""
     policy = with_adapter(bases / "nvfp4", AdapterSettings(rank=8, targets=EXPERTS), "float32", 0, CPU)
@@ -261,6 +286,8 @@ def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
             "has target_parameters, and .*take",
         ),
         ({"use_rslora": True}, "has use_rslora=True, and experts have plain LoRA"),
+        ({"target_modules": r".*\.(q_proj|o_proj|gate_proj|up_proj|down_proj)"}, "which target_modules .* name; list"),
+        ({"target_modules": ["q_proj", "gate_proj", "up_proj"]}, r"holds .*\.0\.down_proj.*, which target_modules"),
     ],
 )
 def test_other_adapters_of_experts_are_refused(bases, tmp_path, changes, sentence):

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
 from qerl.data.prompts import check_template
 from qerl.data.records import DataError
-from qerl.policy.loading import load_model, load_tokenizer
+from qerl.policy.loading import checkpoint_structure, load_model, load_tokenizer
 from qerl.quantization.checkpoint import quantize_checkpoint
-from tests.tiny import edit_config, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import edit_config, tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
 
@@ -44,6 +44,17 @@ def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
     assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
     assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
+    """transformers takes such a file for Ministral, since its class of Mistral has one kind of attention."""
+    types = ["sliding_attention", "full_attention"]
+    folder = tiny_family(tmp_path, "mistral", sliding_window=4)
+    edit_config(folder, layer_types=types)
+    assert checkpoint_structure(folder).windows == (4, None)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
 
 
 def test_tied_embeddings_are_one_tensor(folder):

@@ -5,6 +5,7 @@ import re
 import pytest
 from huggingface_hub import ModelCard
 
+from qerl.checkpoints.stock import StockLoading
 from qerl.publishing.cards import adapter_card, full_card
 from qerl.publishing.run_facts import BaseModel, License, RunFacts, data_name
 from qerl.publishing.sections import sparkline
@@ -33,7 +34,8 @@ def facts(base, **settings):
         origin=HUB, repository_files={},
     )  # fmt: skip
     numbers = {name: 1.0 for name, field in StepMetrics.model_fields.items() if field.is_required()}
-    return RunFacts(result, base, data, [StepMetrics.model_construct(**numbers)])
+    metrics = [StepMetrics.model_construct(**numbers)]
+    return RunFacts(result, base, data, metrics, StockLoading(unpacked_by="CompressedTensorsConfig"))
 
 
 def test_a_sparkline_rises_with_the_values_and_is_never_too_long():

@@ -103,12 +103,15 @@ def test_the_page_has_the_numbers_of_the_committed_steps():
     assert list(made["verdict"]) == list(stored["verdict"])
     page = (ROOT / "docs/results/drift.md").read_text()
     for row in made.to_dict("records"):
-        numbers = f"| {short(row['kl_first'])} | {short(row['kl_last'])} | {short(row['kl_slope'])} ["
-        assert f"| {row['weights'].upper()} | {row['seed']} {numbers}" in page
-        assert f"{row['entropy_last']:.3f} | {row['verdict']} |" in page
+        slope, low, high = (short(row[f"kl_slope{end}"]) for end in ("", "_low", "_high"))
+        entropies = f"{row['entropy_first']:.3f}, {row['entropy_last']:.3f}"
+        numbers = f"{short(row['kl_first'])} | {short(row['kl_last'])} | {slope} [{low}, {high}] | {entropies}"
+        assert f"| {row['weights'].upper()} | {row['seed']} | {numbers} | {row['verdict']} |" in page
     for part, of in steps.groupby((steps["step"] - 1) // 200):
-        means = of.groupby("weights")["mismatch/kl"].mean()
-        assert f"| {200 * part + 1} to {200 * part + 200} | {short(means['bf16'])} | {short(means['nvfp4'])} |" in page
+        means = of.groupby("weights")[["mismatch/kl", "reward/correct", "ess/sequences"]].mean()
+        kl, right, sizes = (list(means.loc[["bf16", "nvfp4"], name]) for name in means)
+        pairs = " | ".join(f"{bf16:.3f}, {nvfp4:.3f}" for bf16, nvfp4 in (right, sizes))
+        assert f"| {200 * part + 1} to {200 * part + 200} | {short(kl[0])} | {short(kl[1])} | {pairs} |" in page
 
 
 def test_the_page_has_the_numbers_of_the_committed_pilot():
