@@ -137,8 +137,9 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
 
     Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
-    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly.
-    Raises `ConfigError` if the machine has fewer GPUs than requested.
+    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly. A
+    process that waits for whole GPUs reserves the emptiest ones, of which no further parts are leased. Raises
+    `ConfigError` if the machine has fewer GPUs than requested.
     """
     visible = _supported(devices())
     if visible and count > len(visible):
@@ -184,29 +185,61 @@ def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
 
 def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str]:
     """Names of `count` GPUs whose locks `locks` now has: all at once or none, so that two waiting can't block."""
-    logged = False
-    while True:
-        with ExitStack() as tried:
-            ordered = visible if percent == WHOLE else sorted(visible, key=lambda name: -_free_parts(visible[name]))
-            free = (name for name in ordered if _lock(visible[name], percent, tried))
-            names = list(itertools.islice(free, count))
-            if len(names) == count:
-                locks.push(tried.pop_all())
-                return names
-        if not logged:
-            part = "" if percent == WHOLE else f"{percent} % of "
-            log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
-            logged = True
-        time.sleep(_POLL_SECONDS)
+    waiting = False
+    with ExitStack() as reserved:
+        while (names := _try(visible, count, percent, locks)) is None:
+            if not waiting:
+                part = "" if percent == WHOLE else f"{percent} % of "
+                log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
+                if percent == WHOLE:
+                    _reserve(visible, count, reserved)
+                waiting = True
+            time.sleep(_POLL_SECONDS)
+    return names
+
+
+def _try(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str] | None:
+    """Names of `count` GPUs whose locks `locks` now has; None if too few are free, and then it has no more locks."""
+    ordered = list(visible) if percent == WHOLE else _emptiest_first(visible)
+    with ExitStack() as tried:
+        free = (name for name in ordered if _lock(visible[name], percent, tried))
+        names = list(itertools.islice(free, count))
+        if len(names) < count:
+            return None
+        locks.push(tried.pop_all())
+        return names
+
+
+def _emptiest_first(visible: Mapping[str, str]) -> list[str]:
+    return sorted(visible, key=lambda name: -_free_parts(visible[name]))
+
+
+def _reserve(visible: Mapping[str, str], count: int, locks: ExitStack) -> None:
+    """Lease no further parts of the `count` emptiest GPUs, or a stream of small jobs would never leave one free."""
+    for name in _emptiest_first(visible)[:count]:
+        with _file_lock(visible[name]):
+            _locked(_reservation(visible[name]), locks)
 
 
 def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
-    """Lock as many free parts of a GPU as make up `percent`; none if there are too few."""
+    """Lock as many free parts of a GPU as make up `percent`; none if there are too few, or they are reserved."""
     with ExitStack() as tried, _file_lock(uuid):  # one process at a time looks, or each might get half of the parts
+        if percent < WHOLE and _is_reserved(uuid):
+            return False
         if _lock_parts(uuid, percent // PART, tried) < percent // PART:
             return False
         locks.push(tried.pop_all())
         return True
+
+
+def _is_reserved(uuid: str) -> bool:
+    with ExitStack() as tried:
+        return not _locked(_reservation(uuid), tried)
+
+
+def _reservation(uuid: str) -> FileLock:
+    """The lock of who waits for the whole of a GPU."""
+    return _file_lock(f"{uuid}-whole", timeout=0)
 
 
 def _free_parts(uuid: str) -> int:
