@@ -25,10 +25,9 @@ def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
     """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
-    `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that
-    these decode together; `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole
-    ones. Raises `ConfigError` for a model that vLLM doesn't sample for,
-    and for a KV cache in FP8 where the eager sampler is chosen.
+    `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that these decode together;
+    `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole ones. Raises
+    `ConfigError` for a model that vLLM doesn't sample for, and for a KV cache in FP8 where the eager sampler is chosen.
     """
     config = policy.lm.config
     if settings.engine != "native" and (refusal := refused_by_vllm(config)):
