@@ -26,8 +26,8 @@ def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tupl
     Products of a 16-bit and a float32 tensor are computed in float32 and rounded when they are written, which saves
     separate casts.
     """
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=exact)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide)
     inverse = torch.rsqrt(norm.square() / hidden.shape[-1] + epsilon)
     return torch.mul(hidden * inverse, weight, out=torch.empty_like(hidden)), inverse
 
