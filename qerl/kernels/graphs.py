@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 
-def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
-    """Capture `work` in a CUDA graph. The returned function replays it, on the same tensors, by one launch.
+def capture(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
+    """Capture `work`, which has run before, in a CUDA graph. The returned function replays it on the same tensors.
 
-    `work` first runs once outside the graph, which compiles kernels and initializes libraries. `memory` is a handle of
-    `torch.cuda.graph_pool_handle` for its allocations.
+    `memory` is a handle of `torch.cuda.graph_pool_handle` for its allocations.
     """
-    work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
         work()
     return graph.replay
+
+
+def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
+    """Run `work` once, which compiles kernels and initializes libraries, then `capture` it."""
+    work()
+    return capture(work, memory)

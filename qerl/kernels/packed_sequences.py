@@ -65,21 +65,35 @@ class Packing:
         """The keys or values of each piece, from a `row` along dimension `dim`."""
         return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
 
-    def all_keys(self, row: Tensor) -> Tensor:
-        """The keys or values of all pieces, concatenated along dimension 0 in one write.
+    @property
+    def longest(self) -> int:
+        """The most queries of a piece."""
+        return max(self.lengths)
 
-        The gradients of a prompt's copies are summed in one operation, as those of `keys`.
-        """
-        return _AllKeys.apply(row, self.copies)
+    @property
+    def widest(self) -> int:
+        """The most keys of a piece."""
+        return max(self.widths)
 
     @cached_property
-    def copies(self) -> _Copies:
-        """The places of `all_keys`."""
-        return _Copies.of(self.lengths, self.prompts, self.keys_ends.device)
+    def copies(self) -> Copies:
+        """The places of the pieces' keys."""
+        return Copies.of(self.lengths, self.prompts, self.keys_ends.device)
 
 
 @dataclass(frozen=True)
-class _Copies:
+class FixedPacking:
+    """A packing of tensors that a CUDA graph reads, which are filled for each row; flash attention alone serves it."""
+
+    longest: int  # at least the queries of the longest piece
+    widest: int  # at least the keys of the widest piece
+    queries_ends: Tensor  # [pieces + 1] int32, as in `Packing`; further pieces are empty
+    keys_ends: Tensor
+    copies: Copies
+
+
+@dataclass(frozen=True)
+class Copies:
     """Places of a row's tokens among the keys of all pieces; index tensors are int64."""
 
     sources: Tensor  # [keys] the token of each key
@@ -89,7 +103,8 @@ class _Copies:
     missing: Tensor | None  # [copies, S] bool, where there are fewer copies; None if nowhere
 
     @classmethod
-    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> _Copies:
+    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> Copies:
+        """The places of the keys of pieces, as in `Packing.of`."""
         keys = [0, *accumulate(_widths(lengths, prompts))]
         tokens = [np.arange(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
         sources: list[np.ndarray] = []
@@ -116,18 +131,26 @@ class _Copies:
         )
 
 
+def all_keys(row: Tensor, copies: Copies) -> Tensor:
+    """The keys or values of all pieces, concatenated along dimension 0 in one write.
+
+    The gradients of a prompt's copies are summed in one operation, as those of `Packing.keys`.
+    """
+    return _AllKeys.apply(row, copies)
+
+
 class _AllKeys(torch.autograd.Function):
-    """See `Packing.all_keys`. One operation in place of one a piece: pieces are many, and short in small policies."""
+    """See `all_keys`. One operation in place of one a piece: pieces are many, and short in small policies."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, copies: _Copies) -> Tensor:
+    def forward(ctx: Any, row: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
         return row.index_select(0, copies.sources)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        copies: _Copies = ctx.copies
+        copies: Copies = ctx.copies
         of_row = grad.index_select(0, copies.of_piece)
         shared = grad.index_select(0, copies.places.flatten()).unflatten(0, copies.places.shape)
         if copies.missing is not None:
@@ -143,7 +166,7 @@ def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packing: Packing,
+    packing: Packing | FixedPacking,
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -154,7 +177,9 @@ def attend_packed(
     are scores of a further key without a value. It uses flash attention on a GPU in 16 bits, and SDPA piece by piece
     elsewhere and with sinks.
     """
-    if sinks is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if isinstance(packing, FixedPacking) or (
+        sinks is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    ):
         return _flash(query, key, value, packing, scale, window)
     return _by_piece(query, key, value, packing, scale, window, sinks)
 
@@ -178,16 +203,18 @@ def attend_masked(
     return out[..., :size]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing | FixedPacking, scale: float, window: int | None
+) -> Tensor:
     """Attend in one call over all pieces; its causal mask aligns the last query of a piece with its last key."""
     out = varlen_attn(
         query,
-        packing.all_keys(key),
-        packing.all_keys(value),
+        all_keys(key, packing.copies),
+        all_keys(value, packing.copies),
         packing.queries_ends,
         packing.keys_ends,
-        max(packing.lengths),
-        max(packing.widths),
+        packing.longest,
+        packing.widest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_GQA,

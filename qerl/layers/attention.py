@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qerl.kernels.packed_sequences import Packing, attend_masked, attend_packed
+from qerl.kernels.packed_sequences import FixedPacking, Packing, attend_masked, attend_packed
 
 NAME = "qerl"
 
@@ -25,7 +25,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Packing | None = None,
+    packing: Packing | FixedPacking | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D]."""
@@ -67,7 +67,7 @@ def use_attend(lm: PreTrainedModel) -> None:
         lm.set_attn_implementation(NAME)
 
 
-def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing | FixedPacking) -> Tensor:
     """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
     use_attend(lm)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.

@@ -104,6 +104,7 @@ class SharedCasts:
         if ups:
             torch._foreach_copy_(to + targets, downs + list(torch._foreach_mul(ups, scales)))
 
+    @torch.no_grad()
     def of(
         self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:

@@ -12,7 +12,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from qerl.kernels.packed_sequences import Packing, attend_packed
+from qerl.kernels.packed_sequences import FixedPacking, Packing, attend_packed
 from qerl.layers.lora import products
 
 
@@ -61,7 +61,7 @@ class PackedAttention(nn.Module):
         **settings: Any,
     ) -> tuple[Tensor, Any]:
         """Map hidden_states [1, L, H] to the same shape, and None for the weights; cos and sin are [1, L, D]."""
-        packing: Packing | None = settings.get("packing")
+        packing: Packing | FixedPacking | None = settings.get("packing")
         drops = self.training and self.attention_dropout > 0  # which `qerl.layers.attention.attend` refuses
         if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or drops:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)

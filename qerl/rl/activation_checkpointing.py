@@ -46,7 +46,7 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             saved.bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that holds its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved

@@ -7,7 +7,8 @@ whose launches and waits take longer than all else that an update's optimizer do
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,41 @@ BLOCK = 256
 MOST = 2**22
 
 
+#: The tensors of a state that have an element for each of the parameter's, or for each block.
+_STATES = ("state1", "state2", "absmax1", "absmax2")
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Tensors that are updated by one call. Their states are views of `state`, one behind the other."""
+
+    parameters: list[nn.Parameter]
+    states: list[dict[str, Any]]
+    state: dict[str, Any]
+    whole: nn.Parameter
+    values: list[Tensor]
+    """The parts of `whole`, in the parameters' shapes."""
+    gradients: list[Tensor]
+    """The parts of its gradient."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the tensors still have the same number of steps."""
+        return all(state["step"] == self.state["step"] for state in self.states)
+
+
 class JoinedAdamW8bit(AdamW8bit):
     """`AdamW8bit` with the same states and results, bit for bit, in few launches and without waits.
 
     Tensors of a group with the same kind of state and the same number of steps are copied one behind the other, updated
-    by one call and copied back. States stay those of the single tensors, so checkpoints do too.
+    by one call and copied back. Their states are stored together, and in checkpoints they are those of single tensors.
     """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        #: By group, what was updated in the last step, with the first moments that it had.
+        self._plans: dict[int, tuple[list[Tensor], list[_Joint | nn.Parameter]]] = {}
+        self._memory: dict[Any, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -37,19 +67,31 @@ class JoinedAdamW8bit(AdamW8bit):
             self.to_gpu()
             self.initialized = True
         for number, group in enumerate(self.param_groups):
+            for one in self._plan(number, group):
+                self._update(number, group, one)
+
+    def _plan(self, number: int, group: dict[str, Any]) -> list[_Joint | nn.Parameter]:
+        """What is updated by one call each: that of the last step, unless gradients or states are others."""
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not trained:
+            return []
+        moments = [self.state[parameter].get("state1") for parameter in trained]
+        known, plan = self._plans.get(number, ([], []))
+        same = len(known) == len(moments) and all(a is b for a, b in zip(known, moments, strict=True))
+        if not same or not all(one.is_valid for one in plan if isinstance(one, _Joint)):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not self.state[parameter]:
                     self.init_state(group, parameter, number, place)
-            for tensors in self._joined(group["params"]):
-                self._update(number, group, tensors)
+            plan = [self._joint(one) if len(one) > 1 else one[0] for one in self._together(trained)]
+            self._plans[number] = [self.state[parameter]["state1"] for parameter in trained], plan
+        return plan
 
-    def _joined(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """The parameters with a gradient, in lists of those that are updated together."""
+    def _together(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """The parameters in lists of those that are updated together."""
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
         sizes: dict[Any, int] = defaultdict(int)
         for parameter in parameters:
-            if parameter.grad is None:
-                continue
+            assert parameter.grad is not None
             state, size = self.state[parameter], parameter.numel()
             if size % BLOCK or size > MOST:
                 yield [parameter]
@@ -62,35 +104,47 @@ class JoinedAdamW8bit(AdamW8bit):
             sizes[kind] += size
         yield from together.values()
 
-    def _update(self, number: int, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        if len(parameters) == 1:
-            place = next(i for i, one in enumerate(group["params"]) if one is parameters[0])
-            self.update_step(group, parameters[0], number, place)
-            return
+    def _joint(self, parameters: list[nn.Parameter]) -> _Joint:
+        """Move the states of parameters into one."""
         states = [self.state[parameter] for parameter in parameters]
-        names = [name for name in ("state1", "state2", "absmax1", "absmax2") if name in states[0]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        whole = nn.Parameter(_behind(parameters), requires_grad=False)
-        whole.grad = _behind(gradients)
-        self.state[whole] = {**states[0], **{name: _behind([state[name] for state in states]) for name in names}}
+        joint = dict(states[0])
+        for name in (name for name in _STATES if name in joint):
+            joint[name] = torch.cat([state[name].flatten() for state in states])
+            for state, part in zip(states, _parts(joint[name], [state[name] for state in states]), strict=True):
+                state[name] = part
+        first = parameters[0]
+        assert first.grad is not None
+        size = sum(parameter.numel() for parameter in parameters)
+        whole = nn.Parameter(self._scratch("values", first, size), requires_grad=False)
+        whole.grad = self._scratch("gradients", first.grad, size)
+        return _Joint(parameters, states, joint, whole, _parts(whole, parameters), _parts(whole.grad, parameters))
+
+    def _scratch(self, name: str, like: Tensor, size: int) -> Tensor:
+        """Memory for `size` elements, which all joints share."""
+        key = name, like.dtype, like.device
+        if key not in self._memory or self._memory[key].numel() < size:
+            self._memory[key] = like.new_empty(size)
+        return self._memory[key][:size]
+
+    def _update(self, number: int, group: dict[str, Any], one: _Joint | nn.Parameter) -> None:
+        if not isinstance(one, _Joint):
+            place = next(i for i, parameter in enumerate(group["params"]) if parameter is one)
+            self.update_step(group, one, number, place)
+            return
+        values = [parameter.detach() for parameter in one.parameters]
+        torch._foreach_copy_(one.values, values)
+        torch._foreach_copy_(one.gradients, [p.grad for p in one.parameters if p.grad is not None])
+        self.state[one.whole] = one.state
         try:
-            self.update_step({**group, "params": [whole]}, whole, number, 0)
-            made = self.state[whole]
-            _copy_back(whole, parameters)
-            for name in names:
-                _copy_back(made[name], [state[name] for state in states])
-            for state in states:
-                state["step"] = made["step"]
+            self.update_step({**group, "params": [one.whole]}, one.whole, number, 0)
         finally:
-            del self.state[whole]
+            del self.state[one.whole]
+        torch._foreach_copy_(values, one.values)
+        for state in one.states:
+            state["step"] = one.state["step"]
 
 
-def _behind(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of tensors one behind the other."""
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def _copy_back(whole: Tensor, tensors: list[Any]) -> None:
+def _parts(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a flat tensor, one behind the other, in the shapes of `tensors`."""
     parts = whole.detach().split([tensor.numel() for tensor in tensors])
-    shaped = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-    torch._foreach_copy_([tensor.detach() for tensor in tensors], shaped)
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
-from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.packed_sequences import FixedPacking, Packing
 from qerl.layers import linear_logprobs
 from qerl.layers.attention import packed_hidden
 from qerl.policy.policy import Policy
@@ -190,10 +191,38 @@ def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[li
     yield piece
 
 
-def token_states(policy: Policy, batch: MicroBatch) -> torch.Tensor:
+class PackedRow(Protocol):
+    """What hidden states are computed from; see `MicroBatch`."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[1, L]."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[1, L]."""
+
+    @property
+    def packing(self) -> Packing | FixedPacking:
+        """The pieces of the row."""
+
+    @property
+    def states_M(self) -> torch.Tensor:
+        """Indices in the row."""
+
+
+def token_states(policy: Policy, row: PackedRow) -> torch.Tensor:
     """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
     with policy.autocast():
-        return packed_hidden(policy.lm, batch.ids, batch.positions, batch.packing)[0][batch.states_M]
+        return packed_hidden(policy.lm, row.ids, row.positions, row.packing)[0][row.states_M]
+
+
+def head_logprobs(
+    policy: Policy, states: torch.Tensor, batch: MicroBatch, temperature: float, keep_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropy [M], float32, of a batch's tokens by their hidden states [M, H]."""
+    head = policy.lm.get_output_embeddings().weight
+    return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
 
 
 def logprobs_and_entropy(
@@ -206,8 +235,7 @@ def logprobs_and_entropy(
     """
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        head, states = policy.lm.get_output_embeddings().weight, token_states(policy, batch)
-        return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
+        return head_logprobs(policy, token_states(policy, batch), batch, temperature, keep_logits)
 
     logprobs, entropies = policy.reading(compute)
     return batch.unpacked(logprobs), batch.unpacked(entropies)

@@ -35,15 +35,15 @@ class ShardedAdamW8bit(JoinedAdamW8bit):
         weight = group["params"][pindex]
         return {**config, "optim_bits": 32} if isinstance(weight, DTensor) and not _whole_blocks(weight) else config
 
-    def _joined(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    def _together(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """See `JoinedAdamW8bit`; DTensors are updated alone."""
         whole = []
         for parameter in parameters:
             if not isinstance(parameter, DTensor):
                 whole.append(parameter)
-            elif parameter.grad is not None:
+            else:
                 yield [parameter]
-        yield from super()._joined(whole)
+        yield from super()._together(whole)
 
     @torch.no_grad()
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:

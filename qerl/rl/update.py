@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from qerl.rl.data_parallel import Processes
 from qerl.rl.failures import DivergedError
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.optimizer import make_optimizer, warmup_cosine
+from qerl.rl.pass_graphs import PassGraphs, pass_graphs
 from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
 from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
 from qerl.rl.silent import Silent, find_silent
@@ -91,6 +93,13 @@ class Updater:
         #: That of the completions of the present rollout.
         self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
+        #: Whether the passes of the present update are graphs.
+        self._in_graphs = False
+
+    @cached_property
+    def graphs(self) -> PassGraphs | None:
+        """Passes as CUDA graphs, if they can be; read after the first rollout, which may move the weights."""
+        return pass_graphs(self.policy, self.settings, self.recomputation)
 
     def update(
         self, step: int, samples: list[Sample], temperature: float | None = None, look: Look | None = None
@@ -114,6 +123,8 @@ class Updater:
         sampled = self._read_only(step, samples, silent.sampled)
         shown = self._read_only(step, samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
         stats = UpdateStats()
+        batches = [part.batch for part in (*parts, *sampled, *shown)]
+        self._in_graphs = self.graphs is not None and self.graphs.serve(batches)
         self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
             with self._casts.unchanged():
@@ -180,11 +191,13 @@ class Updater:
 
     # --- gradients ---
 
-    def _forward(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, part: _Part, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         batch = part.batch
         if batch.is_empty:
             zeros_NT = torch.zeros_like(batch.mask_NT)
             return (zeros_NT if self.policy.root is None else zeros_NT + self._zero()), zeros_NT
+        if self.graphs and self._in_graphs and in_graphs:
+            return self.graphs.logprobs_and_entropy(batch, self.temperature)
         keep = self._choose_recomputed(part)
         # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
         keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
@@ -204,7 +217,7 @@ class Updater:
         return self.recomputation.choose(tokens) == 0 and self.recomputation.keeps_logits(tokens)
 
     def _weights(self, parts: list[_Part]) -> AbstractContextManager[None]:
-        if self.recomputation is None:
+        if self.recomputation is None or self._in_graphs:  # graphs unpack weights, whose copies would be elsewhere
             return nullcontext()
         return self.recomputation.weights(max((part.batch.ids.numel() for part in parts), default=0))
 
@@ -212,7 +225,7 @@ class Updater:
         if not self.settings.loss.kl:
             return None
         with torch.no_grad(), self.policy.reference():
-            return self._forward(part)[0]
+            return self._forward(part, in_graphs=False)[0]  # whose passes have the adapter
 
     @torch.no_grad()
     def _read(self, parts: list[_Part], look: Look | None) -> UpdateStats:
@@ -233,7 +246,7 @@ class Updater:
         Returns the anchors.
         """
         anchors = []
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(parts)
         for part in parts:
             reference_NT = self._reference(part)
             logprobs_NT, entropy_NT = self._forward(part)
@@ -245,6 +258,12 @@ class Updater:
                 look.look(part.batch, entropy_NT)
         return anchors
 
+    def _clear_gradients(self, parts: list[_Part]) -> None:
+        """Forget the gradients. Without a further one, the optimizer changes nothing."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.graphs and self._in_graphs and not all(part.batch.is_empty for part in parts):
+            self.graphs.use_gradients()
+
     def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:
         importance_NT = importance_weights(old_NT, part.batch.sampler_logprobs_NT, part.mask_NT, self.settings.loss)
         return _Anchor(old_NT, reference_NT, importance_NT)
@@ -252,7 +271,7 @@ class Updater:
     def _further_gradients(
         self, parts: list[_Part], anchors: list[_Anchor], whole: BatchSize, stats: UpdateStats
     ) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(parts)
         for part, anchor in zip(parts, anchors, strict=True):
             stats += replace(self._backward(self._forward(part)[0], part, anchor, whole), loss=0.0)
 

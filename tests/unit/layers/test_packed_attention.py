@@ -20,7 +20,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
 
-from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.layers import packed_attention
 from qerl.layers.attention import NAME, attend, packed_hidden
 from qerl.layers.packed_attention import PackedAttention, fuse_attentions
@@ -196,7 +196,7 @@ def test_all_keys_are_written_behind_each_other_and_gradients_rounded_once():
     generator = torch.Generator().manual_seed(0)
     draw = lambda tokens: torch.randn(tokens, 2, 4, generator=generator).bfloat16()  # noqa: E731
     row, order = draw(9).requires_grad_(), [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7, 8]
-    keys = PACKING.all_keys(row)
+    keys = all_keys(row, PACKING.copies)
     assert torch.equal(keys, row[order])
     grad = draw(len(order))
     (found,) = torch.autograd.grad(keys, row, grad)

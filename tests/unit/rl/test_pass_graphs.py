@@ -1,0 +1,180 @@
+"""Passes over rows of fixed sizes, which CUDA graphs need, against passes over rows as they are.
+
+A CPU has no graphs and no flash attention: work is repeated by calling it, and an attention in PyTorch reads what flash
+attention reads. `tests/gpu/test_pass_graphs_gpu.py` has both.
+"""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from qerl.kernels import packed_sequences
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.rl import activation_checkpointing, pass_graphs
+from qerl.rl.activation_checkpointing import Recomputation
+from qerl.rl.data_parallel import Processes
+from qerl.rl.fixed_rows import FixedRow, RowSize
+from qerl.rl.pass_graphs import PassGraphs
+from qerl.rl.sequence_packing import Sample, micro_batch
+from qerl.rl.train import make_policy
+from qerl.rl.update import Updater
+from qerl.rollout.sampler import Completion
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from tests.tiny import tiny_qwen2, write_template
+
+CPU = torch.device("cpu")
+ABOUT = {
+    "model": "tiny",
+    "dataset": "sums",
+    "weights": "nvfp4",
+    "dtype": "float32",
+    "rollout": {"prompts": 5, "group_size": 4, "sampling": {"max_tokens": 60}},
+    "adapter": {"rank": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1e9},
+    "micro_batch_tokens": 400,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    dense = tiny_qwen2(folder / "bf16")
+    write_template(dense)
+    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    return folder / "nvfp4"
+
+
+@pytest.fixture(autouse=True)
+def attention(monkeypatch):
+    """Attention over pieces by their ends, as flash attention's; what no piece has is not a number."""
+
+    def attend(query, key, value, queries_ends, keys_ends, longest, widest, *, scale, window_size, enable_gqa=True):
+        out = torch.full_like(query, torch.nan)
+        for (q0, q1), (k0, k1) in zip(
+            queries_ends.unfold(0, 2, 1).tolist(), keys_ends.unfold(0, 2, 1).tolist(), strict=True
+        ):
+            assert q1 - q0 <= longest
+            assert k1 - k0 <= widest
+            if q1 > q0:
+                one = [
+                    rows[a:b].transpose(0, 1)[None] for rows, a, b in ((query, q0, q1), (key, k0, k1), (value, k0, k1))
+                ]
+                seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - q1 + q0)
+                found = scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
+                out[q0:q1] = found[0].transpose(0, 1)
+        return out
+
+    monkeypatch.setattr(packed_sequences, "varlen_attn", attend)
+    monkeypatch.setattr(activation_checkpointing, "allocatable_bytes", lambda: 2**33)
+
+
+def batch(seed, advantages=((1.2, -0.4, -0.4, -0.4), (0.0,) * 4, (1.0, 0.0, -1.0, 0.0), (-1.3, 0.5, 0.4, 0.4))):
+    """Groups with prompts and completions of different lengths, some of one token."""
+    numbers = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(2, 100, (count,), generator=numbers).tolist()  # noqa: E731
+    samples = []
+    for number, group in enumerate(advantages):
+        prompt = draw(1 + 30 * number)
+        for place, advantage in enumerate(group):
+            ids = draw(1 + (13 * number + 17 * place + seed) % 60)
+            logprobs = (-4.6 + 0.3 * torch.randn(len(ids), generator=numbers)).tolist()
+            samples.append(Sample(prompt, Completion(ids, logprobs, place != 2), 0.0, advantage))
+    return samples
+
+
+def updater(base, **loss) -> Updater:
+    settings = parse(RunSettings, {**ABOUT, "loss": {"updates_per_rollout": 3, "silent_sample": 1, **loss}}, "test")
+    policy = make_policy(settings, base)
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # an adapter of B = 0 has no gradient of A
+        for _, parameter in policy.trainable():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
+    return Updater(settings, policy, Processes())
+
+
+def in_fixed_rows(made: Updater, recomputed: bool = False) -> list[torch.Tensor]:
+    """Make its passes those of fixed rows; returns a list that gets each captured work."""
+    captured = []
+    made.graphs = PassGraphs(
+        made.policy,
+        Recomputation(made.policy) if recomputed else None,
+        lambda work: captured.append(work) or work() or work,
+    )
+    return captured
+
+
+LOSSES = [
+    {"name": "dapo"},
+    {"name": "grpo", "kl": 0.1},
+    {"name": "grpo", "correction": "token-truncate", "clip_low": 1e-3, "clip_high": 1e-3},
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())))
+def test_updates_over_fixed_rows_are_those_over_rows_as_they_are(base, loss):
+    """Four rollouts of different sizes, the third without a gradient and the last at another temperature."""
+    plain, fixed = updater(base, **loss), updater(base, **loss)
+    captured = in_fixed_rows(fixed, recomputed="kl" in loss)
+    silent = batch(3, [[0.0] * 4] * 3)
+    for step, (samples, temperature) in enumerate(
+        [(batch(0), 1.0), (batch(1), 1.0), (silent, 1.0), (batch(2), 0.7)], 1
+    ):
+        expected, found = (one.update(step, samples, temperature) for one in (plain, fixed))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
+    assert captured
+    for (name, a), (_, b) in zip(plain.policy.trainable(), fixed.policy.trainable(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=2e-5, msg=name)
+
+
+def test_gradients_over_fixed_rows_are_exact_sums_over_micro_batches(base):
+    plain, fixed = updater(base, updates_per_rollout=1), updater(base, updates_per_rollout=1)
+    in_fixed_rows(fixed)
+    for one in (plain, fixed):
+        one.update(1, batch(0))
+    for (name, a), (_, b) in zip(plain.policy.trainable(), fixed.policy.trainable(), strict=True):
+        assert (b.grad - a.grad).norm() <= 1e-5 * a.grad.norm(), name
+
+
+def test_rows_of_similar_sizes_are_captured_once(base):
+    made = updater(base)
+    captured = in_fixed_rows(made)
+    samples = batch(0)
+    made.update(1, samples)
+    count = len(captured)
+    shorter = [
+        Sample(
+            s.prompt,
+            Completion(s.completion.token_ids[:-1] or [3], s.completion.logprobs[:-1] or [-4.0], True),
+            0.0,
+            s.advantage,
+        )
+        for s in samples
+    ]
+    made.update(2, shorter)
+    assert len(captured) == count
+
+
+def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
+    for seed in range(20):
+        samples = batch(seed)
+        one = micro_batch(samples, list(range(len(samples))), CPU)
+        size = RowSize.of(one)
+        row = FixedRow(size, CPU)
+        row.fill(one)
+        assert size.tokens > one.ids.numel()
+        assert row.packing.queries_ends[-1] == size.tokens
+        assert row.packing.keys_ends[-1] <= size.keys
+        assert len(row.states_M) >= len(one.states_M)
+        assert torch.equal(row.states_M[: len(one.states_M)], one.states_M)
+        assert (row.states_M[len(one.states_M) :] >= one.ids.numel()).all()
+
+
+def test_large_passes_have_no_graph(base, monkeypatch):
+    made = updater(base)
+    captured = in_fixed_rows(made)
+    monkeypatch.setattr(pass_graphs, "MOST_BYTES", 1)
+    made.update(1, batch(0))
+    assert not captured
