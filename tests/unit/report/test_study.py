@@ -10,6 +10,7 @@ import yaml
 from scipy import stats
 
 from qerl.jobs.study import PageJob, RealArm
+from qerl.report.exploration import PRIMARY
 from qerl.report.study import text
 from qerl.report.study.arms import arm_table, pilots, power_table, rate_table, run_table
 from qerl.report.study.calibration import calibration_table
@@ -254,20 +255,25 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("task", ["countdown", "comparisons"])
-def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch, task):
+@pytest.mark.parametrize(("size", "task"), [("3m", "countdown"), ("3m", "comparisons"), ("25m", "countdown")])
+def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch, size, task):
     monkeypatch.undo()
-    data = read_studies([COMMITTED / "3m"])
+    data = read_studies(sorted(COMMITTED.glob(f"{size}*")))
     protocol = (ROOT / "docs/exploration-protocol.md").read_text()
-    rate, listed = re.search(rf"^\| 3m, {task} \| (\S+): (`.*`) \|$", protocol, re.MULTILINE).groups()
-    arms = re.findall(r"`([\w-]+)`", listed)
-    chosen = chosen_rates(dict(pilots(data))[f"pilot-{task}-3m"])
-    assert {chosen[f"pilot-{task}-3m", arm] for arm in arms} == {float(rate)}
-    experiment = yaml.safe_load((ROOT / "config/exploration.yaml").read_text())["experiments"][f"{task}-3m"]
-    assert {float(experiment["arms"][arm]["optimizer.learning_rate"]) for arm in arms} == {float(rate)}
-    row = power_table(data).set_index("pilot").loc[f"pilot-{task}-3m"]
+    [listed] = re.findall(rf"^\| {size}, {task} \| (\S+: `.*`) \|$", protocol, re.MULTILINE)
+    said = {
+        arm: float(rate)
+        for rate, arms in re.findall(r"(\S+): ([^;]*)", listed)
+        for arm in re.findall(r"`([\w-]+)`", arms)
+    }
+    assert said.keys() == {arm for pair in PRIMARY.values() for arm in pair}
+    chosen = chosen_rates(dict(pilots(data))[f"pilot-{task}-{size}"])
+    assert {arm: chosen[f"pilot-{task}-{size}", arm] for arm in said} == said
+    experiment = yaml.safe_load((ROOT / "config/exploration.yaml").read_text())["experiments"][f"{task}-{size}"]
+    assert {arm: float(experiment["arms"][arm]["optimizer.learning_rate"]) for arm in said} == said
+    row = power_table(data).set_index("pilot").loc[f"pilot-{task}-{size}"]
     spread, pairs, seeds = re.search(
-        rf"^\| 3m, {task} \| (\S+) points \| (\d+) \| (\d) \|$", protocol, re.MULTILINE
+        rf"^\| {size}, {task} \| (\S+) points \| (\d+) \| (\d) \|$", protocol, re.MULTILINE
     ).groups()
     assert (f"{100 * row['spread']:.1f}", str(row["pairs"])) == (spread, pairs)
     assert len(experiment["grid"]["seed"]) == int(seeds) == min(7, max(4, -(-row["pairs"] // 3)))
