@@ -259,7 +259,7 @@ class Updater:
         return anchors
 
     def _clear_gradients(self, parts: list[_Part]) -> None:
-        """Forget the gradients. Without a further one, the optimizer changes nothing."""
+        """Forget the gradients. Those of graphs are tensors that stay in place."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.graphs and self._in_graphs and not all(part.batch.is_empty for part in parts):
             self.graphs.use_gradients()

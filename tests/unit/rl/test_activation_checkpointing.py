@@ -1,5 +1,6 @@
 """The tensors that blocks keep for the backward pass, and the number of blocks that are recomputed."""
 
+import gc
 import itertools
 
 import pytest
@@ -35,6 +36,18 @@ def batch(tokens):
     """One prompt alone but for its last token: a single piece, as what is measured."""
     sample = Sample(list(range(2, 90)) * (tokens // 88 + 1), Completion([5], [-1.0], True), 0.0, 0.0)
     return micro_batch([Sample(sample.prompt[:tokens], sample.completion, 0.0, 0.0)], [0], CPU)
+
+
+def test_measuring_frees_what_it_has_counted(checkpoint):
+    """An operation that saves its own output must not hold it, nor the blocks before it."""
+
+    def with_history():
+        gc.collect()
+        return sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.grad_fn is not None)
+
+    policy, before = adapted(checkpoint), with_history()
+    assert kept_bytes(policy) > 0
+    assert with_history() == before
 
 
 def forward_bytes(policy, tokens):
