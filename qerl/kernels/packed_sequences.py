@@ -76,9 +76,9 @@ class Packing:
         return max(self.widths)
 
     @cached_property
-    def copies(self) -> Copies:
+    def copies(self) -> KeyPlaces:
         """The places of the pieces' keys."""
-        return Copies.of(self.lengths, self.prompts, self.keys_ends.device)
+        return KeyPlaces.of(self.lengths, self.prompts, self.keys_ends.device)
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class FixedPacking:
     widest: int  # at least the keys of the widest piece
     queries_ends: Tensor  # [pieces + 1] int32, as in `Packing`; further pieces are empty
     keys_ends: Tensor
-    copies: Copies
+    copies: KeyPlaces
 
 
 @dataclass(frozen=True)
-class Copies:
+class KeyPlaces:
     """Places of a row's tokens among the keys of all pieces; index tensors are int64."""
 
     sources: Tensor  # [keys] the token of each key
@@ -103,7 +103,7 @@ class Copies:
     missing: Tensor | None  # [copies, S] bool, where there are fewer copies; None if nowhere
 
     @classmethod
-    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> Copies:
+    def of(cls, lengths: Sequence[int], prompts: Sequence[int | None], device: torch.device) -> KeyPlaces:
         """The places of the keys of pieces, as in `Packing.of`."""
         keys = [0, *accumulate(_widths(lengths, prompts))]
         tokens = [np.arange(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
@@ -131,7 +131,7 @@ class Copies:
         )
 
 
-def all_keys(row: Tensor, copies: Copies) -> Tensor:
+def all_keys(row: Tensor, copies: KeyPlaces) -> Tensor:
     """The keys or values of all pieces, concatenated along dimension 0 in one write.
 
     The gradients of a prompt's copies are summed in one operation, as those of `Packing.keys`.
@@ -143,14 +143,14 @@ class _AllKeys(torch.autograd.Function):
     """See `all_keys`. One operation in place of one a piece: pieces are many, and short in small policies."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, row: Tensor, copies: KeyPlaces) -> Tensor:
         ctx.copies = copies
         return row.index_select(0, copies.sources)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        copies: Copies = ctx.copies
+        copies: KeyPlaces = ctx.copies
         of_row = grad.index_select(0, copies.of_piece)
         shared = grad.index_select(0, copies.places.flatten()).unflatten(0, copies.places.shape)
         if copies.missing is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qerl.kernels.packed_sequences import Copies, FixedPacking, Packing
+from qerl.kernels.packed_sequences import KeyPlaces, FixedPacking, Packing
 from qerl.rl.sequence_packing import MicroBatch
 
 _CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ class FixedRow:
             widest=size.widest,
             queries_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
             keys_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
-            copies=Copies(
+            copies=KeyPlaces(
                 sources=torch.zeros(size.keys, **whole),  # type: ignore[call-overload]
                 of_piece=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
                 shared=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
@@ -106,7 +106,7 @@ class FixedRow:
         pieces = [self.size.longest] * (padding // self.size.longest)
         pieces += [rest] if (rest := padding % self.size.longest) else []
         lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        copies = Copies.of(lengths, prompts, _CPU)
+        copies = KeyPlaces.of(lengths, prompts, _CPU)
         assert self.packing.copies.missing is not None
         widths = Packing.of(lengths, prompts, _CPU).widths
         for target, sizes in ((self.packing.queries_ends, lengths), (self.packing.keys_ends, widths)):
