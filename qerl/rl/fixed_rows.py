@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qerl.kernels.packed_sequences import KeyPlaces, FixedPacking, Packing
+from qerl.kernels.packed_sequences import FixedPacking, KeyPlaces, Packing
 from qerl.rl.sequence_packing import MicroBatch
 
 _CPU = torch.device("cpu")
