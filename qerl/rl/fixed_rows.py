@@ -25,10 +25,11 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _step(least: int) -> int:
-    """The least of the sizes 256, 384, 512, 768, 1024, ... that isn't below `least`: two an octave."""
-    size = max(_power_of_two(least), _LEAST_TOKENS)
-    return 3 * size // 4 if 3 * size // 4 >= max(least, _LEAST_TOKENS) else size
+def row_tokens_of(count: int) -> int:
+    """The least of the sizes 256, 384, 512, 768, 1024, ... above `count`: two an octave."""
+    least = max(count + 1, _LEAST_TOKENS)
+    size = _power_of_two(least)
+    return 3 * size // 4 if 3 * size // 4 >= least else size
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RowSize:
     def of(cls, batch: MicroBatch) -> RowSize:
         """The least size for a micro-batch. There is a padding token at least, to which padding indices point."""
         packing, count = batch.packing, batch.ids.numel()
-        tokens = _step(count + 1)
+        tokens = row_tokens_of(count)
         longest = _power_of_two(max(packing.longest, _LEAST_PIECE))
         padding = tokens - count
         return cls(

@@ -6,7 +6,7 @@ launch them as the GPU to run them (docs/lab/exploration.md). A graph launches t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,13 +21,13 @@ from qerl.layers.packed_attention import PackedAttention
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation, blocks, kept_bytes
-from qerl.rl.fixed_rows import FixedRow, RowSize
+from qerl.rl.fixed_rows import FixedRow, RowSize, row_tokens_of
 from qerl.rl.sequence_packing import MicroBatch, head_logprobs, token_states
 from qerl.settings.run import RunSettings
 
 #: The most bytes of activations of a pass as a graph, whose memory is held between updates. Larger passes keep a GPU
 #: busy without a graph.
-MOST_BYTES = 2**30
+MOST_BYTES = 2**31
 
 Work = Callable[[], None]
 #: Makes a function that repeats work on the same tensors, from work that has run before. It may run it once more.
@@ -94,13 +94,12 @@ class PassGraphs:
         self._recomputation = recomputation
         self._passes: dict[tuple[RowSize, bool], _Pass] = {}
         self._trained = [parameter for _, parameter in policy.trainable()]
-        self._gradients = [torch.zeros_like(parameter) for parameter in self._trained]
         self._joint = torch.zeros((), device=policy.device, requires_grad=True)
         self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
 
-    def serve(self, batches: Iterable[MicroBatch]) -> bool:
-        """Whether passes over all these micro-batches, which may be empty, are small enough."""
-        largest = max((RowSize.of(batch).tokens for batch in batches if not batch.is_empty), default=0)
+    def serve(self, tokens: int) -> bool:
+        """Whether passes over rows of up to `tokens` are small enough."""
+        largest = row_tokens_of(tokens)
         if largest * self._token_bytes > MOST_BYTES:
             return False
         known = max((size.tokens for size, _ in self._passes), default=0)
@@ -111,6 +110,10 @@ class PassGraphs:
         """Bytes that a pass keeps per token: the activations of all blocks, and the logits."""
         lm = self._policy.lm
         return kept_bytes(self._policy) * len(blocks(lm)) + lm.config.vocab_size * lm.dtype.itemsize
+
+    @cached_property
+    def _gradients(self) -> list[Tensor]:
+        return [torch.zeros_like(parameter) for parameter in self._trained]
 
     def use_gradients(self) -> None:
         """Give the trained tensors gradients of zero, to which backward passes add."""

@@ -123,9 +123,11 @@ class Updater:
         sampled = self._read_only(step, samples, silent.sampled)
         shown = self._read_only(step, samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
         stats = UpdateStats()
-        batches = [part.batch for part in (*parts, *sampled, *shown)]
-        self._in_graphs = self.graphs is not None and self.graphs.serve(batches)
-        self.policy.lm.train()
+        # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
+        longest = max((row_tokens(samples, row) for row in rows), default=0)
+        self._in_graphs = self.graphs is not None and self.graphs.serve(longest)
+        if not self._in_graphs:  # which have no dropout, and a walk over all modules takes as long as a pass
+            self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
             with self._casts.unchanged():
                 of_silent = self._read(sampled, look)
@@ -137,7 +139,8 @@ class Updater:
                 with self._casts.unchanged():
                     self._further_gradients(parts, anchors, whole, stats)
                 self._optimize()
-        self.policy.lm.eval()
+        if not self._in_graphs:
+            self.policy.lm.eval()
         rate = self.settings.optimizer.learning_rate * schedule
         return {**self._metrics(stats, silent, of_silent), **estimated, "grad_norm": norm, "learning_rate": rate}
 

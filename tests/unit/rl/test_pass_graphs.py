@@ -13,9 +13,9 @@ from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl import activation_checkpointing, pass_graphs
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
-from qerl.rl.fixed_rows import FixedRow, RowSize
+from qerl.rl.fixed_rows import FixedRow, RowSize, row_tokens_of
 from qerl.rl.pass_graphs import PassGraphs
-from qerl.rl.sequence_packing import Sample, micro_batch
+from qerl.rl.sequence_packing import Sample, micro_batch, row_tokens, split
 from qerl.rl.train import make_policy
 from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
@@ -172,9 +172,13 @@ def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
         assert (row.states_M[len(one.states_M) :] >= one.ids.numel()).all()
 
 
-def test_large_passes_have_no_graph(base, monkeypatch):
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_rows_of_a_large_batch_have_no_graph_however_few_teach(base, monkeypatch, share):
+    """Its graphs would hold memory that other rows of the run need."""
     made = updater(base)
     captured = in_fixed_rows(made)
-    monkeypatch.setattr(pass_graphs, "MOST_BYTES", 1)
-    made.update(1, batch(0))
-    assert not captured
+    samples = batch(0, [[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
+    longest = max(row_tokens(samples, row) for row in split(samples, ABOUT["micro_batch_tokens"]))
+    monkeypatch.setattr(pass_graphs, "MOST_BYTES", share * row_tokens_of(longest) * made.graphs._token_bytes)
+    made.update(1, samples)
+    assert bool(captured) == (share > 1)
