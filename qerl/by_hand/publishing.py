@@ -15,6 +15,7 @@ from qerl.by_hand.models import HUB_MODEL, PathLike
 from qerl.by_hand.runs import Run, check_finished
 from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG
 from qerl.checkpoints.stock import stock_loading
+from qerl.host.hub import hub_unreachable
 from qerl.prepare.run_parts import CHECKPOINT
 from qerl.publishing.run_facts import BaseModel, RunFacts, RunScore, data_name
 from qerl.results.files import read, read_rows
@@ -42,9 +43,9 @@ def publish(
     """Upload a finished run's adapter, card, metrics and scores to the repository `repo` of the hub (`user/name`).
 
     `evaluations` are folders of `qerl eval`; by default those within the run's folder. A new repository is private
-    unless `private` is False; one that is there stays as it is. `dry_run` uploads nothing and needs no login. Folders
-    of this machine are published by their last name only. Raises `ConfigError` if the run isn't finished, nobody is
-    logged in, or a file would tell a path of this machine or a token.
+    unless `private` is False; one that is there stays as it is. `dry_run` uploads nothing, and needs neither login nor
+    network. Folders of this machine are published by their last name only. Raises `ConfigError` if the run isn't
+    finished, the hub can't be reached, nobody is logged in, or a file would tell a path of this machine or a token.
     """
     from huggingface_hub import HfApi
 
@@ -54,8 +55,11 @@ def publish(
     check_finished(trained)
     if HUB_MODEL.fullmatch(repo) is None or "@" in repo:
         raise ConfigError(f"{repo!r} names no repository of the hub; give it as user/name")
+    unreachable = None if hub else hub_unreachable()
+    if unreachable and not dry_run:
+        raise ConfigError(f"{repo} wasn't uploaded: {unreachable}; start again when the hub can be reached")
     hub = hub or HfApi()
-    facts = facts_of(trained, [*map(Path, evaluations)], hub)
+    facts = facts_of(trained, [*map(Path, evaluations)], None if unreachable else hub)
     with TemporaryDirectory() as scratch:
         _stage(trained, facts, repo, Path(scratch))
         check_private(texts_in(Path(scratch)))

@@ -136,10 +136,18 @@ def test_the_code_of_the_card_loads_the_policy(run, folder, tmp_path, monkeypatc
     assert "--max-lora-rank 8" in text
 
 
-def test_a_dry_run_uploads_nothing_and_needs_no_login(run):
+def test_a_dry_run_uploads_nothing_and_needs_neither_login_nor_network(run, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.publishing.hub_unreachable", lambda: "no connection to X")
     said = qerl.publish(run.folder, REPO, dry_run=True)
     assert (said.url, said.private, set(said.files)) == (None, None, FILES)
     assert any("tiny-model, without its path" in note for note in said.notes)
+
+
+def test_without_a_network_nothing_is_staged_and_the_client_not_asked(run, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.publishing.hub_unreachable", lambda: "no connection to X")
+    monkeypatch.setattr("qerl.publishing.upload.upload", lambda *_: pytest.fail("the client was asked"))
+    with pytest.raises(ConfigError, match="someone/tiny-policy wasn't uploaded: no connection to X; start again when"):
+        qerl.publish(run.folder, REPO)
 
 
 def test_an_existing_repository_keeps_its_visibility(run):
