@@ -126,7 +126,7 @@ class Updater:
         # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
         longest = max((row_tokens(samples, row) for row in rows), default=0)
         self._in_graphs = self.graphs is not None and self.graphs.serve(longest)
-        if not self._in_graphs:  # which have no dropout, and a walk over all modules takes as long as a pass
+        if not self._in_graphs:  # whose policies have no dropout, and the walk over all modules takes long
             self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
             with self._casts.unchanged():
