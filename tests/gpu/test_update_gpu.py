@@ -199,8 +199,19 @@ def test_memory_that_a_graph_reserved_is_not_allocatable():
     assert result.item() == 0
 
 
-def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path):
-    """On a GPU that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
+@pytest.fixture
+def capped():
+    """A cap of 8 GB on further memory, so that to fill it takes nothing from other processes on the GPU."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(
+        min((torch.cuda.memory_reserved() + 8e9) / torch.cuda.mem_get_info()[1], 1.0)
+    )
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path, capped):
+    """In memory that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
     write_checkpoint(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
     drawn = [Sample(s.prompt, s.completion, 0.0, 1.0) for s in samples()] * 40
     batch = micro_batch(drawn, list(range(len(drawn))), DEVICE)
