@@ -7,7 +7,6 @@ nothing, so their gradients are exact zeros, which change no sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -107,12 +106,14 @@ class FixedRow:
         pieces = [self.size.longest] * (padding // self.size.longest)
         pieces += [rest] if (rest := padding % self.size.longest) else []
         lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        copies = KeyPlaces.of(lengths, prompts, _CPU)
+        made = Packing.of(lengths, prompts, _CPU)
+        copies = made.copies
         assert self.packing.copies.missing is not None
-        widths = Packing.of(lengths, prompts, _CPU).widths
-        for target, sizes in ((self.packing.queries_ends, lengths), (self.packing.keys_ends, widths)):
-            ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-            target.copy_(torch.cat([ends, ends[-1:].expand(len(target) - len(ends))]))
+        for target, ends in (
+            (self.packing.queries_ends, made.queries_ends),
+            (self.packing.keys_ends, made.keys_ends),
+        ):
+            target.copy_(_filled_up(ends, len(target), int(ends[-1])))
         self.packing.copies.sources.copy_(_filled_up(copies.sources, self.size.keys, 0))
         self.packing.copies.of_piece.copy_(copies.of_piece)
         self.packing.copies.shared.copy_(_filled_up(copies.shared, self.size.tokens, last))

@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda")
 
 
-def updater(weights, graphs, **loss) -> Updater:
+def updater(weights, graphs) -> Updater:
     policy = random_policy("small", weights, 16, DEVICE)
     if weights != "bf16":
         EngineSampler(policy, NativeSettings(), 1)  # moves the weights
     about = {"model": "m", "dataset": "d", "steps": 20, "dtype": "bfloat16", "adapter": {"rank": 16}}
     about["rollout"] = {"prompts": 4, "group_size": 4, "sampling": {"max_tokens": 60}}
-    about["loss"] = {"updates_per_rollout": 3, "silent_sample": 1, **loss}
+    about["loss"] = {"updates_per_rollout": 3, "silent_sample": 1}
     about["optimizer"] = {"name": "adamw", "learning_rate": 1e-4, "max_grad_norm": 1e9}
     made = Updater(RunSettings.model_validate(about), policy, Processes())
     if not graphs:
