@@ -16,6 +16,8 @@ rule evaluate:
         "<logs>/evaluate/{evaluation}.log",
     benchmark:
         "<benchmarks>/evaluate/{evaluation}.tsv"
+    # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
+    priority: 1 if devices() else 0
     conda:
         "../../environment.yml"
     resources:

@@ -16,7 +16,7 @@ rule train:
     benchmark:
         "<benchmarks>/train/{run}.tsv"
     # On CPUs before ready evaluations, which are shorter: at the end, no core waits for a training. Benches, which need all cores,
-    # come last. On GPUs a training may take days, and results come as they are ready.
+    # come last. On GPUs a training may take days, so evaluations come first.
     priority: 0 if devices() else 1
     conda:
         "../../environment.yml"
