@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.report.exploration import LEVEL, NUMBERS, PRIMARY, SMALLEST_EFFECT
-from qerl.report.study.comparisons import arm_order, tested
+from qerl.report.study.comparisons import PRIMARY_KS, arm_order, tested
 from qerl.results.outcomes import chosen_rates, differences, means, outcomes, paired_spread, rate_scores, scores
 from qerl.results.paired import effect_found, pairs_needed
 from qerl.results.pass_at_k import KS
@@ -103,23 +103,27 @@ def _curves(study: Study, experiment: str, task: str, counts: pd.DataFrame) -> p
 # --- the pilot -------------------------------------------------------------------------------------------------------
 
 
-def pilots(study: Study) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Each pilot experiment with its pass@1 on validation problems."""
+def pilots(study: Study, k: int = 1) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Each pilot experiment with its pass@k on validation problems; with fewer completions, their number replaces k."""
     runs = study.runs[study.runs["role"] == PILOT]
     asked = study.outcomes[study.outcomes["split"] == "validation"]
     for experiment, of_one in runs.groupby("experiment", sort=False):
         counts = asked[asked["run"].isin(of_one["run"])]
         if len(counts):
-            yield str(experiment), outcomes(of_one, counts, 1)
+            yield str(experiment), outcomes(of_one, counts, min(k, int(counts["drawn"].min())))
 
 
 def rate_table(study: Study) -> pd.DataFrame:
     """One row per pilot, arm and rate: mean pass@1 on validation problems, whether it is chosen, and at the edge.
 
-    Empty without a pilot.
+    `widest` is the mean of pass@k with the protocol's larger k. Empty without a pilot.
     """
     parts = [_rates(frame) for _, frame in pilots(study)]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    if not parts:
+        return pd.DataFrame()
+    widest = pd.concat([rate_scores(frame) for _, frame in pilots(study, max(PRIMARY_KS))])
+    key = ["experiment", "arm", "rate"]
+    return pd.concat(parts).merge(widest.rename(columns={"value": "widest"})[[*key, "widest"]], on=key)
 
 
 def _rates(frame: pd.DataFrame) -> pd.DataFrame:

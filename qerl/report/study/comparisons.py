@@ -113,7 +113,10 @@ def check_placebo(study: Study, runs: pd.DataFrame, counts: pd.DataFrame) -> int
 
 
 def comparison_table(primary: Sequence[Outcome], runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per outcome and comparison; differences are fractions. p of Holm is NaN outside of the family."""
+    """One row per outcome and comparison; differences are fractions. p of Holm is NaN outside of the family.
+
+    `rates` has the learning rates of the two arms, or one number if they are equal.
+    """
     rows = [row for outcome in primary for row in _comparison_rows(outcome, runs)]
     return pd.DataFrame(rows)
 
@@ -139,6 +142,7 @@ def _comparison_rows(outcome: Outcome, runs: pd.DataFrame) -> Iterator[dict[str,
             "bases": difference.bases,
             "pairs": difference.pairs,
             "holds": None if adjusted is None else holds(difference, adjusted),
+            "rates": ", ".join(f"{rate:g}" for rate in of_one[of_one["arm"].isin([arm, other])]["rate"].unique()),
             "lost_pairs": lost_pairs(of_one, arm, other),
             "unstable": ", ".join(one for one in (arm, other) if is_unstable(of_one, one)),
         }

@@ -128,6 +128,7 @@ def comparisons(frame: pd.DataFrame) -> str:
         "p": _value("p", _p),
         "p, Holm": _value("p_holm", _p),
         "bases, pairs": lambda row: f"{row['bases']}, {row['pairs']}",
+        "rates": _text("rates"),
         "holds": lambda row: "–" if row["holds"] is None else "yes" if row["holds"] else "no",
         "lost pairs": lambda row: str(row["lost_pairs"]) + (f", unstable: {row['unstable']}" * bool(row["unstable"])),
         "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
@@ -139,6 +140,9 @@ def comparisons(frame: pd.DataFrame) -> str:
         "over bases, seeds and problems. p is two-sided, and corrected by Holm's method over the five comparisons of "
         f"an outcome. {others} belong to no family and tell a mismatch. The link of a row leads to its pairs, and the "
         f"names there to {link('runs', 'the runs with their stamps')}.",
+        "Each arm has the learning rate that the pilot chose for it by pass@1. A comparison with two rates thus "
+        "compares arms at their best pass@1. Its difference in pass@k for larger k may come from the rate alone "
+        f"({link('rates', 'scores at all tried rates')}).",
         table(frame, columns),
         figure("forest", "Differences of the compared arms with 95 % intervals; the grey band is ±2 points"),
     )

@@ -1,5 +1,6 @@
 """The page of a study from synthetic Parquet files with a known truth."""
 
+import math
 import re
 from pathlib import Path
 
@@ -133,6 +134,13 @@ def test_the_tables_have_the_planted_measures():
     chosen = rate_table(made).query("chosen")
     assert set(chosen["rate"]) == {1e-3}
     assert not chosen["edge"].any()
+    counts = made.outcomes[made.outcomes["split"] == "validation"].merge(made.runs, on="run")
+    counts = counts[(counts["role"] == "pilot") & (counts["arm"] == "nvfp4") & (counts["rate"] == 1e-3)]
+    drawn = min(64, int(counts["drawn"].min()))
+    missed = [
+        math.comb(n - c, drawn) / math.comb(n, drawn) for n, c in zip(counts["drawn"], counts["right"], strict=True)
+    ]
+    assert float(chosen.set_index("arm").loc["nvfp4", "widest"]) == pytest.approx(1 - np.mean(missed))
     runs = run_table(made).set_index("run")
     rights = made.outcomes[made.outcomes["split"] == "test"].groupby("run")[["right", "drawn"]].sum()
     expected = rights["right"] / rights["drawn"]
@@ -251,6 +259,9 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
     data = read_studies(sorted(COMMITTED.iterdir()))
     made = comparison_table(all_outcomes(data), data.runs)
     stored = pd.read_csv(ROOT / "docs/results/exploration/comparisons.csv")
+    said = made[made["measure"] == "pass@64"].set_index(["experiment", "comparison"])["rates"]
+    assert said["countdown-25m", "2-3"] == "0.00025, 0.0005"
+    assert said["countdown-25m", "5-9"] == said["countdown-3m", "2-3"] == "0.0005"
     for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
