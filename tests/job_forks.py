@@ -1,4 +1,7 @@
-"""Commands of `qerl` in forks of a process that has imported their libraries: a job's imports take longer than it."""
+"""Commands of `qerl` in forks of a process that has imported their libraries: a job's imports take longer than it.
+
+`python -m tests.job_forks COMMAND...` runs a command, such as Snakemake, whose jobs of small policies are forks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +24,7 @@ from typing import NoReturn
 
 import torch
 
+from qerl.host.imports import OPTIONAL, absent
 from tests.forks import forget_package, run_program
 
 #: Asks the process at `address` for a fork in its place; calls of Python for anything else are Python's.
@@ -46,9 +51,17 @@ sys.exit(status)
 _ON_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
+#: The modules of jobs of small policies.
+_SMALL = ("qerl.pretrain.job", "qerl.prepare.base_checkpoint", "qerl.rl.train", "qerl.evals.job")
+
+
 @cache
-def commands() -> Path:
-    """A folder with `python` and `qerl` for the beginning of PATH, as long as this process lives."""
+def commands(modules: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Path:
+    """A folder with `python` and `qerl` for the beginning of PATH, as long as this process lives.
+
+    Forks have imported `modules`, or with none all of jobs that need no GPU, as if the libraries `without` weren't
+    installed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="qerl-jobs-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
@@ -59,20 +72,23 @@ def commands() -> Path:
         (folder / name).chmod(0o755)
     if os.fork() == 0:
         try:
-            _serve(listener)
+            _serve(listener, modules or _modules(), without)
         finally:
             os._exit(1)
     listener.close()
     return folder
 
 
-def _serve(listener: socket.socket) -> NoReturn:
+def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[str]) -> NoReturn:
     ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     for logger in (logging.getLogger(), logging.getLogger("qerl")):
         logger.handlers.clear()  # the tests'
-    for path in _modules():
-        import_module(path)
+    with absent(without):
+        for path in modules:
+            import_module(path)
+    if torch.cuda.is_initialized():
+        raise RuntimeError("an import has started CUDA, which forks of this process can't use")
     gc.collect()
     gc.freeze()
     while True:
@@ -85,11 +101,11 @@ def _serve(listener: socket.socket) -> NoReturn:
         client.close()
 
 
-def _modules() -> list[str]:
+def _modules() -> tuple[str, ...]:
     """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
     from qerl.jobs.dispatch import FUNCTIONS
 
-    return [*(path.partition(":")[0] for path in FUNCTIONS.values()), "qerl.evals.lm_eval", "qerl.evals.lighteval"]
+    return (*(path.partition(":")[0] for path in FUNCTIONS.values()), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 
 def _answer(client: socket.socket) -> NoReturn:
@@ -116,3 +132,15 @@ def _qerl(arguments: Sequence[str]) -> None:
     sys.argv = ["qerl", *arguments]
     torch.set_num_threads(1)  # a fork has no other threads
     runpy.run_module("qerl", run_name="__main__", alter_sys=True)
+
+
+def main(command: Sequence[str]) -> int:
+    """Run a command whose jobs are forks; returns its exit status."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look for GPUs would start CUDA
+    signal.signal(signal.SIGINT, lambda *_: None)  # the command and its jobs stop, and this process waits for them
+    path = f"{commands(_SMALL, OPTIONAL)}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(command, env={**os.environ, "PATH": path}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.report.exploration import LEVEL, PRIMARY, SMALLEST_EFFECT, is_nothing
-from qerl.report.study.comparisons import Outcome
+from qerl.report.study.comparisons import Outcome, rates_of
 from qerl.results import printed
 from qerl.results.outcomes import differences, means
 from qerl.results.paired import PairedDifference, paired_difference
@@ -22,6 +22,8 @@ SCORE = "pass@1"
 #: Traits of the paper's rows by arm: weights and noise. The learning rates of its rows are those of arm 14.
 _PRINTED = {"bf16": ("bf16", "off"), "nvfp4": ("nvfp4", "off"), "nvfp4-aqn": ("nvfp4", "exponential")}
 _PRINTED |= {"paper-bf16": ("bf16", "off"), "paper-nvfp4-aqn": ("nvfp4", "exponential")}
+#: Entropy and reward depend on the rate, which the pilot chose by pass@1. A difference at two rates isn't the noise's.
+_TWO_RATES = "open: two rates"
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ def printed_difference(claim: Claim, cells: Sequence[Cell]) -> str:
 def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str, Any]]:
     """The estimate of a claim on one outcome; none if a pair of its arms was not run."""
     name = next((name for name, pair in PRIMARY.items() if pair == (claim.arm, claim.other)), "")
+    runs = study.runs[study.runs["experiment"] == outcome.experiment]
     if claim.measure == SCORE and name in outcome.comparisons:
         difference, p = outcome.comparisons[name], outcome.adjusted[name]
     else:
-        runs = study.runs[study.runs["experiment"] == outcome.experiment]
         frame = outcome.frame if claim.measure == SCORE else means(runs, study.steps, claim.measure)
         pairs = differences(frame.dropna(subset="value"), claim.arm, claim.other)
         if not pairs:
@@ -94,6 +96,7 @@ def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str
     ends = (difference.interval.low, difference.interval.high)
     if claim.measure != SCORE and difference.pairs < 2:
         ends, p = (nan, nan), nan  # one number has no spread
+    is_score, rates = claim.measure == SCORE, rates_of(runs, claim.arm, claim.other)
     yield {
         "size": outcome.size,
         "task": outcome.task,
@@ -104,7 +107,8 @@ def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str
         "p": p,
         "corrected": bool(name),
         "pairs": difference.pairs,
-        "says": sentence(difference, p, claim.measure == SCORE),
+        "rates": rates,
+        "says": sentence(difference, p, is_score) if is_score or "," not in rates else _TWO_RATES,
     }
 
 

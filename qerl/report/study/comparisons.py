@@ -142,7 +142,7 @@ def _comparison_rows(outcome: Outcome, runs: pd.DataFrame) -> Iterator[dict[str,
             "bases": difference.bases,
             "pairs": difference.pairs,
             "holds": None if adjusted is None else holds(difference, adjusted),
-            "rates": ", ".join(f"{rate:g}" for rate in of_one[of_one["arm"].isin([arm, other])]["rate"].unique()),
+            "rates": rates_of(of_one, arm, other),
             "lost_pairs": lost_pairs(of_one, arm, other),
             "unstable": ", ".join(one for one in (arm, other) if is_unstable(of_one, one)),
         }
@@ -160,6 +160,12 @@ def secondary_table(primary: Sequence[Outcome]) -> pd.DataFrame:
                 row |= {"difference_low": interval.low, "difference_high": interval.high, "p": difference.p}
                 rows.append({**row, "pairs": difference.pairs})
     return pd.DataFrame(rows)
+
+
+def rates_of(runs: pd.DataFrame, arm: str, other: str) -> str:
+    """The learning rates of two arms of an experiment, or one number if they are equal."""
+    rates = [rate for name in (arm, other) for rate in runs.loc[runs["arm"] == name, "rate"].unique()]
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
 
 
 def lost_pairs(runs: pd.DataFrame, arm: str, other: str) -> int:

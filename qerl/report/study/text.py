@@ -164,12 +164,14 @@ def claims(frame: pd.DataFrame) -> str:
         "estimate": difference,
         "p": lambda row: cell_text(row, "p", _p) + ("" if row["corrected"] else " (uncorrected)"),
         "pairs": _text("pairs"),
+        "rates": _text("rates"),
         "so the claim": _text("says"),
     }
     return _section(
         "## Claims of the paper",
         "Entropy (nats per token) and reward are means over all steps of a run. They are secondary: their p values are "
-        "uncorrected, and they decide nothing. p of pass@1 is Holm's where the pair is a primary comparison. The "
+        "uncorrected, and they decide nothing. They depend on the learning rate, so an estimate with two rates doesn't "
+        "isolate the noise. p of pass@1 is Holm's where the pair is a primary comparison. The "
         "printed numbers are differences of single runs in the paper's Table 1.",
         table(frame, columns),
     )

@@ -262,6 +262,13 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
     said = made[made["measure"] == "pass@64"].set_index(["experiment", "comparison"])["rates"]
     assert said["countdown-25m", "2-3"] == "0.00025, 0.0005"
     assert said["countdown-25m", "5-9"] == said["countdown-3m", "2-3"] == "0.0005"
+    claimed = claim_table(data, all_outcomes(data)).set_index(["claim", "size", "task"])
+    at_two_rates = claimed.loc["AQN raises the entropy of what is sampled", "25m", "countdown"]
+    assert (at_two_rates["rates"], at_two_rates["says"]) == ("0.0005, 0.00025", "open: two rates")
+    assert claimed.loc["AQN raises the entropy of what is sampled", "3m", "countdown"]["rates"] == "0.0005"
+    assert (
+        claimed.loc["AQN ends above NVFP4 without it", "25m", "countdown"]["says"] == "no difference of 2 points here"
+    )
     for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
