@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -73,6 +74,8 @@ def commands(modules: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Pa
     if os.fork() == 0:
         try:
             _serve(listener, modules or _modules(), without)
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()  # os._exit prints nothing, and jobs only see that nobody answers
         finally:
             os._exit(1)
     listener.close()
