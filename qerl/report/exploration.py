@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import pandas as pd
@@ -81,17 +81,20 @@ def compared(frame: pd.DataFrame) -> tuple[dict[str, PairedDifference], dict[str
     return comparisons, {name: p for name, p in adjusted.items() if name in comparisons}
 
 
-def verdicts(comparisons: Mapping[str, PairedDifference], adjusted: Mapping[str, float]) -> list[Verdict]:
+def verdicts(
+    comparisons: Mapping[str, PairedDifference], adjusted: Mapping[str, float], astray: Collection[str] = ()
+) -> list[Verdict]:
     """The sentences that hold on one outcome, by the comparisons and their p values after Holm's correction.
 
     `comparisons` has the primary ones, and those of `MISMATCH` where they were run. Without a primary one the outcome
-    is incomplete.
+    is incomplete. A comparison with an arm of `astray`, which didn't have the entropy that it follows, supports no
+    sentence.
     """
     if not comparisons.keys() >= PRIMARY.keys():
         return ["incomplete"]
 
     def above(name: str) -> bool:
-        return holds(comparisons[name], adjusted[name])
+        return holds(comparisons[name], adjusted[name]) and is_controlled(name, astray)
 
     holding: list[Verdict] = []
     if above("2-3") and above("5-9"):
@@ -100,9 +103,14 @@ def verdicts(comparisons: Mapping[str, PairedDifference], adjusted: Mapping[str,
         holding.append("recovers what quantization lost")
     if above("5-2") and any(_gain_is_gone(comparisons, name) for name in MISMATCH):
         holding.append("mismatch")
-    if all(is_nothing(comparisons[name]) for name in PRIMARY):
+    if all(is_nothing(comparisons[name]) and is_controlled(name, astray) for name in PRIMARY):
         holding.append("none")
     return holding or ["undecided"]
+
+
+def is_controlled(name: str, astray: Collection[str]) -> bool:
+    """Whether no arm of a comparison is among `astray`."""
+    return not set(PRIMARY[name]) & set(astray)
 
 
 def holds(difference: PairedDifference, adjusted: float) -> bool:

@@ -6,6 +6,7 @@ It tells entropy from what raises it: a run without noise that samples at the en
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def followed_entropies(metrics: Path, steps: int) -> list[float]:
 
 
 class Thermostat:
-    """Chooses the temperature of each step by the entropy at the step before, so it needs no state of its own."""
+    """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
 
     def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
         self.settings = settings
@@ -47,10 +48,21 @@ class Thermostat:
         self.entropies = entropies
 
     def temperature(self, rows: Sequence[dict[str, float]]) -> float:
-        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor."""
+        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor.
+
+        The factor is the ratio of the weighted means of both entropies over the same steps, and counts as e at most.
+        Both runs have the same problems at a step, and entropies of single steps differ far more by their problems.
+        """
         if not rows:
             return self.start
-        wanted, reached = self.entropies[len(rows)], rows[-1]["entropy/sampler"]
-        factor = max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY)
-        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * math.log(factor))
+        wanted = self._recent_mean(self.entropies[: len(rows)])
+        reached = self._recent_mean([row["entropy/sampler"] for row in rows])
+        missing = math.log(max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY))
+        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * min(max(missing, -1.0), 1.0))
         return min(max(moved, self.settings.lowest), self.settings.highest)
+
+    def _recent_mean(self, values: Sequence[float]) -> float:
+        """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
+        kept = 1 - 1 / self.settings.average_steps
+        weights = [kept**age for age in range(len(values) - 1, -1, -1)]
+        return sum(map(operator.mul, weights, values)) / sum(weights)

@@ -109,9 +109,11 @@ class ThermostatSettings(Settings):
     """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
     metrics: FilePath | None = None
     """File metrics.jsonl of the run that is followed, in place of an arm."""
-    gain: Annotated[float, Field(gt=0, le=2)] = 0.5
-    """Exponent by which the temperature of a step corrects the ratio of the wanted entropy to that of the previous
-    step."""
+    gain: Annotated[float, Field(gt=0, le=2)] = 0.1
+    """Exponent by which the temperature of a step corrects the ratio of the wanted to the reached entropy. The ratio
+    counts as e or 1 / e at most."""
+    average_steps: Annotated[float, Field(ge=1)] = 4
+    """Steps over which both entropies are averaged: each counts 1 − 1 / `average_steps` of the one after it."""
     lowest: Annotated[float, Field(gt=0)] = 0.25
     """Lowest temperature."""
     highest: Annotated[float, Field(gt=0)] = 4.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.report.exploration import LEVEL, PRIMARY, SMALLEST_EFFECT, is_nothing
+from qerl.report.exploration import LEVEL, PRIMARY, SMALLEST_EFFECT, is_controlled, is_nothing
 from qerl.report.study.comparisons import Outcome, rates_of
 from qerl.results import printed
 from qerl.results.outcomes import differences, means
@@ -24,6 +24,8 @@ _PRINTED = {"bf16": ("bf16", "off"), "nvfp4": ("nvfp4", "off"), "nvfp4-aqn": ("n
 _PRINTED |= {"paper-bf16": ("bf16", "off"), "paper-nvfp4-aqn": ("nvfp4", "exponential")}
 #: Entropy and reward depend on the rate, which the pilot chose by pass@1. A difference at two rates isn't the noise's.
 _TWO_RATES = "open: two rates"
+#: A difference from an arm that should have had another entropy isn't that of exploration.
+_ASTRAY = "open: the control's entropy is off"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str
     if claim.measure != SCORE and difference.pairs < 2:
         ends, p = (nan, nan), nan  # one number has no spread
     is_score, rates = claim.measure == SCORE, rates_of(runs, claim.arm, claim.other)
+    says = sentence(difference, p, is_score) if is_score or "," not in rates else _TWO_RATES
     yield {
         "size": outcome.size,
         "task": outcome.task,
@@ -108,7 +111,7 @@ def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str
         "corrected": bool(name),
         "pairs": difference.pairs,
         "rates": rates,
-        "says": sentence(difference, p, is_score) if is_score or "," not in rates else _TWO_RATES,
+        "says": says if not name or is_controlled(name, outcome.astray) else _ASTRAY,
     }
 
 

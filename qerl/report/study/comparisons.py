@@ -16,8 +16,10 @@ from qerl.report.exploration import (
     SENTENCES,
     compared,
     holds,
+    is_controlled,
     verdicts,
 )
+from qerl.report.study.followers import astray, follower_table
 from qerl.results.files import ResultError
 from qerl.results.outcomes import by_run, differences, outcomes
 from qerl.results.paired import PairedDifference, paired_difference
@@ -46,6 +48,8 @@ class Outcome:
     adjusted: Mapping[str, float]
     #: The number of runs of the placebo, all equal to those of the arm without noise.
     placebos: int
+    #: The arms whose runs didn't have the entropy that they follow.
+    astray: frozenset[str]
 
     @property
     def measure(self) -> str:
@@ -63,8 +67,11 @@ def all_outcomes(study: Study) -> list[Outcome]:
 
     Raises ResultError where the placebo differs from the arm that it equals by construction.
     """
+    followers = follower_table(study)
     return [
-        outcome for experiment, task, frame in tested(study) for outcome in _outcomes(study, experiment, task, frame)
+        outcome
+        for experiment, task, frame in tested(study)
+        for outcome in _outcomes(study, experiment, task, frame, frozenset(astray(followers, experiment)))
     ]
 
 
@@ -82,12 +89,12 @@ def primary_ks(counts: pd.DataFrame) -> list[int]:
     return sorted({min(k, drawn) for k in PRIMARY_KS})
 
 
-def _outcomes(study: Study, experiment: str, task: str, counts: pd.DataFrame) -> Iterator[Outcome]:
+def _outcomes(study: Study, experiment: str, task: str, counts: pd.DataFrame, off: frozenset[str]) -> Iterator[Outcome]:
     runs = study.runs[study.runs["experiment"] == experiment]
     placebos = check_placebo(study, runs, counts)
     for k in primary_ks(counts):
         frame = outcomes(runs, counts, k)
-        yield Outcome(experiment, str(runs["size"].iloc[0]), task, k, frame, *compared(frame), placebos)
+        yield Outcome(experiment, str(runs["size"].iloc[0]), task, k, frame, *compared(frame), placebos, off)
 
 
 def check_placebo(study: Study, runs: pd.DataFrame, counts: pd.DataFrame) -> int:
@@ -142,6 +149,7 @@ def _comparison_rows(outcome: Outcome, runs: pd.DataFrame) -> Iterator[dict[str,
             "bases": difference.bases,
             "pairs": difference.pairs,
             "holds": None if adjusted is None else holds(difference, adjusted),
+            "controlled": None if adjusted is None else is_controlled(name, outcome.astray),
             "rates": rates_of(of_one, arm, other),
             "lost_pairs": lost_pairs(of_one, arm, other),
             "unstable": ", ".join(one for one in (arm, other) if is_unstable(of_one, one)),
@@ -193,7 +201,7 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
                 "placebos": outcome.placebos,
             }
             for outcome in primary
-            for verdict in verdicts(outcome.comparisons, outcome.adjusted)
+            for verdict in verdicts(outcome.comparisons, outcome.adjusted, outcome.astray)
         ]
     )
 

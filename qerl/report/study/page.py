@@ -25,6 +25,7 @@ from qerl.report.study.comparisons import (
     secondary_table,
     trend_table,
 )
+from qerl.report.study.followers import follower_table
 from qerl.results.files import ResultError
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.study import Study, read_studies
@@ -36,6 +37,7 @@ class Tables:
 
     decisions: pd.DataFrame
     comparisons: pd.DataFrame
+    followers: pd.DataFrame
     secondary: pd.DataFrame
     claims: pd.DataFrame
     arms: pd.DataFrame
@@ -71,6 +73,7 @@ def make_tables(study: Study, primary: Sequence[Outcome]) -> Tables:
     return Tables(
         decisions=decision_table(primary),
         comparisons=comparison_table(primary, study.runs),
+        followers=follower_table(study),
         secondary=secondary_table(primary),
         claims=claim_table(study, primary),
         arms=arm_table(study),
@@ -121,6 +124,7 @@ def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
         text.head(study, job),
         text.decisions(tables.decisions),
         text.comparisons(tables.comparisons),
+        text.followers(tables.followers),
         text.claims(tables.claims),
         text.arms(tables.arms, tables.secondary),
         text.rates(tables.rates, tables.used_rates),

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from qerl.jobs.study import PageJob
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
-from qerl.report.formatting import cell_text, percent, points, three_digits
+from qerl.report.formatting import cell_text, percent, points
 from qerl.report.study.arms import MOST_PAIRS, STEP_MEANS
 from qerl.report.study.calibration import CEILING, LEAST, LEAST_AT_64, MOST
 from qerl.report.study.claims import SCORE
 from qerl.report.study.comparisons import arm_label, label
-from qerl.results.paths import STUDY_PARTS
+from qerl.report.study.followers import TOLERANCE
+from qerl.report.study.parts import (
+    Columns,
+    Row,
+    column,
+    figure,
+    link,
+    number,
+    p_value,
+    section,
+    signed,
+    table,
+)
 from qerl.results.schema.study import BASE, MAIN
 from qerl.results.study import Study
-
-Row = dict[Any, Any]
-Columns = Mapping[str, Callable[[Row], str]]
 
 PROTOCOL = Path("docs/exploration-protocol.md")
 _PIPELINE = (
@@ -34,61 +42,13 @@ _LIMITS = (
 )
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def table(frame: pd.DataFrame, columns: Columns) -> str:
-    """A Markdown table with the text of each column from a row."""
-    rows = [{name: make(row) for name, make in columns.items()} for row in frame.to_dict("records")]
-    return str(pd.DataFrame(rows, columns=list(columns)).to_markdown(index=False, disable_numparse=True))
-
-
-def figure(name: str, caption: str) -> str:
-    """A figure with its caption."""
-    return f"![{caption}]({STUDY_PARTS}/{name}.png)\n\n{caption}."
-
-
-def link(name: str, words: str) -> str:
-    """A link to a table beside the page."""
-    return f"[{words}]({STUDY_PARTS}/{name}.csv)"
-
-
-def _section(*parts: str) -> str:
-    return "\n\n".join(filter(None, parts))
-
-
-def _text(name: str) -> Callable[[Row], str]:
-    return lambda row: str(row[name])
-
-
-def _plain(value: float) -> str:
-    size = abs(value)
-    text = f"{size:.1e}" if 0 < size < 1e-4 else three_digits(size)
-    return ("−" if value < 0 else "") + text
-
-
-def _signed(value: float) -> str:
-    return ("+" if value > 0 else "") + _plain(value)
-
-
-def _value(name: str, text: Callable[[float], str] = _plain) -> Callable[[Row], str]:
-    return lambda row: cell_text(row, name, text) or "–"
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-# --- sections --------------------------------------------------------------------------------------------------------
-
-
 def head(study: Study, job: PageJob) -> str:
     """The title, what the page is, and its limits."""
     protocol = os.path.relpath(PROTOCOL, job.out)
     runs = study.runs[study.runs["role"] == MAIN]
     counts = {"run": len(runs), "arm": runs["arm"].nunique(), "base": runs["model"].nunique()}
-    count = ", ".join(f"{number} {word}{'s' * (number != 1)}" for word, number in counts.items())
-    return _section(
+    count = ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in counts.items())
+    return section(
         "# Does quantization noise teach anything?",
         "" if study.header.decides else _PIPELINE,
         f"This page compares arms by {count}. [The protocol]({protocol}) states what is compared, how, and what "
@@ -101,10 +61,10 @@ def head(study: Study, job: PageJob) -> str:
 def decisions(frame: pd.DataFrame) -> str:
     """The sentence that follows from each outcome."""
     columns: Columns = {
-        "size": _text("size"),
-        "task": _text("task"),
-        "measure": _text("measure"),
-        "sentence by the protocol's rules": _text("sentence"),
+        "size": column("size"),
+        "task": column("task"),
+        "measure": column("measure"),
+        "sentence by the protocol's rules": column("sentence"),
         "runs of arm 11 equal to arm 2": lambda row: str(row["placebos"]) if row["placebos"] else "not run yet",
         "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
     }
@@ -112,7 +72,7 @@ def decisions(frame: pd.DataFrame) -> str:
         "By the protocol nothing is compared before arm 11, whose noise is zero, repeats arm 2 to the bit. Where arm "
         "11 has not run yet, the sentence is provisional."
     )
-    return _section("## What came out", table(frame, columns), "" if frame["placebos"].all() else provisional)
+    return section("## What came out", table(frame, columns), "" if frame["placebos"].all() else provisional)
 
 
 def comparisons(frame: pd.DataFrame) -> str:
@@ -120,20 +80,20 @@ def comparisons(frame: pd.DataFrame) -> str:
     names = "; ".join(f"{label(name)} is {arm} less {other}" for name, (arm, other) in PRIMARY.items())
     others = " and ".join(map(label, MISMATCH))
     columns: Columns = {
-        "size": _text("size"),
-        "task": _text("task"),
-        "measure": _text("measure"),
+        "size": column("size"),
+        "task": column("task"),
+        "measure": column("measure"),
         "comparison": lambda row: label(row["comparison"]),
-        "difference (points)": _value("difference", points),
-        "p": _value("p", _p),
-        "p, Holm": _value("p_holm", _p),
+        "difference (points)": number("difference", points),
+        "p": number("p", p_value),
+        "p, Holm": number("p_holm", p_value),
         "bases, pairs": lambda row: f"{row['bases']}, {row['pairs']}",
-        "rates": _text("rates"),
-        "holds": lambda row: "–" if row["holds"] is None else "yes" if row["holds"] else "no",
+        "rates": column("rates"),
+        "holds": _holds,
         "lost pairs": lambda row: str(row["lost_pairs"]) + (f", unstable: {row['unstable']}" * bool(row["unstable"])),
         "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
     }
-    return _section(
+    return section(
         "## Primary comparisons",
         f"{names}.",
         "Differences are paired by base, seed and problem. Brackets have 95 % intervals of the hierarchical bootstrap "
@@ -148,26 +108,56 @@ def comparisons(frame: pd.DataFrame) -> str:
     )
 
 
+def _holds(row: Row) -> str:
+    if row["holds"] is None:
+        return "–"
+    return ("yes" if row["holds"] else "no") + ("" if row["controlled"] else ", control off")
+
+
+def followers(frame: pd.DataFrame) -> str:
+    """Whether arms with a thermostat had the entropy that they follow."""
+    if not len(frame):
+        return ""
+    columns: Columns = {
+        "experiment": column("experiment"),
+        "arm": lambda row: arm_label(row["arm"]),
+        "follows arm": lambda row: arm_label(row["followed"]),
+        "pairs": column("pairs"),
+        "entropy of sampler": number("entropy"),
+        "wanted": number("wanted"),
+        "ratio (of single pairs)": lambda row: f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})",
+        "temperatures": lambda row: f"{row['coldest']:.2f} to {row['hottest']:.2f}",
+        "has the entropy": lambda row: "yes" if row["follows"] else "no",
+    }
+    return section(
+        "### Do the controls of entropy have the entropy?",
+        "Arms 3 and 9 tell exploration from entropy only if their samplers have the entropy of the arm that they "
+        f"follow. The mean over steps and pairs of runs may differ by {TOLERANCE:.0%}. Where it differs more, the "
+        "comparisons with the arm are shown, and support no sentence.",
+        table(frame, columns),
+    )
+
+
 def claims(frame: pd.DataFrame) -> str:
     """The paper's claims beside the estimates."""
 
     def difference(row: Row) -> str:
         is_score = row["measure"] == SCORE
-        return cell_text(row, "difference", points if is_score else _signed) + (" points" if is_score else "")
+        return cell_text(row, "difference", points if is_score else signed) + (" points" if is_score else "")
 
     columns: Columns = {
-        "claim of the paper": _text("claim"),
+        "claim of the paper": column("claim"),
         "printed, GSM8K (points)": lambda row: row["printed"] or "–",
-        "measure": _text("measure"),
-        "size": _text("size"),
-        "task": _text("task"),
+        "measure": column("measure"),
+        "size": column("size"),
+        "task": column("task"),
         "estimate": difference,
-        "p": lambda row: cell_text(row, "p", _p) + ("" if row["corrected"] else " (uncorrected)"),
-        "pairs": _text("pairs"),
-        "rates": _text("rates"),
-        "so the claim": _text("says"),
+        "p": lambda row: cell_text(row, "p", p_value) + ("" if row["corrected"] else " (uncorrected)"),
+        "pairs": column("pairs"),
+        "rates": column("rates"),
+        "so the claim": column("says"),
     }
-    return _section(
+    return section(
         "## Claims of the paper",
         "Entropy (nats per token) and reward are means over all steps of a run. They are secondary: their p values are "
         "uncorrected, and they decide nothing. They depend on the learning rate, so an estimate with two rates doesn't "
@@ -184,13 +174,13 @@ def arms(frame: pd.DataFrame, secondary: pd.DataFrame) -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "arm": lambda row: arm_label(row["arm"]),
         "runs": lambda row: f"{row['runs']}" + (f", {row['failed']:.0f} failed" if row["failed"] else ""),
-        **{f"{name} (%)": _value(str(name), percent) for name in passes},
-        **{name: _value(name) for name in measured},
+        **{f"{name} (%)": number(str(name), percent) for name in passes},
+        **{name: number(name) for name in measured},
     }
     parts = []
     for (size, task), rows in frame.groupby(["size", "task"], sort=False):
         parts += [f"### {size}, {task}", table(rows, columns)]
-    return _section(
+    return section(
         "## Measures by arm",
         "Scores are of test problems after the last step, all others means over steps. Bases count equally. They "
         f"explain and decide nothing. {link('arms', 'The table in full precision')}.",
@@ -207,15 +197,15 @@ def arms(frame: pd.DataFrame, secondary: pd.DataFrame) -> str:
 
 def _secondary(frame: pd.DataFrame) -> str:
     columns: Columns = {
-        "size": _text("size"),
-        "task": _text("task"),
-        "measure": _text("measure"),
+        "size": column("size"),
+        "task": column("task"),
+        "measure": column("measure"),
         "comparison": lambda row: f"{label(row['comparison'])}: {row['arm']} less {row['other']}",
-        "difference (points)": _value("difference", points),
-        "p (uncorrected)": _value("p", _p),
-        "pairs": _text("pairs"),
+        "difference (points)": number("difference", points),
+        "p (uncorrected)": number("p", p_value),
+        "pairs": column("pairs"),
     }
-    return _section(
+    return section(
         "### The other arms", "These comparisons are uncorrected. They decide nothing.", table(frame, columns)
     )
 
@@ -223,19 +213,19 @@ def _secondary(frame: pd.DataFrame) -> str:
 def rates(tried: pd.DataFrame, used: pd.DataFrame) -> str:
     """The learning rates of the pilot and of the main runs."""
     title = "## Learning rates"
-    experiments = {str(name): _text(str(name)) for name in used if name != "arm"}
+    experiments = {str(name): column(str(name)) for name in used if name != "arm"}
     of_runs = table(used, {"arm": lambda row: arm_label(row["arm"]), **experiments})
     if not len(tried):
-        return _section(title, "There was no pilot. The rates are those of the configuration.", of_runs)
+        return section(title, "There was no pilot. The rates are those of the configuration.", of_runs)
     chosen = tried[tried["chosen"]]
     columns: Columns = {
-        "pilot": _text("experiment"),
+        "pilot": column("experiment"),
         "arm": lambda row: arm_label(row["arm"]),
         "chosen rate": lambda row: f"{row['rate']:g}" + (" (at the edge of those tried)" if row["edge"] else ""),
-        "pass@1, validation (%)": _value("value", percent),
-        "bases": _text("bases"),
+        "pass@1, validation (%)": number("value", percent),
+        "bases": column("bases"),
     }
-    return _section(
+    return section(
         title,
         "The pilot chooses the lowest rate within half a point of the best mean pass@1 on validation problems. "
         f"{link('rates', 'All tried rates')}.",
@@ -250,16 +240,16 @@ def trend(frame: pd.DataFrame, drawn: set[str]) -> str:
     """The comparisons by size."""
     title = "## Trend between the sizes"
     if "trend" not in drawn:
-        return _section(title, "There is one size, and so no trend.")
+        return section(title, "There is one size, and so no trend.")
     sizes = [str(column).removesuffix("_low") for column in frame if str(column).endswith("_low")]
     columns: dict[str, Callable[[Row], str]] = {
-        "task": _text("task"),
-        "measure": _text("measure"),
+        "task": column("task"),
+        "measure": column("measure"),
         "comparison": lambda row: label(row["comparison"]),
-        **{f"{size} (points)": _value(size, points) for size in sizes},
+        **{f"{size} (points)": number(size, points) for size in sizes},
     }
     picture = figure("trend", "Primary comparisons by size with 95 % intervals")
-    return _section(title, "The trend decides nothing.", table(frame, columns), picture)
+    return section(title, "The trend decides nothing.", table(frame, columns), picture)
 
 
 def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
@@ -268,12 +258,12 @@ def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
     counts = sorted({compared["pairs"].min(), compared["pairs"].max()})
     least = f"The number of pairs of a comparison above is {' to '.join(map(str, counts))}."
     if not len(frame):
-        return _section(title, f"{least} Without a pilot, nothing tells how many an effect of 2 points needs.")
+        return section(title, f"{least} Without a pilot, nothing tells how many an effect of 2 points needs.")
     columns: Columns = {
-        "pilot": _text("pilot"),
-        "spread of pairs (SD, points)": _value("spread", percent),
-        "pairs needed for 2 points": _text("pairs"),
-        f"effect found by {MOST_PAIRS} pairs (points)": _value("found", percent),
+        "pilot": column("pilot"),
+        "spread of pairs (SD, points)": number("spread", percent),
+        "pairs needed for 2 points": column("pairs"),
+        f"effect found by {MOST_PAIRS} pairs (points)": number("found", percent),
         "bases": lambda row: "differ by over 2 points: intervals are too narrow" if row["too_narrow"] else "agree",
     }
     method = (
@@ -281,7 +271,7 @@ def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
         "Each base has one run in the pilot, so it has the differences of bases and of seeds. Power is 80 % at the "
         "level of 5 %."
     )
-    return _section(title, f"{least} {method}", table(frame, columns))
+    return section(title, f"{least} {method}", table(frame, columns))
 
 
 def calibration(frame: pd.DataFrame) -> str:
@@ -290,16 +280,16 @@ def calibration(frame: pd.DataFrame) -> str:
         return ""
     ks = "/".join(map(str, sorted(set(frame["k"]))))
     columns: Columns = {
-        "size": _text("size"),
-        "task": _text("task"),
-        "base": _text("base"),
-        "pass@1 before (%)": _value("pass@1", percent),
-        f"pass@{ks} before (%)": _value("many", percent),
-        "late rise (points)": _value("rise", points),
-        "best arm, pass@1 (%)": _value("best", percent),
+        "size": column("size"),
+        "task": column("task"),
+        "base": column("base"),
+        "pass@1 before (%)": number("pass@1", percent),
+        f"pass@{ks} before (%)": number("many", percent),
+        "late rise (points)": number("rise", points),
+        "best arm, pass@1 (%)": number("best", percent),
         "conditions": lambda row: "met" if row["met"] else "not met",
     }
-    return _section(
+    return section(
         "## Calibration",
         f"Before training, pass@1 on validation problems is to be {LEAST:.0%} to {MOST:.0%} and pass@64 at least "
         f"{LEAST_AT_64:.0%}. The share of right answers of arm 1 is to rise from the third to the last quarter of the "
@@ -312,11 +302,11 @@ def failures(failed: pd.DataFrame, compared: pd.DataFrame) -> str:
     """The runs that failed."""
     title = "## Runs that failed"
     if not len(failed):
-        return _section(title, "No run failed.")
+        return section(title, "No run failed.")
     unstable = sorted({name for names in compared["unstable"] for name in names.split(", ") if name})
     marked = f"Over one in six runs diverged of {', '.join(unstable)}: unstable at the rate." if unstable else ""
-    columns = {name: _text(name) for name in ("run", "status", "reason")}
-    return _section(title, "The pairs of these runs are left out.", marked, table(failed, columns))
+    columns = {name: column(name) for name in ("run", "status", "reason")}
+    return section(title, "The pairs of these runs are left out.", marked, table(failed, columns))
 
 
 def real(job: PageJob, spread: pd.DataFrame) -> str:
@@ -325,9 +315,9 @@ def real(job: PageJob, spread: pd.DataFrame) -> str:
         return ""
     counts = sorted({count for arm in job.real for count in arm.hours})
     columns: dict[str, Callable[[Row], str]] = {
-        "experiment": _text("experiment"),
+        "experiment": column("experiment"),
         "arm": lambda row: f"{row['number']} {row['arm']}",
-        "seeds now": _text("seeds"),
+        "seeds now": column("seeds"),
         **{f"{n} seed{'s' * (n > 1)} (h)": _hours(n) for n in counts},
     }
     frame = pd.DataFrame([arm.model_dump() for arm in job.real])
@@ -336,7 +326,7 @@ def real(job: PageJob, spread: pd.DataFrame) -> str:
         str(name): sorted(compared - set(rows["number"])) for name, rows in frame.groupby("experiment", sort=False)
     }
     needed = f"By the spread found here, 2 points need {spread['pairs'].max()} pairs." if len(spread) else ""
-    return _section(
+    return section(
         "## What would decide it on real models",
         f"`{job.real_file}` has these arms. Hours are those of one {job.machine}, training and evaluation together, as "
         "`qerl plan` computes them: upper limits, and estimates after ~. The protocol asks for 12 to 21 pairs. "
@@ -361,10 +351,10 @@ def data(study: Study, files: Sequence[Path]) -> str:
     header = study.header
     gathered = header.provenance
     links = ", ".join(f"[{file.name}]({file.as_posix()})" for file in files)
-    return _section(
+    return section(
         "## The data behind the numbers",
         f"{links} have a row for each run, each step and each problem of an evaluation. "
         f"{link('runs', 'The table of runs')} has the stamp of each training and evaluation.",
-        table(stamps.reset_index(), {name: _text(name) for name in ("commit", "machine", "runs", "first", "last")}),
+        table(stamps.reset_index(), {name: column(name) for name in ("commit", "machine", "runs", "first", "last")}),
         f"The data of `{header.study}` was gathered at commit {gathered.columns['commit']}, {gathered.time}.",
     )

@@ -56,7 +56,7 @@ def test_the_pilot_sweeps_at_least_three_rates_on_seeds_that_no_main_run_has():
     main = {run.settings.seed for experiment in MAIN for run in runs(experiment)}
     rates = Counter((r.experiment, r.arm, r.settings.model, r.settings.optimizer.learning_rate) for r in swept)
     assert set(rates.values()) == {1}
-    assert {len({key[-1] for key in rates if key[0] == name}) for name, *_ in rates} == {3, 4}
+    assert all(len({key[-1] for key in rates if key[0] == name}) >= 3 for name, *_ in rates)
     assert not main & {run.settings.seed for run in swept}
 
 

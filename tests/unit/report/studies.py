@@ -1,5 +1,6 @@
 """Synthetic studies in the schema of the committed data, with a known truth."""
 
+import json
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,15 +13,18 @@ from qerl.results.study import Study
 
 #: The arms of the primary comparisons and of the mismatch.
 ARMS = [arm for arm, number in NUMBERS.items() if number in set("12356789")]
+#: The arm that each arm with a thermostat follows.
+FOLLOWED = {"bf16-thermostat": "nvfp4", "nvfp4-thermostat": "nvfp4-aqn"}
 STAMP = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="a machine"), time="2026-11-23T00:00:00+00:00")
 
 
 def run_row(name, role, experiment, size, arm, model, seed, rate, status="ok"):
+    settings = json.dumps({"thermostat": {"arm": FOLLOWED[arm]} if arm in FOLLOWED else None})
     return {
         **dict.fromkeys(RUNS.names, ""),
         **{"run": name, "role": role, "experiment": experiment, "size": size, "arm": arm, "model": model},
         **{"weights": arm.partition("-")[0] or "bf16", "seed": seed, "rate": rate, "status": status, "seconds": 1.0},
-        **{"commit": "cccccccccccc", "machine": "a machine", "time": "2026-11-23T00:00:00+00:00", "settings": "{}"},
+        **{"commit": "cccccccccccc", "machine": "a machine", "time": "2026-11-23T00:00:00+00:00", "settings": settings},
     }
 
 

@@ -17,6 +17,7 @@ from qerl.report.study.arms import arm_table, pilots, power_table, rate_table, r
 from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
 from qerl.report.study.comparisons import all_outcomes, comparison_table, decision_table, is_unstable, pair_table
+from qerl.report.study.followers import follower_table
 from qerl.report.study.page import write_page
 from qerl.results import paired
 from qerl.results.files import ResultError
@@ -113,6 +114,22 @@ def test_claims_of_entropy_are_separate_from_those_of_scores():
     assert frame.loc["AQN raises the entropy of what is sampled", "says"] == "the opposite holds here"
     assert frame.loc["NVFP4 ends above BF16", "says"] == "no difference of 2 points here"
     assert "At the paper's two rates, NVFP4 with AQN ends above BF16" not in frame.index
+
+
+def test_a_follower_with_another_entropy_is_named_and_its_comparisons_support_nothing():
+    """Arm 3 has 0.05 nats less than arm 2's 0.25, arm 9 has arm 5's 0.2."""
+    made = small({}, entropy={"nvfp4": 0.05}, noise=0.002)
+    frame = follower_table(made).set_index("arm")
+    assert frame.loc["bf16-thermostat", "ratio"] == pytest.approx(0.2 / 0.25, rel=0.01)
+    assert frame.loc["nvfp4-thermostat", "ratio"] == pytest.approx(1, rel=0.01)
+    assert frame["follows"].to_dict() == {"bf16-thermostat": False, "nvfp4-thermostat": True}
+    assert (frame["pairs"] == 12).all()
+    assert decided({}, sizes=("3m",), entropy={"nvfp4": 0.05}, noise=0.002)["3m", "pass@1"] == ["undecided"]
+    compared = comparison_table(all_outcomes(made), made.runs)
+    assert set(compared.loc[compared["controlled"] == False, "comparison"]) == {"2-3"}  # noqa: E712
+    says = claim_table(made, all_outcomes(made)).set_index("claim")["says"]
+    assert says["The gain of NVFP4 is exploration, more than its entropy"] == "open: the control's entropy is off"
+    assert says["The gain of AQN is exploration, more than its entropy"] == "no difference of 2 points here"
 
 
 def test_printed_differences_are_those_of_table_1():
@@ -269,11 +286,20 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
     assert (
         claimed.loc["AQN ends above NVFP4 without it", "25m", "countdown"]["says"] == "no difference of 2 points here"
     )
+    steps = {run: rows["entropy/sampler"].mean() for run, rows in data.steps.groupby("run")}
+    for row in follower_table(data).itertuples():
+        pairs = data.runs[(data.runs["experiment"] == row.experiment) & (data.runs["role"] == "main")]
+        one, other = (pairs[pairs["arm"] == arm].set_index(["model", "seed"])["run"] for arm in (row.arm, row.followed))
+        both = one.index.intersection(other.index)
+        ratio = np.mean([steps[run] for run in one[both]]) / np.mean([steps[run] for run in other[both]])
+        assert row.follows == (abs(ratio - 1) <= 0.1) == row.experiment.startswith("countdown")
     for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("size", "task"), [("3m", "countdown"), ("3m", "comparisons"), ("25m", "countdown")])
+@pytest.mark.parametrize(
+    ("size", "task"), [("3m", "countdown"), ("3m", "comparisons"), ("25m", "countdown"), ("25m", "comparisons")]
+)
 def test_the_rates_and_pairs_of_the_protocol_are_those_of_the_committed_pilot(monkeypatch, size, task):
     monkeypatch.undo()
     data = read_studies(sorted(COMMITTED.glob(f"{size}*")))
