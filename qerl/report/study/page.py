@@ -25,6 +25,7 @@ from qerl.report.study.comparisons import (
     secondary_table,
     trend_table,
 )
+from qerl.report.study.equal_rates import equal_rate_table
 from qerl.report.study.followers import follower_table
 from qerl.results.files import ResultError
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
@@ -38,6 +39,7 @@ class Tables:
     decisions: pd.DataFrame
     comparisons: pd.DataFrame
     followers: pd.DataFrame
+    equal_rates: pd.DataFrame
     secondary: pd.DataFrame
     claims: pd.DataFrame
     arms: pd.DataFrame
@@ -74,6 +76,7 @@ def make_tables(study: Study, primary: Sequence[Outcome]) -> Tables:
         decisions=decision_table(primary),
         comparisons=comparison_table(primary, study.runs),
         followers=follower_table(study),
+        equal_rates=equal_rate_table(study),
         secondary=secondary_table(primary),
         claims=claim_table(study, primary),
         arms=arm_table(study),
@@ -125,6 +128,7 @@ def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
         text.decisions(tables.decisions),
         text.comparisons(tables.comparisons),
         text.followers(tables.followers),
+        text.equal_rates(tables.equal_rates),
         text.claims(tables.claims),
         text.arms(tables.arms, tables.secondary),
         text.rates(tables.rates, tables.used_rates),

@@ -138,6 +138,27 @@ def followers(frame: pd.DataFrame) -> str:
     )
 
 
+def equal_rates(frame: pd.DataFrame) -> str:
+    """The primary comparisons at equal learning rates."""
+    if not len(frame):
+        return ""
+    columns: Columns = {
+        "pilot": column("pilot"),
+        "measure": column("measure"),
+        "comparison": lambda row: label(row["comparison"]),
+        "difference (points)": number("difference", points),
+        "p (uncorrected)": number("p", p_value),
+        "pairs": column("pairs"),
+    }
+    return section(
+        "### At equal learning rates",
+        "The pilot tried the same rates in every arm, with one run a base. Here its runs are paired by base, rate and "
+        "validation problem, and the rates count equally. This analysis was added after the main runs were seen. It "
+        "tells what may come from two rates, and decides nothing.",
+        table(frame, columns),
+    )
+
+
 def claims(frame: pd.DataFrame) -> str:
     """The paper's claims beside the estimates."""
 

@@ -17,6 +17,7 @@ from qerl.report.study.arms import arm_table, pilots, power_table, rate_table, r
 from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import CLAIMS, claim_table, printed_difference
 from qerl.report.study.comparisons import all_outcomes, comparison_table, decision_table, is_unstable, pair_table
+from qerl.report.study.equal_rates import equal_rate_table
 from qerl.report.study.followers import follower_table
 from qerl.report.study.page import write_page
 from qerl.results import paired
@@ -130,6 +131,20 @@ def test_a_follower_with_another_entropy_is_named_and_its_comparisons_support_no
     says = claim_table(made, all_outcomes(made)).set_index("claim")["says"]
     assert says["The gain of NVFP4 is exploration, more than its entropy"] == "open: the control's entropy is off"
     assert says["The gain of AQN is exploration, more than its entropy"] == "no difference of 2 points here"
+
+
+def test_arms_whose_chosen_rates_differ_are_compared_at_equal_rates():
+    """The rate 2e-3 adds 0.2, and arm 3 has no run at it: its best rate teaches less than that of arm 2."""
+    made = small({"nvfp4": 0.05}, pilot={1e-3: 0.0, 2e-3: 0.2}, problems=200)
+    lacking = (made.runs["arm"] == "bf16-thermostat") & (made.runs["rate"] == 2e-3)
+    runs = made.runs[~lacking]
+    made = type(made)(made.header, runs, made.steps, made.outcomes[made.outcomes["run"].isin(runs["run"])])
+    assert len(set(rate_table(made).query("chosen")["rate"])) == 2
+    frame = equal_rate_table(made).set_index(["pilot", "measure", "comparison"]).loc["pilot-3m", "pass@1"]
+    assert frame["difference"].to_dict() == pytest.approx(
+        {"2-1": 0.05, "2-3": 0.05, "5-2": -0.05, "5-9": 0.0, "8-1": 0.0}, abs=1e-3
+    )
+    assert frame["pairs"].to_dict() == {"2-1": 6, "2-3": 3, "5-2": 6, "5-9": 6, "8-1": 6}
 
 
 def test_printed_differences_are_those_of_table_1():
