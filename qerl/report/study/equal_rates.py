@@ -22,9 +22,8 @@ def equal_rate_table(study: Study) -> pd.DataFrame:
     """
     counts = study.outcomes[study.outcomes["split"] == "validation"]
     ks = primary_ks(counts) if len(counts) else []
-    return pd.DataFrame(
-        row for k in ks for experiment, frame in pilots(study, k) for row in _rows(experiment, k, frame)
-    )
+    rows = [row for k in ks for experiment, frame in pilots(study, k) for row in _rows(experiment, k, frame)]
+    return pd.DataFrame(sorted(rows, key=lambda row: str(row["pilot"])))
 
 
 def _rows(experiment: str, k: int, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
