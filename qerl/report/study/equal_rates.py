@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -23,7 +24,8 @@ def equal_rate_table(study: Study) -> pd.DataFrame:
     counts = study.outcomes[study.outcomes["split"] == "validation"]
     ks = primary_ks(counts) if len(counts) else []
     rows = [row for k in ks for experiment, frame in pilots(study, k) for row in _rows(experiment, k, frame)]
-    return pd.DataFrame(sorted(rows, key=lambda row: str(row["pilot"])))
+    rows.sort(key=itemgetter("pilot"))
+    return pd.DataFrame(rows)
 
 
 def _rows(experiment: str, k: int, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
