@@ -15,7 +15,7 @@ from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.nodes import is_first
 from qerl.host.plugins import source_version
-from qerl.host.profiling import peak_memory_bytes, seconds
+from qerl.host.profiling import peak_memory_bytes
 from qerl.host.progress import log
 from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
@@ -141,7 +141,7 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
 def _train(job: TrainJob, state: Path) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
-        with noted(state.parent, job.time_limit), seconds() as elapsed:
+        with noted(state.parent, job.time_limit):
             trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
             # Closed after the results are written: a tracker's library may wait for its server.
             trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
@@ -149,21 +149,21 @@ def _train(job: TrainJob, state: Path) -> None:
         peak = trainer.processes.max(peak_memory_bytes())
         whole = trainer.trained_policy()
         if trainer.processes.writes:
-            _write_result(job, trainer, whole, rows, elapsed.value, peak)
+            _write_result(job, trainer, whole, rows, peak)
 
 
 def _write_result(
-    job: TrainJob, trainer: Trainer, whole_policy: Policy, rows: list[dict[str, float]], taken: float, peak: float
+    job: TrainJob, trainer: Trainer, whole_policy: Policy, rows: list[dict[str, float]], peak: float
 ) -> None:
-    """Write policy, metrics and run.json; `taken` are seconds, `peak` bytes of memory."""
+    """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
     bytes_of_weights = weight_bytes(trainer.policy)
     _save(whole_policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
-        seconds=taken,
-        peak_memory_bytes=peak,
+        seconds=sum(row["seconds/step"] for row in rows),
+        peak_memory_bytes=max(peak, *(row["memory_bytes"] for row in rows)),
         trainable_parameters=trained,
         weight_bytes=bytes_of_weights,
         sampler=trainer.collector.sampler.served,

@@ -103,7 +103,10 @@ class RolloutRow(Stored):
 
 
 class RunSummary(Stored):
-    """The cost of one training run."""
+    """The cost of one training run.
+
+    `seconds` are those of all its steps, and the peak is that of any attempt: a run that was killed has had several.
+    """
 
     steps: int
     seconds: Number

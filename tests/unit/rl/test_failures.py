@@ -14,6 +14,7 @@ from qerl.evals.job import evaluate_policy
 from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy
 from qerl.report import job as report_job
 from qerl.results import readers
+from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
 from qerl.rl.train import train_run
 from qerl.settings.base import parse
@@ -133,9 +134,18 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     assert late["status"] == "timeout of 1e-09 h after 1 of 4 steps"
     assert late["reason"].startswith("the run is over its time limit of 1e-09 h after 1 of 4 steps")
     first = (folder / "train/run/metrics.jsonl").read_text()
+    # As if the first attempt had taken far more time and memory, in the checkpoint from which the second one continues.
+    [file] = (folder / "work-run").rglob("step-*.pt")
+    state = torch.load(file)
+    state["rows"][0] |= {"seconds/step": 1000.0, "memory_bytes": 10**13}
+    Checkpoints(file.parent, state.pop("fingerprint")).save(state.pop("step"), state)
     done = train(folder, on_failure="row", time_limit=1.0)
+    metrics = (folder / "train/run/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in metrics.splitlines()]
     assert done["summary"]["steps"] == 4
-    assert (folder / "train/run/metrics.jsonl").read_text().startswith(first)  # with its seconds: not trained again
+    assert rows[0] == json.loads(first) | {"seconds/step": 1000.0, "memory_bytes": 10**13}  # not trained again
+    assert done["summary"]["seconds"] == pytest.approx(sum(row["seconds/step"] for row in rows))
+    assert done["summary"]["peak_memory_bytes"] == 10**13
 
 
 def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
