@@ -199,6 +199,7 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
                 "verdict": verdict,
                 "sentence": SENTENCES[verdict],
                 "placebos": outcome.placebos,
+                "astray": ", ".join(sorted(NUMBERS[arm] for arm in outcome.astray)),
             }
             for outcome in primary
             for verdict in verdicts(outcome.comparisons, outcome.adjusted, outcome.astray)

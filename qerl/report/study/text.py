@@ -65,6 +65,7 @@ def decisions(frame: pd.DataFrame) -> str:
         "task": column("task"),
         "measure": column("measure"),
         "sentence by the protocol's rules": column("sentence"),
+        "controls without their entropy": lambda row: row["astray"] and f"arms {row['astray']}",
         "runs of arm 11 equal to arm 2": lambda row: str(row["placebos"]) if row["placebos"] else "not run yet",
         "runs": lambda row: link(f"pairs-{row['experiment']}", "pairs"),
     }

@@ -126,6 +126,7 @@ def test_a_follower_with_another_entropy_is_named_and_its_comparisons_support_no
     assert frame["follows"].to_dict() == {"bf16-thermostat": False, "nvfp4-thermostat": True}
     assert (frame["pairs"] == 12).all()
     assert decided({}, sizes=("3m",), entropy={"nvfp4": 0.05}, noise=0.002)["3m", "pass@1"] == ["undecided"]
+    assert set(decision_table(all_outcomes(made))["astray"]) == {"3"}
     compared = comparison_table(all_outcomes(made), made.runs)
     assert set(compared.loc[compared["controlled"] == False, "comparison"]) == {"2-3"}  # noqa: E712
     says = claim_table(made, all_outcomes(made)).set_index("claim")["says"]
