@@ -15,9 +15,12 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
+
+import numpy as np
 
 from qerl.data import arithmetic, comparisons, countdown_problems
 from qerl.data.distinct import distinct
@@ -160,14 +163,19 @@ def _rows(path: Path) -> list[Record]:
 
 
 def _parquet_rows(path: Path) -> list[Record]:
-    import pandas as pd
+    """The rows of a parquet file with each number as it was written, also in a column with gaps or of 32 bits."""
     import pyarrow as pa
+    from pyarrow import parquet
 
     try:
-        table = pd.read_parquet(path)
+        table = parquet.ParquetFile(path).read()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from None
-    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
+    for index, field in enumerate(table.schema):
+        if pa.types.is_float32(field.type):  # as text 0.1, and 0.10000000149011612 as a number of 64 bits
+            exact = table.column(index).cast(pa.string()).cast(pa.float64())
+            table = table.set_column(index, field.name, exact)
+    return table.to_pylist()  # type: ignore[no-any-return]
 
 
 def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
@@ -277,16 +285,23 @@ def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
 
 def _numbered(records: Any, source: str) -> Iterator[Located]:
     """Yield the records that a function returned, each with its place as text."""
-    if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
-        raise DataError(
-            f"{source} must return records, such as a list of them (or a mapping of split names to such), not "
-            f"{type(records).__name__}"
-        )
     number = 0
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(check_records(records, f"{source} must return"), start=1):
         yield f"{source}, record {number}", as_record(record, f"{source}, record {number}")
     if not number:
         raise DataError(f"{source} returned no record; it must return at least one")
+
+
+def check_records(records: Any, rule: str) -> Iterable[Any]:
+    """The records as they are. Raises `DataError`, which starts with `rule`, unless they are something like a list."""
+    if hasattr(records, "iterrows"):  # a DataFrame, which iterates over the names of its columns
+        raise DataError(f'{rule} records, not a {type(records).__name__}; give its `.to_dict("records")`')
+    if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
+        raise DataError(
+            f"{rule} records, such as a list of them (or a mapping of split names to such), not "
+            f"{type(records).__name__}"
+        )
+    return records
 
 
 def _split_by_hash(
@@ -348,11 +363,22 @@ def _write(records: list[Record], path: Path) -> str:
 
 def lines_of(records: Iterable[Record]) -> str:
     """Records as text, one per line."""
-    return "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
+    return "".join(_line(record) + "\n" for record in records)
 
 
-def _plain(value: Any) -> Any:
-    """Numbers, arrays and dates of parquet columns as JSON values."""
+def _line(record: Record) -> str:
+    values = (
+        f"{json.dumps(str(column), ensure_ascii=False)}: "
+        f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
+        for column, value in record.items()
+    )
+    return f"{{{', '.join(values)}}}"
+
+
+def _plain(column: str, value: Any) -> Any:
+    """A number, array or date of a column as a JSON value."""
+    if isinstance(value, np.floating):  # of 32 bits 0.1 is 0.1, and not 0.10000000149011612
+        return float(str(value))
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (date, time)):
@@ -360,5 +386,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal):
         return str(value)
     raise DataError(
-        f"a record holds a value of type {type(value).__name__}, which can't be written as JSON; leave its column out"
+        f"column {column!r} holds a value of type {type(value).__name__}, which can't be written as JSON; leave the "
+        "column out"
     )

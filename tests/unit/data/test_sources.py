@@ -205,6 +205,34 @@ def test_other_columns_of_parquet_may_hold_dates_and_decimals(tmp_path):
     assert [record[name] for name in stamps] == ["2024-05-01T12:00:00", "2024-05-01", "1.50"]
 
 
+def test_numbers_of_parquet_are_those_that_were_written(tmp_path):
+    """Not those of float64, which has no 2^53 + 1 and another 0.1 than float32."""
+    path = tmp_path / "a.parquet"
+    columns = {
+        "problem": ["One?", "Two?"],
+        "answer": pd.array([0.1, 2.7], "float32"),
+        "big": pd.array([2**53 + 1, None]),
+    }
+    pd.DataFrame(columns).to_parquet(path)
+    origin = LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)
+    folder = prepared(tmp_path, origin, "math")
+    assert [problem.answer for problem in read_split(folder, "test")] == ["0.1", "2.7"]
+    assert [record["big"] for record in read_records(folder, "test")] == [2**53 + 1, None]
+
+
+def test_an_index_of_parquet_is_a_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    pd.DataFrame(gsm8k(3)).set_index("question").to_parquet(path)
+    assert check_problem_file(path) == "gsm8k"
+
+
+def test_a_value_without_json_is_named_by_its_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    pd.DataFrame([{**record, "image": b"x"} for record in gsm8k(3)]).to_parquet(path)
+    with pytest.raises(DataError, match="column 'image' holds a value of type bytes, .*; leave the column out"):
+        prepared(tmp_path, LocalData(source="local", path=path))
+
+
 def test_an_empty_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="holds no records"):
         check_problem_file(write_lines(tmp_path / "a.jsonl", []))
@@ -267,6 +295,10 @@ def empty():
 def rows():
     return [1]
 
+def table():
+    import pandas as pd
+    return {"train": pd.DataFrame(good(2))}
+
 def unwritable():
     return [{**good(1)[0], "when": object()}]
 """
@@ -304,6 +336,7 @@ def test_returned_splits_are_kept_and_leaks_dropped(tmp_path, own):
         ("text", ":text must return records.* not str"),
         ("number", ":number must return records.* not int"),
         ("empty", ":empty returned no record"),
+        ("table", r':table, split train must return records, not a DataFrame; give its `.to_dict\("records"\)`'),
         ("rows", ":rows, record 1 is not a record"),
         ("unwritable", "value of type object, which can't be written as JSON"),
     ],
