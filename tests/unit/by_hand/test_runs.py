@@ -5,6 +5,8 @@ import json
 from unittest.mock import Mock
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import constants
@@ -161,6 +163,13 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
         qerl.train({**values, "dataset": ROWS[:20]})
 
 
+def test_numbers_of_numpy_stay_as_they_are_written(values, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    rows = [{"problem": f"{n}?", "answer": np.float32(0.1), (1, 2): n} for n in range(9)]
+    run = qerl.train({**values, "dataset": {"format": "math", "origin": {"train": rows}}})
+    assert (run.data / "train.jsonl").read_text().splitlines()[0] == '{"problem": "0?", "answer": 0.1, "(1, 2)": 0}'
+
+
 def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
     monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
     rows = [
@@ -179,7 +188,10 @@ def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch
         ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
         (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
         ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),
-        ([{**ROWS[0], "when": object()}], "value of type object, which can't be written"),
+        ([{**ROWS[0], "when": object()}], "column 'when' holds a value of type object, which can't be written"),
+        (pd.DataFrame(ROWS), r'dataset must be records, not a DataFrame; give its `.to_dict\("records"\)`'),
+        (lambda: None, "dataset must be records, .* not NoneType"),
+        ({"train": ROWS, "test": 5}, "dataset, split test must be records, .* not int"),
     ],
 )
 def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_path, dataset, sentence):
@@ -327,6 +339,11 @@ def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatc
     with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
         qerl.train({**values, key: ""})
     assert [*tmp_path.iterdir()] == []
+
+
+def test_problems_that_all_contradict_each_other_say_so(values):
+    with pytest.raises(DataError, match="no training problems, since all were dropped, as their answers contradict"):
+        qerl.train({**values, "dataset": {"train": [ROWS[0], {**ROWS[0], "answer": "#### 99"}]}})
 
 
 def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
