@@ -91,7 +91,7 @@ def test_an_aime_problem_may_lack_a_solution():
         (
             {"problem": "Two?", "answer": None},
             "math",
-            "neither `answer` nor `solution`; .*in `columns`: problem, answer",
+            "neither `answer` nor `solution`; .*: problem, answer",
         ),
         ({"problem": "Two?", "answer": ["2", "3"]}, "math", "list in `answer`"),
         ({"problem": "Two?", "answer": {"value": "2"}}, "math", "dict in `answer`"),
