@@ -29,13 +29,13 @@ from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
 from qerl.host.screen import quiet
 from qerl.jobs.train import HubBase, TrainJob
-from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
+from qerl.prepare.run_parts import CHECKPOINT, DATA, INPUTS, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text, writing
 from qerl.results.files import read_rows
 from qerl.results.paths import LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
-from qerl.settings.data import FunctionData
+from qerl.settings.data import FunctionData, LocalData
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import UNDECIDING, RunFile
 
@@ -196,9 +196,20 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
         values, where = read_yaml(Path(run)), str(run)
+        if Path(run).name == RUN_FILE and Path(run).with_name(INPUTS).is_file():
+            return _read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
+
+
+def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
+    """The stored settings of a run in its present folder, with records of Python there, as a folder may be moved."""
+    dataset, origin = stored.dataset, stored.dataset.origin
+    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / GIVEN):
+        path = folder / origin.path.relative_to(stored.out)
+        dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
+    return stored.model_copy(update={"out": folder, "dataset": dataset})
 
 
 def _check_same(folder: Path, settings: RunFile) -> None:

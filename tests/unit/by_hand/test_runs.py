@@ -234,6 +234,19 @@ def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(val
     assert list(qerl.train(values).metrics["step"]) == [1, 2]
 
 
+@pytest.mark.parametrize("records", [None, ROWS])
+def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
+    asked = {**values, "dataset": records or values["dataset"]}
+    train_until("qerl.rl.train._write_result", asked)
+    begun = qerl.Run(values["out"])
+    before, moved = begun.metrics, begun.folder.rename(tmp_path / "moved")
+    run = qerl.train(moved / "run.yaml")
+    assert run.folder == moved
+    assert run.metrics.loc[0].equals(before.loc[0])  # with its seconds: not done again
+    assert qerl.train(asked, out=moved).finished
+    assert not begun.folder.exists()
+
+
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
     train_until("qerl.prepare.base_checkpoint.link_checkpoint", values)
