@@ -193,7 +193,8 @@ class RunSettings(Settings):
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory and are stored as absolute paths.
+    Relative paths count from the working directory and are stored as absolute paths. `~` is the user's folder. A path
+    with a variable, such as `$HOME`, is refused.
     """
 
     model: str
