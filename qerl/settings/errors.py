@@ -219,7 +219,7 @@ def _rule(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
-    """A hint for an unknown key: one beside it that differs by a letter, of that name elsewhere, or similar beside it."""
+    """A hint for an unknown key: one beside it that differs by a letter, of its name elsewhere, or similar to it."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
