@@ -76,11 +76,14 @@ _ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", 
 def _mapping(record: Mapping[str, Any]) -> str:
     """The hint that `columns` can map a record's own names to those of a format."""
     question = next((name for name in _QUESTIONS if name in record), None)
+    chat = next((name for name, value in record.items() if _is_chat(value)), None)
+    if chat is not None and question in (None, chat):
+        return f"its `{chat}` is a list, such as a chat: give the question as text, in a column of its own"
     answer = next((name for name in _ANSWERS if name in record), None)
     if question is None or answer is None:
         return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
     if not isinstance(record[question], str):
-        return f"its `{question}` is a {type(record[question]).__name__}, such as a chat: give the question as text"
+        return f"its `{question}` is a {type(record[question]).__name__}: give the question as text"
     stated = str(record[answer])
     if gold(stated, "gsm8k") is not None:
         record_format, columns = "gsm8k", {"question": question, "answer": answer}
@@ -88,6 +91,10 @@ def _mapping(record: Mapping[str, Any]) -> str:
         record_format, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
     named = ", ".join(f"{name}: {column}" for name, column in columns.items() if name != column)
     return f"write its own names as `dataset: {{format: {record_format}, columns: {{{named}}}, origin: ...}}`"
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:

@@ -136,6 +136,8 @@ def test_the_error_for_other_column_names_suggests_a_mapping(record, mapping):
 def test_a_chat_is_no_question():
     with pytest.raises(DataError, match=r"its `prompt` is a list, such as a chat: give the question as text"):
         detect_format({"prompt": [{"role": "user", "content": "Two?"}], "answer": 2})
+    with pytest.raises(DataError, match=r"its `messages` is a list, such as a chat: .* in a column of its own"):
+        detect_format({"id": 1, "messages": [{"role": "user", "content": "Two?"}]})
     with pytest.raises(DataError, match="line 3 has a list in `question`; give it as text"):
         parse_record({**GSM8K, "question": [{"role": "user", "content": "Two?"}]}, "gsm8k", "line 3")
 
