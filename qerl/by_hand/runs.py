@@ -20,7 +20,7 @@ from qerl.checkpoints.folder import (
     weights_format_of,
 )
 from qerl.data.by_hand import parse_run
-from qerl.data.given import GIVEN, Given, given
+from qerl.data.given import GIVEN, Given, given, is_given
 from qerl.host.gpu_lease import alone
 from qerl.host.imports import check_engine, check_installed, check_trackers
 from qerl.host.nodes import own_lock
@@ -183,6 +183,8 @@ def _without_objects(
     values, folder = dict(run), run.get("out") if out is None else out
     if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
         values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
+    if is_given(values.get("dataset")) and not isinstance(folder, (str, Path)):
+        raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
     if "dataset" not in values or not isinstance(folder, (str, Path)):
         return values, Given(None, {})  # which is no run, as its fields will say
     records = given(values["dataset"], Path(folder).resolve())

@@ -46,16 +46,17 @@ class Given:
 
 def given(dataset: Any, folder: Path) -> Given:
     """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
-    if _is_given(dataset):
+    if is_given(dataset):
         return _as_files({}, dataset, folder / GIVEN)
-    if isinstance(dataset, Mapping) and _is_given(dataset.get("origin")):
+    if isinstance(dataset, Mapping) and is_given(dataset.get("origin")):
         return _as_files(dataset, dataset["origin"], folder / GIVEN)
     return Given(dataset, {})
 
 
-def _is_given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
+    """Whether a data set, or its origin, is Python objects and no path or settings."""
     if isinstance(value, Mapping):
-        return any(_is_given(value.get(split)) for split in SPLITS)
+        return any(is_given(value.get(split)) for split in SPLITS)
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
 
 

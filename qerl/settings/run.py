@@ -212,6 +212,11 @@ class RunFile(RunSettings):
             raise ValueError("dataset can't be given here: a run by hand is calibrated on its own data; leave it out")
         return calibration
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _may_be_a_path_of_python(cls, model: Any) -> Any:
+        return str(model) if isinstance(model, Path) else model
+
     @field_validator("model", mode="after")
     @classmethod
     def _folder_is_absolute(cls, model: str) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
@@ -288,6 +289,17 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
         qerl.train({**values, **change})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_records_of_python_need_a_folder(values):
+    for out in ({}, {"out": None}, {"out": 7}):
+        given = {key: value for key, value in values.items() if key != "out"} | out
+        with pytest.raises(ConfigError, match="run: `out` must be the path of a new folder"):
+            qerl.train({**given, "dataset": ROWS})
+
+
+def test_a_model_may_be_a_path_of_python(values):
+    assert parse_run({**values, "model": Path(values["model"])}, "run") == parse_run(values, "run")
 
 
 @pytest.mark.parametrize("run", [None, 7, ["model"]])
