@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
@@ -27,6 +26,7 @@ from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
+from qerl.data.split_files import CONVERT, split_files
 from qerl.host.plugins import call
 from qerl.results.files import read, write
 from qerl.results.paths import DATASET
@@ -46,10 +46,6 @@ from qerl.settings.data import (
 )
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
-#: Names of validation and test files elsewhere, which would be left out silently.
-_OTHER_NAMES = ("val", "valid", "dev", "eval", "evaluation")
-_CONVERT = "`to_parquet` of pandas and datasets writes such a file"
 _Splits = dict[Split, list[Located]]
 
 
@@ -116,7 +112,7 @@ def check_problem_file(
     `columns`: the records' own names of the format's columns.
     """
     detected = record_format
-    for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
+    for file in chain(*split_files(path).values()) if path.is_dir() else [path]:
         for where, record in renamed(_file(file), columns or {}):
             detected = detected or detect_format(record, where)
             parse_record(record, detected, where)
@@ -136,7 +132,7 @@ def _records(path: Path) -> Iterator[Located]:
     if not path.exists():
         raise DataError(f"file of problems {path} doesn't exist (a data set of the hub needs `source: hub`, `repo`)")
     if path.suffix not in DATA_SUFFIXES:
-        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {_CONVERT}")
+        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}")
     if path.suffix == ".jsonl":
         yield from _lines(path)
         return
@@ -203,29 +199,6 @@ def as_record(value: Any, where: str) -> Record:
     return dict(value)
 
 
-def _split_files(folder: Path) -> dict[Split, list[Path]]:
-    """The files of a folder by split: train.jsonl, main/test.parquet, or shards like train-00000-of-00002.parquet"""
-    files: dict[Split, list[Path]] = {}
-    for split in SPLITS:
-        matches = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in DATA_SUFFIXES and p.is_file())
-        shards = len({path.parent for path in matches}) == 1 and all(_SHARD.search(path.stem) for path in matches)
-        if len(matches) > 1 and not shards:
-            raise DataError(
-                f"{folder} has several files for the split {split}: {', '.join(map(str, matches))}; keep one, name one "
-                "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
-            )
-        if matches:
-            files[split] = matches
-    if not files:
-        raise DataError(
-            f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {_CONVERT}"
-        )
-    other = [p for p in folder.rglob("*") if p.suffix in DATA_SUFFIXES and _SHARD.sub("", p.stem) in _OTHER_NAMES]
-    if other:
-        raise DataError(f"{other[0]} names no split; rename it to validation or test, or move it out of {folder}")
-    return files
-
-
 def _generated(record_format: RecordFormat, origin: GeneratedSplits) -> _Splits:
     if isinstance(origin, CountdownData):
         splits = countdown_problems.generate(origin)
@@ -255,7 +228,7 @@ def _own_records(origin: Any) -> dict[Split, list[Located]] | list[Located]:
     if isinstance(origin, FunctionData):
         return _call(origin)
     assert isinstance(origin, LocalData)
-    return _by_file(_split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
+    return _by_file(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
 
 
 def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:

@@ -245,6 +245,29 @@ def test_shards_of_a_split_are_joined(tmp_path):
     assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
 
 
+def test_a_lack_of_shards_is_an_error(tmp_path):
+    for shard in (0, 2):
+        write_lines(tmp_path / f"train-0000{shard}-of-00003.jsonl", gsm8k(3, start=3 * shard))
+    with pytest.raises(DataError, match="has 2 of 3 files of the split train; download it again"):
+        prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["test.csv", "test.jsonl.gz", "data/validation-00000-of-00001.arrow"])
+def test_a_split_in_another_kind_of_file_is_not_left_out_silently(tmp_path, name):
+    write_lines(tmp_path / "train.jsonl", gsm8k(3))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"{name} isn't read: expected one of \.jsonl, .*; or move it out of"):
+        prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+def test_files_in_hidden_folders_are_no_splits(tmp_path):
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write_lines(tmp_path / ".ipynb_checkpoints/train-checkpoint.jsonl", gsm8k(1))
+    write_lines(tmp_path / "train.jsonl", gsm8k(3))
+    assert read_meta(prepared(tmp_path, LocalData(source="local", path=tmp_path))).rows["train"] == 3
+
+
 def test_two_files_of_one_split_are_an_error(tmp_path):
     for name in ("test.jsonl", "test-1.jsonl"):
         write_lines(tmp_path / name, gsm8k(3))
