@@ -39,10 +39,10 @@ class HubFiles:
 
 
 def _possible(origin: HubData, lacking: Split, names: list[str]) -> str:
-    """Splits that the repository has, as YAML: those that were found, and another of its names for the lacking one."""
-    found = {split: name for split, name in origin.splits.items() if name in names}
-    others = [name for name in names if name not in found.values()]
-    splits = found | ({lacking: others[0]} if others else {})
+    """Splits that the repository has, as YAML: those that it has, and another of its names for the lacking one."""
+    present = {split: name for split, name in origin.splits.items() if name in names}
+    others = [name for name in names if name not in present.values()]
+    splits = present | ({lacking: others[0]} if others else {})
     alone = "" if others else f", or to {{{lacking}: {names[0]}}} for {lacking} alone"
     return f"{{{', '.join(f'{split}: {name}' for split, name in splits.items())}}}{alone}"
 
