@@ -39,7 +39,7 @@ class HubFiles:
 
 
 def _possible(origin: HubData, lacking: Split, names: list[str]) -> str:
-    """Splits that the repository has, as YAML: those that it has, and another of its names for the lacking one."""
+    """Splits that the repository has, as YAML: those that were asked for, and a name for the lacking one."""
     present = {split: name for split, name in origin.splits.items() if name in names}
     others = [name for name in names if name not in present.values()]
     splits = present | ({lacking: others[0]} if others else {})

@@ -248,6 +248,13 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
     assert not begun.folder.exists()
 
 
+def test_a_file_of_the_user_is_not_taken_for_that_of_a_run(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "inputs.json").write_text("{}")
+    assert qerl.train(tmp_path / "run.yaml").folder == tmp_path / "run"
+
+
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
     train_until("qerl.prepare.base_checkpoint.link_checkpoint", values)
