@@ -30,7 +30,7 @@ def split_files(folder: Path) -> dict[Split, list[Path]]:
         if matches := [path for path in given if path.name.startswith(split)]:
             _check_shards(folder, split, matches)
             files[split] = matches
-    _check_left_out(folder, given)
+    _check_left_out(folder, given, files)
     if not files:
         raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {CONVERT}")
     return files
@@ -48,13 +48,13 @@ def _check_shards(folder: Path, split: Split, files: list[Path]) -> None:
         raise DataError(f"{folder} has {len(files)} of {counts[0]} files of the split {split}; download it again")
 
 
-def _check_left_out(folder: Path, given: list[Path]) -> None:
+def _check_left_out(folder: Path, given: list[Path], files: dict[Split, list[Path]]) -> None:
     for path in given:
         if _SHARD.sub("", path.stem) in _OTHER_NAMES:
             raise DataError(f"{path} names no split; rename it to validation or test, or move it out of {folder}")
+    lacking = {*get_args(Split), *_OTHER_NAMES} - files.keys()
     for path in sorted(folder.rglob("*")):
-        name = _SHARD.sub("", path.name.partition(".")[0])
-        if path.suffix in _OTHER_SUFFIXES and name in (*get_args(Split), *_OTHER_NAMES):
+        if path.suffix in _OTHER_SUFFIXES and _SHARD.sub("", path.name.partition(".")[0]) in lacking:
             raise DataError(
                 f"{path} isn't read: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}; or move it out of {folder}"
             )

@@ -257,6 +257,7 @@ def test_a_split_in_another_kind_of_file_is_not_left_out_silently(tmp_path, name
     write_lines(tmp_path / "train.jsonl", gsm8k(3))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
+    (tmp_path / "train.csv").touch()  # beside the file that is read
     with pytest.raises(DataError, match=rf"{name} isn't read: expected one of \.jsonl, .*; or move it out of"):
         prepared(tmp_path, LocalData(source="local", path=tmp_path))
 
