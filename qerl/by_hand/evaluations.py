@@ -41,7 +41,7 @@ def sample(
 
     A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template.
     `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `TypeError` for
-    prompts that aren't strings, such as chats.
+    prompts that aren't strings, such as chats, and for a policy that isn't loaded.
     """
     from qerl.data.prompts import prompt_ids
     from qerl.evals.policy import EvaluatedPolicy
@@ -57,10 +57,16 @@ def sample(
         raise ConfigError(f"`count` must be a whole number above 0, not {count}")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
+    _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
+
+
+def _check_policy(policy: Any) -> None:
+    if not hasattr(policy, "tokenizer"):
+        raise TypeError(f"a policy is what qerl.load(FOLDER) returns, or the `policy` of a run, not {policy!r}")
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ def evaluate(
     from qerl.data.sources import read_meta
     from qerl.evals.job import score_policy
 
+    _check_policy(policy)
     folder = Path(out)
     if isinstance(task, str):
         task = stock_task(task)

@@ -20,7 +20,7 @@ from qerl.checkpoints.folder import (
     weights_format_of,
 )
 from qerl.data.by_hand import parse_run
-from qerl.data.given import GIVEN, Given, given
+from qerl.data.given import GIVEN, Given, given, is_given
 from qerl.host.gpu_lease import alone
 from qerl.host.imports import check_engine, check_installed, check_trackers
 from qerl.host.nodes import own_lock
@@ -29,13 +29,13 @@ from qerl.host.plugins import check_unchanged, path_of
 from qerl.host.progress import log
 from qerl.host.screen import quiet
 from qerl.jobs.train import HubBase, TrainJob
-from qerl.prepare.run_parts import CHECKPOINT, DATA, check_inputs, make_base, make_data, tell_reward
+from qerl.prepare.run_parts import CHECKPOINT, DATA, INPUTS, check_inputs, make_base, make_data, tell_reward
 from qerl.provenance.files import check_writable, write_text, writing
 from qerl.results.files import read_rows
 from qerl.results.paths import LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
 from qerl.settings.base import ConfigError
-from qerl.settings.data import FunctionData
+from qerl.settings.data import FunctionData, LocalData
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import UNDECIDING, RunFile
 
@@ -183,6 +183,8 @@ def _without_objects(
     values, folder = dict(run), run.get("out") if out is None else out
     if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
         values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
+    if is_given(values.get("dataset")) and not isinstance(folder, (str, Path)):
+        raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
     if "dataset" not in values or not isinstance(folder, (str, Path)):
         return values, Given(None, {})  # which is no run, as its fields will say
     records = given(values["dataset"], Path(folder).resolve())
@@ -196,9 +198,25 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
         values, where = read_yaml(Path(run)), str(run)
+        if _is_stored(Path(run), values):
+            return _read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
+
+
+def _is_stored(file: Path, values: Mapping[str, Any]) -> bool:
+    """Whether a file is the one that a run keeps in its folder, with every key, and not one that a user wrote."""
+    return file.name == RUN_FILE and file.with_name(INPUTS).is_file() and values.keys() >= RunFile.model_fields.keys()
+
+
+def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
+    """The stored settings of a run in its present folder, with records of Python there, as a folder may be moved."""
+    dataset, origin = stored.dataset, stored.dataset.origin
+    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / GIVEN):
+        path = folder / origin.path.relative_to(stored.out)
+        dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
+    return stored.model_copy(update={"out": folder, "dataset": dataset})
 
 
 def _check_same(folder: Path, settings: RunFile) -> None:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.reading import read_yaml
+from qerl.settings.reading import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,11 +53,13 @@ def where(config: Path, keys: Keys = None) -> None:
 
 def _plan(config: Path, keys: list[str] | None) -> Plan:
     from qerl.plan import plan_from
+    from qerl.settings.config import merged
 
     if wrong := [key for key in keys or [] if "=" not in key]:
         raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
-    typed = dict(key.split("=", 1) for key in keys or [])
-    return plan_from({**read_yaml(config), **typed}, config, [config], typed)
+    written = dict(key.split("=", 1) for key in keys or [])
+    typed = {key: parse_yaml(value, key) if value else value for key, value in written.items()}
+    return plan_from(merged(read_yaml(config), typed), config, [config], typed)
 
 
 @app.command(name="plan", rich_help_panel=PANEL)

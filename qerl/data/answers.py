@@ -38,8 +38,8 @@ from qerl.settings.data import AnswerForm, RecordFormat
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: The pattern of lm-eval's strict match.
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
-#: What would make the number a part of another one: 11/2, 12:30, 10 000, 2e5, 3.5.2, 10-12, 2 x 3.
-_GOES_ON = r"[^\S\n]*(?:[-\u2212+/:^_*x×][^\S\n]*|\.)?[0-9]|[eE][-+]?[0-9]"
+#: What would make the number a part of another one: 11/2, 12:30, 10 000, 2e5, 3.5.2, 1.000,5, 10-12, 2 x 3.
+_GOES_ON = r"[^\S\n]*(?:[-\u2212+/:^_*x×,][^\S\n]*|\.)?[0-9]|[eE][-+]?[0-9]"
 _GOLD_HASHES = re.compile(rf"####\s?(-?(?>{_DIGITS}))(?!{_GOES_ON})")
 _NUMBER = re.compile(rf"([-+\u2212]?)({_DIGITS})\.?")
 _THOUSANDS = re.compile(r"[-+\u2212]?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")

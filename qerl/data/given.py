@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.records import DataError, detect_format, parse_record
-from qerl.data.sources import SPLITS, as_record, lines_of, renamed
+from qerl.data.sources import SPLITS, as_record, check_records, lines_of, renamed
 from qerl.provenance.files import write_text
 from qerl.settings.base import ConfigError, Settings
 from qerl.settings.data import RecordFormat, Split
@@ -46,16 +46,17 @@ class Given:
 
 def given(dataset: Any, folder: Path) -> Given:
     """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
-    if _is_given(dataset):
+    if is_given(dataset):
         return _as_files({}, dataset, folder / GIVEN)
-    if isinstance(dataset, Mapping) and _is_given(dataset.get("origin")):
+    if isinstance(dataset, Mapping) and is_given(dataset.get("origin")):
         return _as_files(dataset, dataset["origin"], folder / GIVEN)
     return Given(dataset, {})
 
 
-def _is_given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
+    """Whether a data set, or its origin, is Python objects and no path or settings."""
     if isinstance(value, Mapping):
-        return any(_is_given(value.get(split)) for split in SPLITS)
+        return any(is_given(value.get(split)) for split in SPLITS)
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
 
 
@@ -68,7 +69,8 @@ def _as_files(settings: Mapping[str, Any], objects: Any, folder: Path) -> Given:
         if by_split and name not in SPLITS:
             raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
         where = f"dataset, split {name}" if by_split else "dataset"
-        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in enumerate(records, 1)]
+        numbered = enumerate(check_records(records, f"{where} must be"), start=1)
+        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in numbered]
         if not located:
             raise DataError(f"{where} holds no records; a generator can be read once only")
         for place, record in renamed(located, settings.get("columns") or {}):

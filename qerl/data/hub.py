@@ -38,6 +38,15 @@ class HubFiles:
         return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in every}
 
 
+def _possible(origin: HubData, lacking: Split, names: list[str]) -> str:
+    """Splits that the repository has, as YAML: those that were asked for, and a name for the lacking one."""
+    present = {split: name for split, name in origin.splits.items() if name in names}
+    others = [name for name in names if name not in present.values()]
+    splits = present | ({lacking: others[0]} if others else {})
+    alone = "" if others else f", or to {{{lacking}: {names[0]}}} for {lacking} alone"
+    return f"{{{', '.join(f'{split}: {name}' for split, name in splits.items())}}}{alone}"
+
+
 def hub_files(origin: HubData, locked: Locked | None = None) -> HubFiles:
     """Find the files of the splits of `origin`; `locked` gives the revision and the hashes that must hold."""
     folder = _folder(origin, _revision(origin, locked))
@@ -47,7 +56,7 @@ def hub_files(origin: HubData, locked: Locked | None = None) -> HubFiles:
         if name not in of_repo:
             raise DataError(
                 f"{_name(origin)} has no split {name!r}; set origin.splits, for instance to "
-                f"{{{split}: {next(iter(of_repo))}}} (it has {', '.join(of_repo)})"
+                f"{_possible(origin, split, list(of_repo))} (it has {', '.join(of_repo)})"
             )
         splits[split] = of_repo[name]
     files = HubFiles(folder, splits)

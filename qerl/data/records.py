@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, cast, get_args
 
 from qerl.data.answers import gold
@@ -26,6 +27,8 @@ Record = dict[str, Any]
 Located = tuple[str, Record]
 
 
+#: A number with an exponent, which no grader reads.
+_EXPONENT = re.compile(r"-?[0-9.]+[eE][-+]?[0-9]+")
 _HASHES_RULE = (
     "`answer` must end in `#### n`, where n is one number (for other answers: `format: math`, and `columns` to name "
     "`problem` and `answer`)"
@@ -73,11 +76,14 @@ _ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", 
 def _mapping(record: Mapping[str, Any]) -> str:
     """The hint that `columns` can map a record's own names to those of a format."""
     question = next((name for name in _QUESTIONS if name in record), None)
+    chat = next((name for name, value in record.items() if _is_chat(value)), None)
+    if chat is not None and question in (None, chat):
+        return f"its `{chat}` is a list, such as a chat: give the question as text, in a column of its own"
     answer = next((name for name in _ANSWERS if name in record), None)
     if question is None or answer is None:
         return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
     if not isinstance(record[question], str):
-        return f"its `{question}` is a {type(record[question]).__name__}, such as a chat: give the question as text"
+        return f"its `{question}` is a {type(record[question]).__name__}: give the question as text"
     stated = str(record[answer])
     if gold(stated, "gsm8k") is not None:
         record_format, columns = "gsm8k", {"question": question, "answer": answer}
@@ -85,6 +91,10 @@ def _mapping(record: Mapping[str, Any]) -> str:
         record_format, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
     named = ", ".join(f"{name}: {column}" for name, column in columns.items() if name != column)
     return f"write its own names as `dataset: {{format: {record_format}, columns: {{{named}}}, origin: ...}}`"
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
@@ -100,6 +110,11 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         answer = _stated(solution, record_format, _HASHES_RULE, where)
     elif record_format == "math":
         question, given = _text(record, "problem", where), _given(record, where)
+        if not given and _optional(record, "solution", where) is None:
+            names = ", ".join(map(str, record))
+            raise DataError(
+                f"{where} has neither `answer` nor `solution`; fill one, or name its column in `columns`: {names}"
+            )
         solution = _optional(record, "solution", where) if given else _text(record, "solution", where)
         answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
     else:
@@ -131,7 +146,7 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
         raise DataError(f"{where} has no `{key}`; its columns: {names} (`columns: {{{key}: NAME}}` names another one)")
     if hasattr(value, "__len__") and not isinstance(value, str):
         raise DataError(f"{where} has a {type(value).__name__} in `{key}`; give it as text")
-    if not _is_unicode(text := str(value)):
+    if not _is_unicode(text := _as_written(value)):
         raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
     return text
 
@@ -139,6 +154,12 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
 def _optional(record: Mapping[str, Any], key: str, where: str) -> str | None:
     value = _get(record, key)
     return None if value is None or not str(value).strip() else _text(record, key, where)
+
+
+def _as_written(value: Any) -> str:
+    """A value as text. A number has no exponent: 0.00001 and not 1e-05."""
+    text = str(value)
+    return f"{Decimal(text):f}" if not isinstance(value, str) and _EXPONENT.fullmatch(text) else text
 
 
 def _is_unicode(text: str) -> bool:

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
+
+import numpy as np
 
 from qerl.data import arithmetic, comparisons, countdown_problems
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
+from qerl.data.split_files import CONVERT, split_files
 from qerl.host.plugins import call
 from qerl.results.files import read, write
 from qerl.results.paths import DATASET
@@ -43,10 +46,6 @@ from qerl.settings.data import (
 )
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
-#: Names of validation and test files elsewhere, which would be left out silently.
-_OTHER_NAMES = ("val", "valid", "dev", "eval", "evaluation")
-_CONVERT = "`to_parquet` of pandas and datasets writes such a file"
 _Splits = dict[Split, list[Located]]
 
 
@@ -113,7 +112,7 @@ def check_problem_file(
     `columns`: the records' own names of the format's columns.
     """
     detected = record_format
-    for file in chain(*_split_files(path).values()) if path.is_dir() else [path]:
+    for file in chain(*split_files(path).values()) if path.is_dir() else [path]:
         for where, record in renamed(_file(file), columns or {}):
             detected = detected or detect_format(record, where)
             parse_record(record, detected, where)
@@ -133,7 +132,7 @@ def _records(path: Path) -> Iterator[Located]:
     if not path.exists():
         raise DataError(f"file of problems {path} doesn't exist (a data set of the hub needs `source: hub`, `repo`)")
     if path.suffix not in DATA_SUFFIXES:
-        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {_CONVERT}")
+        raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}")
     if path.suffix == ".jsonl":
         yield from _lines(path)
         return
@@ -160,14 +159,19 @@ def _rows(path: Path) -> list[Record]:
 
 
 def _parquet_rows(path: Path) -> list[Record]:
-    import pandas as pd
+    """The rows of a parquet file with each number as it was written, also in a column with gaps or of 32 bits."""
     import pyarrow as pa
+    from pyarrow import parquet
 
     try:
-        table = pd.read_parquet(path)
+        table = parquet.ParquetFile(path).read()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from None
-    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
+    for index, field in enumerate(table.schema):
+        if pa.types.is_float32(field.type):  # as text 0.1, and 0.10000000149011612 as a number of 64 bits
+            exact = table.column(index).cast(pa.string()).cast(pa.float64())
+            table = table.set_column(index, field.name, exact)
+    return table.to_pylist()  # type: ignore[no-any-return]
 
 
 def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
@@ -193,29 +197,6 @@ def as_record(value: Any, where: str) -> Record:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
     return dict(value)
-
-
-def _split_files(folder: Path) -> dict[Split, list[Path]]:
-    """The files of a folder by split: train.jsonl, main/test.parquet, or shards like train-00000-of-00002.parquet"""
-    files: dict[Split, list[Path]] = {}
-    for split in SPLITS:
-        matches = sorted(p for p in folder.rglob(f"{split}*") if p.suffix in DATA_SUFFIXES and p.is_file())
-        shards = len({path.parent for path in matches}) == 1 and all(_SHARD.search(path.stem) for path in matches)
-        if len(matches) > 1 and not shards:
-            raise DataError(
-                f"{folder} has several files for the split {split}: {', '.join(map(str, matches))}; keep one, name one "
-                "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
-            )
-        if matches:
-            files[split] = matches
-    if not files:
-        raise DataError(
-            f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {_CONVERT}"
-        )
-    other = [p for p in folder.rglob("*") if p.suffix in DATA_SUFFIXES and _SHARD.sub("", p.stem) in _OTHER_NAMES]
-    if other:
-        raise DataError(f"{other[0]} names no split; rename it to validation or test, or move it out of {folder}")
-    return files
 
 
 def _generated(record_format: RecordFormat, origin: GeneratedSplits) -> _Splits:
@@ -247,7 +228,7 @@ def _own_records(origin: Any) -> dict[Split, list[Located]] | list[Located]:
     if isinstance(origin, FunctionData):
         return _call(origin)
     assert isinstance(origin, LocalData)
-    return _by_file(_split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
+    return _by_file(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
 
 
 def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:
@@ -277,16 +258,23 @@ def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
 
 def _numbered(records: Any, source: str) -> Iterator[Located]:
     """Yield the records that a function returned, each with its place as text."""
-    if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
-        raise DataError(
-            f"{source} must return records, such as a list of them (or a mapping of split names to such), not "
-            f"{type(records).__name__}"
-        )
     number = 0
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(check_records(records, f"{source} must return"), start=1):
         yield f"{source}, record {number}", as_record(record, f"{source}, record {number}")
     if not number:
         raise DataError(f"{source} returned no record; it must return at least one")
+
+
+def check_records(records: Any, rule: str) -> Iterable[Any]:
+    """The records as they are. Raises `DataError`, which starts with `rule`, unless they are something like a list."""
+    if hasattr(records, "iterrows"):  # a DataFrame, which iterates over the names of its columns
+        raise DataError(f'{rule} records, not a {type(records).__name__}; give its `.to_dict("records")`')
+    if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
+        raise DataError(
+            f"{rule} records, such as a list of them (or a mapping of split names to such), not "
+            f"{type(records).__name__}"
+        )
+    return records
 
 
 def _split_by_hash(
@@ -348,11 +336,22 @@ def _write(records: list[Record], path: Path) -> str:
 
 def lines_of(records: Iterable[Record]) -> str:
     """Records as text, one per line."""
-    return "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
+    return "".join(_line(record) + "\n" for record in records)
 
 
-def _plain(value: Any) -> Any:
-    """Numbers, arrays and dates of parquet columns as JSON values."""
+def _line(record: Record) -> str:
+    values = (
+        f"{json.dumps(str(column), ensure_ascii=False)}: "
+        f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
+        for column, value in record.items()
+    )
+    return f"{{{', '.join(values)}}}"
+
+
+def _plain(column: str, value: Any) -> Any:
+    """A number, array or date of a column as a JSON value."""
+    if isinstance(value, np.floating):  # of 32 bits 0.1 is 0.1, and not 0.10000000149011612
+        return float(str(value))
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (date, time)):
@@ -360,5 +359,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal):
         return str(value)
     raise DataError(
-        f"a record holds a value of type {type(value).__name__}, which can't be written as JSON; leave its column out"
+        f"column {column!r} holds a value of type {type(value).__name__}, which can't be written as JSON; leave the "
+        "column out"
     )

@@ -87,14 +87,21 @@ def check(path: str, key: str) -> None:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
         return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
+    if not _accepts(signature, arguments):
         name, asked = path.partition(":")[2], ", ".join(arguments)
         raise ConfigError(
             f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
             f"write `def {name}({asked})`"
-        ) from None
+        )
+
+
+def _accepts(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
+    return not {"prompts", "completions"} & set(signature.parameters)
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:

@@ -39,10 +39,15 @@ def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> It
     for arm, changes in experiment.arms.items():
         of_arm = merged(base, nested(changes))
         written = functools.partial(written_as, name, experiment, arm)
+        points: list[dict[str, Any]] = []
         for values in itertools.product(*experiment.grid.values()):
             given = dict(zip(experiment.grid, values, strict=True))
             settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
             varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
+            if varied in points:
+                twice = ", ".join(f"{key}={value}" for key, value in varied.items())
+                raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
+            points.append(varied)
             suffix = "".join(f"-{labels[key]}{plain(value)}" for key, value in varied.items())
             yield PlannedRun(f"{name}-{arm}{suffix}", name, arm, varied, settings)
 
@@ -67,12 +72,13 @@ def _holds(tree: Any, key: str) -> bool:
 
 
 def _as_taken(value: Any, key: str, settings: Any) -> Any:
-    """A value of a grid, with synonyms of "off" replaced by the settings' value."""
+    """A value of a grid. Synonyms of "off", and numbers that YAML reads as text (1e-5), become the settings' value."""
     for part in key.split("."):
         settings = getattr(settings, part)
     if isinstance(value, Mapping):
         return {inner: _as_taken(of_inner, inner, settings) for inner, of_inner in value.items()}
-    return settings if settings in ("off", None) else value
+    as_text = isinstance(value, str) and isinstance(settings, (int, float))
+    return settings if settings in ("off", None) or as_text else value
 
 
 def _short(keys: list[str]) -> dict[str, str]:

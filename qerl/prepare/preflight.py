@@ -36,7 +36,23 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     for data, rollout in runs:
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
-        Task.of(data).fitting(tokenizer, rollout, context)
+        task = Task.of(data)
+        _tell_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
+
+
+def _tell_problems(given: int, kept: int, rollout: RolloutSettings) -> None:
+    """Say how many problems are too long, and warn if there are fewer than a step draws."""
+    if kept < given:
+        log.info(
+            "rollout.max_prompt_tokens=%d leaves %d of %d training problems", rollout.max_prompt_tokens, kept, given
+        )
+    if kept < rollout.prompts:
+        log.warning(
+            "%d training problems are fewer than rollout.prompts=%d, so each step draws some of them several times; "
+            "lower rollout.prompts, or give more problems",
+            kept,
+            rollout.prompts,
+        )
 
 
 def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -51,10 +51,8 @@ def make_data(settings: RunFile) -> None:
     rows = read_meta(settings.out / DATA).rows
     if not rows["train"]:
         others = sum(rows.values())
-        raise DataError(
-            f"dataset has no training problems, since all {others} are held out; give it more problems, or a split "
-            "train"
-        )
+        why = f"all {others} are held out" if others else "all were dropped, as their answers contradict each other"
+        raise DataError(f"dataset has no training problems, since {why}; give it more problems, or a split train")
 
 
 def make_base(settings: RunFile, source: Path) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -32,6 +34,8 @@ T = TypeVar("T")
 _MEETING_SECONDS = 3600
 #: Seconds for which a process waits for an answer of the store in which processes count together.
 _ANSWER_SECONDS = 120
+#: The exit status of a process that begins a run while it imports the script that started it.
+_UNGUARDED = 76
 #: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
 _COUNTERS = itertools.count()
 
@@ -103,6 +107,9 @@ class Processes:
 
 def check_processes(count: int, nodes: int = 1) -> None:
     """Raise `ConfigError` with the reason unless a run can start its processes on this machine, one of `nodes`."""
+    # A run's processes import the script that began it, which would begin it again in each of them.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(_UNGUARDED)
     if by_torchrun():
         check_torchrun(count, nodes)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -163,6 +170,11 @@ def _launch(
             ) from error
         if failure.exitcode == LOST:
             raise KilledError(failure.message) from error
+        if failure.exitcode == _UNGUARDED:
+            raise ConfigError(
+                f"each of the {count} processes imports the script that starts them, and would start the run again; "
+                'write `if __name__ == "__main__":` before the calls in the script'
+            ) from None
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 

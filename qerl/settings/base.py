@@ -80,9 +80,12 @@ FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
 def can_name_a_file(path: Path) -> Path:
     """The path, in which `~` is the user's folder, as in a shell.
 
-    Raises ValueError if no file system accepts it, since a look-up would raise errors of many kinds.
+    Raises ValueError if no file system accepts it, since a look-up would raise errors of many kinds. Variables such as
+    $HOME would become folders of that name, and the path depend on the shell of a later start.
     """
     text = str(path)
+    if variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", text):
+        raise ValueError(f"{variable.group()} isn't replaced in a path, as a shell would do; write the path out")
     unwritable = "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
     if unwritable or len(text) > 1024 or any(len(part.encode()) > 255 for part in path.parts):
         raise ValueError("this can't be a file's name: it is too long or contains an invalid character; shorten it")

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 #: The part of pydantic's location after a mapping's key that marks an error in the key.
 _OF_KEY = "[key]"
+#: The similarity of words that differ by a letter.
+_SLIP = 0.9
 #: Limits from this number on are left out of sentences.
 _LARGE = 2**53
 
@@ -179,8 +181,9 @@ def _field(place: _Place, model: type[BaseModel], name: Any) -> _Place:
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """The text "; did you mean `x`?" if a known word resembles the given one, else an empty text."""
-    similar = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
-    return f"; did you mean `{similar[0]}`?" if similar else ""
+    lower = {one.lower(): one for one in known}
+    similar = difflib.get_close_matches(word.lower(), lower, 1) if isinstance(word, str) else []
+    return f"; did you mean `{lower[similar[0]]}`?" if similar else ""
 
 
 def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
@@ -216,16 +219,18 @@ def _rule(place: _Place, error: Mapping[str, Any]) -> str:
 
 
 def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], str]) -> str:
-    """A hint for an unknown key: a key of that name elsewhere, or a similar key beside it."""
+    """A hint for an unknown key: one beside it that differs by a letter, of its name elsewhere, or similar to it."""
     name, above = str(place.key[-1]), place.dotted.rpartition(".")[0]
     known = place.owner.model_fields if place.owner else {}
     if "." in name and place.dotted in _keys(settings):
         return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+    similar = difflib.get_close_matches(name, known, 1)
+    beside = f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?" if similar else ""
+    if difflib.get_close_matches(name, known, 1, cutoff=_SLIP):
+        return beside
     if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:
         return f"; did you mean {_or([f'`{written(key)}`' for key in elsewhere])}?"
-    if similar := difflib.get_close_matches(name, known, 1):
-        return f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?"
-    return f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
+    return beside or f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
 
 
 def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:

@@ -193,7 +193,8 @@ class RunSettings(Settings):
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory and are stored as absolute paths.
+    Relative paths count from the working directory and are stored as absolute paths. `~` is the user's folder. A path
+    with a variable, such as `$HOME`, is refused.
     """
 
     model: str
@@ -210,6 +211,11 @@ class RunFile(RunSettings):
         if calibration.dataset is not None:
             raise ValueError("dataset can't be given here: a run by hand is calibrated on its own data; leave it out")
         return calibration
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _may_be_a_path_of_python(cls, model: Any) -> Any:
+        return str(model) if isinstance(model, Path) else model
 
     @field_validator("model", mode="after")
     @classmethod

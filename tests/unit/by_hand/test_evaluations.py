@@ -25,6 +25,9 @@ def test_samples_follow_the_seed_and_the_instruction(model):
         qerl.sample(policy, ["a"], max_token=5)
     with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
         qerl.sample(policy, ["a"], seed=-1)
+    for use in (lambda: qerl.sample("model", ["Two?"]), lambda: qerl.evaluate("model", [], "out")):
+        with pytest.raises(TypeError, match=r"a policy is what qerl.load\(FOLDER\) returns.*, not 'model'"):
+            use()
     with pytest.raises(TypeError, match="list of strings"):
         qerl.sample(policy, "a")
 

@@ -2,9 +2,12 @@
 
 import functools
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import constants
@@ -161,6 +164,13 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
         qerl.train({**values, "dataset": ROWS[:20]})
 
 
+def test_numbers_of_numpy_stay_as_they_are_written(values, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    rows = [{"problem": f"{n}?", "answer": np.float32(0.1), (1, 2): n} for n in range(9)]
+    run = qerl.train({**values, "dataset": {"format": "math", "origin": {"train": rows}}})
+    assert (run.data / "train.jsonl").read_text().splitlines()[0] == '{"problem": "0?", "answer": 0.1, "(1, 2)": 0}'
+
+
 def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
     monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
     rows = [
@@ -179,7 +189,10 @@ def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch
         ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
         (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
         ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),
-        ([{**ROWS[0], "when": object()}], "value of type object, which can't be written"),
+        ([{**ROWS[0], "when": object()}], "column 'when' holds a value of type object, which can't be written"),
+        (pd.DataFrame(ROWS), r'dataset must be records, not a DataFrame; give its `.to_dict\("records"\)`'),
+        (lambda: None, "dataset must be records, .* not NoneType"),
+        ({"train": ROWS, "test": 5}, "dataset, split test must be records, .* not int"),
     ],
 )
 def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_path, dataset, sentence):
@@ -220,6 +233,26 @@ def test_a_run_is_found_by_the_name_of_its_folder_and_shows_the_steps_so_far(val
     with pytest.raises(ConfigError, match=r"run has no metrics: none of its steps is finished; train it"):
         run.metrics  # noqa: B018
     assert list(qerl.train(values).metrics["step"]) == [1, 2]
+
+
+@pytest.mark.parametrize("records", [None, ROWS])
+def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
+    asked = {**values, "dataset": records or values["dataset"]}
+    train_until("qerl.rl.train._write_result", asked)
+    begun = qerl.Run(values["out"])
+    before, moved = begun.metrics, begun.folder.rename(tmp_path / "moved")
+    run = qerl.train(moved / "run.yaml")
+    assert run.folder == moved
+    assert run.metrics.loc[0].equals(before.loc[0])  # with its seconds: not done again
+    assert qerl.train(asked, out=moved).finished
+    assert not begun.folder.exists()
+
+
+def test_a_file_of_the_user_is_not_taken_for_that_of_a_run(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.by_hand.runs._train", lambda run: None)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "inputs.json").write_text("{}")
+    assert qerl.train(tmp_path / "run.yaml").folder == tmp_path / "run"
 
 
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
@@ -263,6 +296,17 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
         qerl.train({**values, **change})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_records_of_python_need_a_folder(values):
+    for out in ({}, {"out": None}, {"out": 7}):
+        given = {key: value for key, value in values.items() if key != "out"} | out
+        with pytest.raises(ConfigError, match="run: `out` must be the path of a new folder"):
+            qerl.train({**given, "dataset": ROWS})
+
+
+def test_a_model_may_be_a_path_of_python(values):
+    assert parse_run({**values, "model": Path(values["model"])}, "run") == parse_run(values, "run")
 
 
 @pytest.mark.parametrize("run", [None, 7, ["model"]])
@@ -327,6 +371,11 @@ def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatc
     with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
         qerl.train({**values, key: ""})
     assert [*tmp_path.iterdir()] == []
+
+
+def test_problems_that_all_contradict_each_other_say_so(values):
+    with pytest.raises(DataError, match="no training problems, since all were dropped, as their answers contradict"):
+        qerl.train({**values, "dataset": {"train": [ROWS[0], {**ROWS[0], "answer": "#### 99"}]}})
 
 
 def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):

@@ -246,6 +246,15 @@ def test_a_configuration_without_runs_has_no_plan():
         CliRunner().invoke(cli.app, ["plan", str(ROOT / "config/shapes.yaml")], catch_exceptions=False)
 
 
+def test_a_key_of_the_plan_is_yaml_over_that_of_the_file(call):
+    whole, shorter = (
+        [json.loads(line) for line in call("plan", MINI, *keys, "--json").splitlines()]
+        for keys in ((), ("experiments={main: {base: {steps: 3}}}",))
+    )
+    assert [row["run"] for row in shorter] == [row["run"] for row in whole]
+    assert {row["steps"] for row in shorter} == {3} != {row["steps"] for row in whole}
+
+
 def test_plan_takes_keys_as_the_workflow_does(call, folder):
     (row, *_) = map(json.loads, call("plan", MINI, f"problems={folder / 'sums.jsonl'}", "--json").splitlines())
     assert row["dataset"] == "sums"

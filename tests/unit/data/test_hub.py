@@ -147,6 +147,16 @@ def test_a_filter_by_no_number_is_an_error(copy, tmp_path, within, message):
         ("openai/gsm8k", {"origin": {}}, r"has several subsets; set origin\.subset to one of main, socratic"),
         ("openai/gsm8k", {"origin": {"subset": "Main"}}, r"no subset 'Main'; set origin\.subset to one of main, soc"),
         ("HuggingFaceH4/aime_2024", {"origin": {}}, r"no split 'test'; set origin\.splits, .* \{test: train\}"),
+        (
+            "HuggingFaceH4/aime_2024",
+            {"origin": {}},
+            r"instance to \{train: train\}, or to \{test: train\} for test alone",
+        ),
+        (
+            "openai/gsm8k",
+            {"origin": {"subset": "main", "splits": {"train": "train", "test": "dev"}}},
+            r"to \{train: train, test: test\} \(",
+        ),
         (BIG_MATH, {"columns": {}}, r"train-00000-of-00001\.parquet, record 1 has no `problem`; its columns: prompt,"),
         (BIG_MATH, {"columns": {"problem": "question"}}, "has no `question`, which `columns` names for `problem`; its"),
         ("openai/gsm8k", {"format": "math"}, "record 1 has no `problem`; its columns: question, answer"),

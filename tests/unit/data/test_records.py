@@ -1,6 +1,10 @@
+from decimal import Decimal
+
+import numpy as np
 import pytest
 import yaml
 
+from qerl.data.answers import is_correct
 from qerl.data.records import DataError, detect_format, parse_record
 
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
@@ -32,10 +36,28 @@ def test_each_format_is_detected_and_parsed(record, record_format, answer, level
     assert problem.question == (record.get("question") or record.get("problem") or record.get("Problem"))
 
 
-@pytest.mark.parametrize(("answer", "text"), [("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1")])
+@pytest.mark.parametrize(
+    ("answer", "text"), [("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1"), ("1e5", "1e5")]
+)
 def test_a_math_problem_may_have_an_answer_alone(answer, text):
     problem = parse_record({"problem": "Which?", "answer": answer}, "math", "here")
     assert (problem.answer, problem.solution) == (text, None)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1e-05, "0.00001"),
+        (-1.5e-07, "-0.00000015"),
+        (1e16, "10000000000000000"),
+        (np.float32(1e-05), "0.00001"),
+        (Decimal("1E+2"), "100"),
+    ],
+)
+def test_a_number_has_no_exponent_and_is_found_right(number, text):
+    problem = parse_record({"problem": "Which?", "answer": number}, "math", "here")
+    assert problem.answer == text
+    assert is_correct(f"\\boxed{{{text}}}", problem.answer, "math")
 
 
 def test_an_aime_problem_may_lack_a_solution():
@@ -50,10 +72,27 @@ def test_an_aime_problem_may_lack_a_solution():
         ({"question": "Two?", "answer": "It is 2."}, "gsm8k", "#### n"),
         *(
             ({"question": "Two?", "answer": f"So #### {answer}"}, "gsm8k", "states no answer.*one number.*format: math")
-            for answer in ("11/2", "1,000/3", "-12/5", "12:30", "2e10", "10 000", "3 1/2", "3.5.2", "10-12", "2 x 3")
+            for answer in (
+                "11/2",
+                "1,000/3",
+                "-12/5",
+                "12:30",
+                "2e10",
+                "10 000",
+                "3 1/2",
+                "3.5.2",
+                "1.000,5",
+                "10-12",
+                "2 x 3",
+            )
         ),
         ({"answer": "#### 2"}, "gsm8k", "no `question`"),
         ({"problem": "Two?", "solution": "It is 2."}, "math", "boxed"),
+        (
+            {"problem": "Two?", "answer": None},
+            "math",
+            "neither `answer` nor `solution`; .*: problem, answer",
+        ),
         ({"problem": "Two?", "answer": ["2", "3"]}, "math", "list in `answer`"),
         ({"problem": "Two?", "answer": {"value": "2"}}, "math", "dict in `answer`"),
         ({"problem": "Two?", "answer": "One and one.\n#### 2"}, "math", "set `format: gsm8k`"),
@@ -97,6 +136,8 @@ def test_the_error_for_other_column_names_suggests_a_mapping(record, mapping):
 def test_a_chat_is_no_question():
     with pytest.raises(DataError, match=r"its `prompt` is a list, such as a chat: give the question as text"):
         detect_format({"prompt": [{"role": "user", "content": "Two?"}], "answer": 2})
+    with pytest.raises(DataError, match=r"its `messages` is a list, such as a chat: .* in a column of its own"):
+        detect_format({"id": 1, "messages": [{"role": "user", "content": "Two?"}]})
     with pytest.raises(DataError, match="line 3 has a list in `question`; give it as text"):
         parse_record({**GSM8K, "question": [{"role": "user", "content": "Two?"}]}, "gsm8k", "line 3")
 

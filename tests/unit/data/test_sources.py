@@ -205,6 +205,34 @@ def test_other_columns_of_parquet_may_hold_dates_and_decimals(tmp_path):
     assert [record[name] for name in stamps] == ["2024-05-01T12:00:00", "2024-05-01", "1.50"]
 
 
+def test_numbers_of_parquet_are_those_that_were_written(tmp_path):
+    """Not those of float64, which has no 2^53 + 1 and another 0.1 than float32."""
+    path = tmp_path / "a.parquet"
+    columns = {
+        "problem": ["One?", "Two?"],
+        "answer": pd.array([0.1, 2.7], "float32"),
+        "big": pd.array([2**53 + 1, None]),
+    }
+    pd.DataFrame(columns).to_parquet(path)
+    origin = LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)
+    folder = prepared(tmp_path, origin, "math")
+    assert [problem.answer for problem in read_split(folder, "test")] == ["0.1", "2.7"]
+    assert [record["big"] for record in read_records(folder, "test")] == [2**53 + 1, None]
+
+
+def test_an_index_of_parquet_is_a_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    pd.DataFrame(gsm8k(3)).set_index("question").to_parquet(path)
+    assert check_problem_file(path) == "gsm8k"
+
+
+def test_a_value_without_json_is_named_by_its_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    pd.DataFrame([{**record, "image": b"x"} for record in gsm8k(3)]).to_parquet(path)
+    with pytest.raises(DataError, match=r"column .image. holds a value of type bytes, .*; leave the column out"):
+        prepared(tmp_path, LocalData(source="local", path=path))
+
+
 def test_an_empty_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="holds no records"):
         check_problem_file(write_lines(tmp_path / "a.jsonl", []))
@@ -215,6 +243,30 @@ def test_shards_of_a_split_are_joined(tmp_path):
         write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
     folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
     assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
+
+
+def test_a_lack_of_shards_is_an_error(tmp_path):
+    for shard in (0, 2):
+        write_lines(tmp_path / f"train-0000{shard}-of-00003.jsonl", gsm8k(3, start=3 * shard))
+    with pytest.raises(DataError, match="has 2 of 3 files of the split train; download it again"):
+        prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["test.csv", "test.jsonl.gz", "data/validation-00000-of-00001.arrow"])
+def test_a_split_in_another_kind_of_file_is_not_left_out_silently(tmp_path, name):
+    write_lines(tmp_path / "train.jsonl", gsm8k(3))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    (tmp_path / "train.csv").touch()  # beside the file that is read
+    with pytest.raises(DataError, match=rf"{name} isn't read: expected one of \.jsonl, .*; or move it out of"):
+        prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+def test_files_in_hidden_folders_are_no_splits(tmp_path):
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write_lines(tmp_path / ".ipynb_checkpoints/train-checkpoint.jsonl", gsm8k(1))
+    write_lines(tmp_path / "train.jsonl", gsm8k(3))
+    assert read_meta(prepared(tmp_path, LocalData(source="local", path=tmp_path))).rows["train"] == 3
 
 
 def test_two_files_of_one_split_are_an_error(tmp_path):
@@ -267,6 +319,10 @@ def empty():
 def rows():
     return [1]
 
+def table():
+    import pandas as pd
+    return {"train": pd.DataFrame(good(2))}
+
 def unwritable():
     return [{**good(1)[0], "when": object()}]
 """
@@ -304,6 +360,7 @@ def test_returned_splits_are_kept_and_leaks_dropped(tmp_path, own):
         ("text", ":text must return records.* not str"),
         ("number", ":number must return records.* not int"),
         ("empty", ":empty returned no record"),
+        ("table", r':table, split train must return records, not a DataFrame; give its `.to_dict\("records"\)`'),
         ("rows", ":rows, record 1 is not a record"),
         ("unwritable", "value of type object, which can't be written as JSON"),
     ],

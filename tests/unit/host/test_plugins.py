@@ -78,10 +78,11 @@ def test_what_the_module_raises_is_passed_on_with_its_name(folder):
 REWARD = (
     "reward.function mine:f is defined as f{}, but it is called as f(answer, problem); write `def f(answer, problem)`"
 )
+TRL = "(prompts, completions, **kwargs)"
 
 
-@pytest.mark.parametrize("signature", ["(answer)", "()", "(a, b, c)", "(answer, *, problem)"])
-def test_a_reward_of_another_arity_is_one_sentence(folder, signature):
+@pytest.mark.parametrize("signature", [*("(answer)", "()", "(a, b, c)", "(answer, *, problem)"), TRL])
+def test_a_reward_of_another_arity_or_of_trl_is_one_sentence(folder, signature):
     (folder / "mine.py").write_text(f"def f{signature}: return 1")
     with pytest.raises(ConfigError) as error:
         check("mine:f", "reward.function")

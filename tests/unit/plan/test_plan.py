@@ -116,7 +116,10 @@ def test_a_thousand_runs_have_a_thousand_names():
         ({"adapter.rank": []}, "grid.adapter.rank is empty"),
         ({"adapter.rnk": [4]}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
         ({"adapter.targets": [["q_proj"], "q_proj"]}, "`experiments.e.grid.adapter.targets` must be a list"),
-        ({"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]}, "two runs are named"),
+        (
+            {"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]},
+            "twice; keep one of the equal",
+        ),
         ({"rollout.vllm.adapters": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
     ],
 )

@@ -14,12 +14,14 @@ from qerl.checkpoints.folder import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
+from qerl.data.sources import prepare
 from qerl.plan import check_engines, plan_from
 from qerl.policy.loading import load_tokenizer
 from qerl.policy.policy import load_policy
 from qerl.prepare.preflight import check_runs
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
+from qerl.settings.data import DatasetSettings
 from qerl.settings.rollout import RolloutSettings
 from tests.tiny import tiny_qwen2, write_template
 
@@ -62,6 +64,17 @@ def refused(settings: dict, said: str, kind: type[UserError] = ConfigError) -> N
 
 def with_max_tokens(settings: dict, max_tokens: int, **rollout) -> dict:
     return settings | {"rollout": settings["rollout"] | rollout | {"sampling": {"max_tokens": max_tokens}}}
+
+
+def test_problems_left_out_and_fewer_than_a_step_draws_are_told(settings, model, tmp_path, caplog):
+    prepare(parse(DatasetSettings, settings["dataset"], ""), tmp_path / "data")
+    caplog.set_level("INFO", logger="qerl")
+    rollout = {"prompts": 39, "max_prompt_tokens": 40, "sampling": {"max_tokens": 4}}
+    check_runs(model, [(tmp_path / "data", parse(RolloutSettings, rollout, ""))])
+    assert caplog.messages == ["rollout.max_prompt_tokens=40 leaves 39 of 40 training problems"]
+    caplog.clear()
+    check_runs(model, [(tmp_path / "data", parse(RolloutSettings, rollout | {"prompts": 40}, ""))])
+    assert "39 training problems are fewer than rollout.prompts=40" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("max_tokens", [CONTEXT, 4096])

@@ -1,7 +1,10 @@
 """Two processes of one run against one process on the same batch (gloo, on the CPU)."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +131,18 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
     left = CliRunner().invoke(cli.app, ["rule", job.model_dump_json()])
     assert left.exit_code == 137
     assert left.stderr.startswith("qerl: process 1 of 2 was killed")
+
+
+def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from qerl.rl.data_parallel import run_in_processes\nrun_in_processes(2, print)\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr.splitlines()[-1].startswith(
+        "qerl.settings.base.ConfigError: each of the 2 processes imports the "
+    )
+    assert 'write `if __name__ == "__main__":` before the calls' in done.stderr
+    assert "Traceback" not in done.stderr.partition("ConfigError")[2]
 
 
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):

@@ -62,6 +62,9 @@ def sentence_of(call) -> str:
         (RunSettings, "adapter: {dropout: 1.0}", "`adapter.dropout` must be a number of at least 0 and below 1"),
         (RunSettings, "adapter: {targets: []}", "`adapter.targets` must be a list of at least one item, each one"),
         (RunSettings, "adapter: {targets: [q_pro]}", "`adapter.targets[0]` must be one of q_proj, k_proj"),
+        (RunSettings, "weights: NVFP4", "not 'NVFP4'; did you mean `nvfp4`?"),
+        (RunFile, "out: $SCRATCH/run", "`out`: $SCRATCH isn't replaced in a path, as a shell would do"),
+        (RunFile, "out: '${HOME}'", "`out`: ${HOME} isn't replaced in a path"),
         (RunSettings, "adapter: {targets: [lm_head]}", "not 'lm_head'"),
         (RunSettings, "adapter: {train_norms: 2}", "`adapter.train_norms` must be true or false, not 2"),
         (RunSettings, "adapter: 8", "`adapter` must be a mapping of the keys rank, alpha, dropout"),
@@ -92,7 +95,7 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
     needed = {
         RunSettings: {"model": "m", "dataset": "d"},
         DatasetSettings: {"format": "gsm8k", "origin": {"source": "generated"}},
-        RunFile: {"dataset": {"format": "gsm8k", "origin": {"source": "generated"}}},
+        RunFile: {"dataset": {"format": "gsm8k", "origin": {"source": "generated"}}, "model": "m"},
         Experiment: {"base": {}},
         LockedRepo: {"files": {}},
         StepGrid: {"system": "qerl", "sizes": ["7B"], "weights": ["nf4"]},
@@ -149,6 +152,11 @@ def test_runs_are_named_alike_whichever_word_says_off(tmp_path, word):
     assert list(whole.runs) == ["main-x-seed0-noise-schedule-off-"]
 
 
+def test_a_number_that_yaml_reads_as_text_is_a_number_of_the_grid(tmp_path):
+    [run] = planned(configuration(tmp_path, grid="optimizer.learning_rate: [1e-5]")).runs.values()
+    assert (run.id, run.varied["optimizer.learning_rate"]) == ("main-x-seed0-learning_rate1e-05", 1e-5)
+
+
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
@@ -168,6 +176,8 @@ def test_runs_are_named_alike_whichever_word_says_off(tmp_path, word):
         ({"rest": "evaluation: {tasks: [{dataset: definitions, harness: lm-eval}]}"}, "use harness: lighteval"),
         ({"rest": "evaluation: {tasks: [{dataset: arithmetic, harness: lighteval, task: aime24}]}"}, "format aime"),
         ({"rest": "modls: {}"}, "unknown key `modls`"),
+        ({"rest": "experiment: {}"}, "unknown key `experiment`; did you mean `experiments`?"),
+        ({"grid": "optimizer.learning_rate: [1e-5, 1.0e-5]"}, "seed=0, optimizer.learning_rate=1e-05 twice; keep one"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_configuration_names_its_file_and_its_place(tmp_path, where, sentence):
