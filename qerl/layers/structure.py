@@ -14,30 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    __version__,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qerl.layers.delta_net import PackedDeltaNet, pack_delta_nets
-from qerl.layers.experts import Experts, Float32Router, split_experts
-from qerl.settings.base import UserError
+from qerl.layers.delta_net import PackedDeltaNet
+from qerl.layers.empty_model import MISFITS, StructureError, empty_model
+from qerl.layers.experts import Experts, Float32Router
 
 _TRACED = "qerl-structure"
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
 _KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "s_aux"}
 #: The name of attention's parameter of scores that no token has.
 _SINKS = "sinks"
-
-
-class StructureError(UserError):
-    """A model whose structure this project doesn't handle. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -90,37 +79,6 @@ def structure_of(config: PreTrainedConfig) -> Structure:
     if key not in _found:
         _found[key] = _find(empty_model(config, torch.float32).eval())
     return _found[key]
-
-
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """The types of a model's rotary positions. Some models have one for each kind of attention."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type")}
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The causal LM on the meta device, without transformers' quantization and stacks of experts.
-
-    Its delta nets compute packed rows.
-    """
-    if unknown := rope_types(config) - {*ROPE_INIT_FUNCTIONS, "default"}:
-        raise StructureError(
-            f"transformers {__version__} has no rotary positions of rope_type={sorted(unknown)[0]!r}; correct "
-            "config.json, or install a version that has them"
-        )
-    config = deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        split_experts(lm)
-        pack_delta_nets(lm)
-        return lm
-    except ValueError as error:
-        raise StructureError(
-            f"transformers has no causal language model for model_type={config.model_type!r}"
-        ) from error
 
 
 @dataclass
@@ -273,7 +231,7 @@ def _traced(lm: Any, kind: str) -> _Trace:
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     try:
         output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except MISFITS as error:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
         ) from error

@@ -32,9 +32,10 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.host.progress import log
+from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import Structure, StructureError, empty_model, structure_of
+from qerl.layers.structure import Structure, structure_of
 
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
@@ -57,7 +58,7 @@ def config_of(folder: Path) -> PreTrainedConfig:
         if whole_model(folder) is None:  # else this would be the configuration of the whole
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config: PreTrainedConfig = AutoConfig.for_model(**values)
-    except (ValueError, TypeError) as error:
+    except MISFITS as error:
         raise CheckpointError(f"{folder / CONFIG} has model_type={values['model_type']!r}: {error}") from None
     config.name_or_path = str(folder)
     return config

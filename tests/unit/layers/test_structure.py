@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.layers.structure import StructureError, rope_types, structure_of
+from qerl.layers.empty_model import StructureError, rope_types
+from qerl.layers.structure import structure_of
 
 UNKNOWN = {"rope_type": "helical", "rope_theta": 10000.0}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
 from qerl.data.prompts import check_template
@@ -161,6 +161,28 @@ def test_unsupported_architecture(folder):
         load_model(folder, torch.bfloat16)
     edit_config(folder, model_type=None)
     cheap_error(folder, "has no model_type")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rms_norm_eps": 1}, "rms_norm_eps"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"hidden_act": "sigh"}, "sigh"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": "two"}}, "str"),
+        ({"rope_parameters": {"rope_type": ["default"], "rope_theta": 10000.0}}, r"rope_type=.*default"),
+        ({"hidden_size": 3}, "ZeroDivisionError"),
+        ({"pad_token_id": 2000}, "Padding_idx"),
+    ],
+)
+def test_values_of_which_transformers_makes_no_model_are_one_sentence(folder, changes, named):
+    edit_config(folder, **changes)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of some of ten classes
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(CheckpointError, match=rf"model_type='qwen2'.*{named}|{named}.*correct config\.json") as caught:
+        load_model(folder, torch.bfloat16)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
