@@ -86,6 +86,8 @@ class _Trace:
     """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    widths: dict[nn.Module, tuple[int, int]] = field(default_factory=dict)
+    """The numbers in a head of keys, and of values, of each call of attention."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
 
@@ -106,7 +108,8 @@ def _attend(
     # Without the argument, packed attention wouldn't get it either. `_window` then finds no call.
     if packing is not None:
         packing.attention[module] = settings
-    return query.transpose(1, 2), None
+        packing.widths[module] = key.shape[-1], value.shape[-1]
+    return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
 
 AttentionInterface.register(_TRACED, _attend)
@@ -195,8 +198,9 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
             known = isinstance(module, (nn.Linear, Float32Router)) or _is_within(block, path, PackedDeltaNet)
             if not known and not leaf and part != _SINKS:
+                whole = ".".join(filter(None, (name, path, part)))
                 raise StructureError(
-                    f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
+                    f"model_type={kind!r} isn't supported, because {whole} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
                 )
 
@@ -237,11 +241,12 @@ def _traced(lm: Any, kind: str) -> _Trace:
         ) from error
     for hook in hooks:
         hook.remove()
-    _check_head(lm, trace, last[0], output.logits, kind)
+    # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
+    _check_head(lm, trace, last[0] if last else None, output.logits, kind)
     return trace
 
 
-def _check_head(lm: Any, trace: _Trace, hidden: Tensor, logits: Tensor, kind: str) -> None:
+def _check_head(lm: Any, trace: _Trace, hidden: Tensor | None, logits: Tensor, kind: str) -> None:
     """Raise `StructureError` unless the logits are the product of the last hidden states and the head's weight."""
     head = lm.get_output_embeddings()
     read = trace.inputs.get(head)
@@ -266,6 +271,12 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
             f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
             "attention interface"
         )
+    for key, value in (trace.widths[module] for module in block.modules() if module in trace.widths):
+        if key != value:  # which flash attention refuses
+            raise StructureError(
+                f"model_type={kind!r} isn't supported, because the attention of {name} has keys of {key} numbers and "
+                f"values of {value}, and both need the same"
+            )
     settings = calls[0] if calls else {}
     unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
     causal = settings.get("is_causal") is not False and all(

@@ -52,3 +52,41 @@ def test_the_windows_with_which_transformers_cache_is_right_are_those_that_are_s
 def test_a_window_without_tokens_is_refused():
     with pytest.raises(StructureError, match="sliding_window=0 isn't supported"):
         structure_of(sliding(0))
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
+
+
+def refusal(kind, **values):
+    """The sentence that refuses a model of which transformers computes tokens, as it does here first."""
+    config = AutoConfig.for_model(kind, **SMALL, **values)
+    with torch.no_grad():
+        assert AutoModelForCausalLM.from_config(config)(torch.arange(2, 12)[None]).logits.isfinite().all()
+    with pytest.raises(StructureError) as caught:
+        structure_of(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["youtu", "deepseek_v3"])
+def test_values_of_another_width_than_keys_are_named(kind):
+    """Latent attention as it is published: a part of each key rotates, which values lack."""
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    dense = {"first_k_dense_replace": 2} if kind == "deepseek_v3" else {}
+    text = refusal(kind, intermediate_size=64, num_key_value_heads=4, **latent, **dense)
+    assert text == (
+        f"model_type={kind!r} isn't supported, because the attention of model.layers.0 has keys of 24 numbers and "
+        "values of 16, and both need the same"
+    )
+
+
+def test_a_model_that_calls_its_decoder_alone_is_refused():
+    """OPT's head reads the hidden states of model.decoder, and packed rows are computed by model."""
+    assert "its logits aren't the product of the last hidden states" in refusal(
+        "opt", ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=64
+    )
+
+
+def test_a_parameter_of_the_block_itself_is_named_once():
+    assert "because model.layers.0.input_residual [64] is a parameter of DogeDecoderLayer" in refusal(
+        "doge", intermediate_size=64
+    )
