@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -205,13 +206,38 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
                 )
 
 
+class _Dropouts(TorchFunctionMode):
+    """Notes the probability of each dropout that a forward pass computes, in training or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[float] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout:
+            self.found.add(kwargs["p"])
+        return func(*args, **kwargs)
+
+
 def _check_dropout(lm: nn.Module, kind: str) -> None:
+    """Raise `StructureError` for a module of dropout. `_check_calls_of_dropout` does so for a function's call."""
     for name, module in lm.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise StructureError(
                 f"model_type={kind!r} has dropout of {module.p} in {name}, which updates don't support; set its "
                 "probability to 0 in config.json"
             )
+
+
+def _check_calls_of_dropout(found: set[float], config: PreTrainedConfig) -> None:
+    values = config.to_dict().items()
+    keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
+    if max(found, default=0) > 0:
+        raise StructureError(
+            f"model_type={config.model_type!r} has dropout of {max(found)} outside of attention, which updates don't "
+            f"support; set {' and '.join(keys)} to 0 in config.json"
+        )
 
 
 @torch.no_grad()
@@ -234,7 +260,8 @@ def _traced(lm: Any, kind: str) -> _Trace:
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     try:
-        output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
+        with _Dropouts() as dropouts:
+            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
     except MISFITS as error:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
@@ -243,6 +270,7 @@ def _traced(lm: Any, kind: str) -> _Trace:
         hook.remove()
     # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
     _check_head(lm, trace, last[0] if last else None, output.logits, kind)
+    _check_calls_of_dropout(dropouts.found, lm.config)
     return trace
 
 

@@ -90,3 +90,19 @@ def test_a_parameter_of_the_block_itself_is_named_once():
     assert "because model.layers.0.input_residual [64] is a parameter of DogeDecoderLayer" in refusal(
         "doge", intermediate_size=64
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("starcoder2", ["residual_dropout", "embedding_dropout"]), ("seed_oss", ["residual_dropout"])]
+)
+def test_dropout_by_a_function_is_refused_as_that_of_a_module(kind, keys):
+    """With values of the hub's config.json. transformers' model then computes other numbers in training."""
+    values = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(kind, **values, **dict.fromkeys(keys, 0.1))
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(2, 12)[None]
+    assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    with pytest.raises(
+        StructureError, match=rf"dropout of 0.1 outside of .*; set .*{' and '.join(keys)} to 0 in config"
+    ):
+        structure_of(config)
+    structure_of(AutoConfig.for_model(kind, **values, **dict.fromkeys(keys, 0.0), attention_dropout=0.1))
