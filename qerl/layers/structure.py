@@ -51,6 +51,8 @@ class Structure:
     """These norms are (offset + w) x / rms(x) with their weights w: 0 or 1. None if they aren't RMSNorms."""
     windows: tuple[int | None, ...]
     """The sliding window of each block's attention, in tokens; None also for a delta net."""
+    attention_dropout: float
+    """The probability of dropout in attention, which counts in training alone."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -142,6 +144,7 @@ def _find(lm: Any) -> Structure:
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
+        attention_dropout=max((getattr(module, "attention_dropout", 0.0) for module in trace.attention), default=0.0),
     )
 
 
