@@ -32,10 +32,12 @@ _SINKS = "sinks"
 
 @dataclass(frozen=True)
 class Structure:
-    """What the blocks of a decoder consist of. Names are those within a block."""
+    """What the blocks of a decoder consist of. Names of their parts are those within a block."""
 
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
+    head: str
+    """Name of the output head, such as "lm_head"."""
     linears: tuple[str, ...]
     """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them."""
     experts: tuple[str, ...]
@@ -138,6 +140,7 @@ def _find(lm: Any) -> Structure:
     experts = [name for name in linears[0] if _is_within(layers[0], name, Experts)]
     return Structure(
         blocks=blocks,
+        head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
         linears=tuple(name for name in every if name not in experts),
         experts=tuple(experts),
         packed=tuple(tuple(_packed(block)) for block in layers),

@@ -39,7 +39,6 @@ from qerl.layers.structure import Structure, structure_of
 
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
-_HEAD = "lm_head.weight"
 _GENERATION = "generation_config.json"
 
 
@@ -85,7 +84,8 @@ def load_model(
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
-    norms = checkpoint_structure(folder).noisy_norms()
+    structure = checkpoint_structure(folder)
+    norms = structure.noisy_norms()
     headers = read_headers(folder)
     check_layers(folder, headers)
     for difference in differences(folder, headers):
@@ -93,13 +93,14 @@ def load_model(
     model: PreTrainedModel = empty_model(config_of(folder), dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)
-    slots = _slots(model)
-    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    slots, tied_head = _slots(model), _tied_head(structure, model.config)
+    _check_names(slots, headers, tied_head, folder)
     for name, tensor in stream(headers, device):
         slot = slots[name]
         wide = isinstance(slot.module, Float32Router) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
-    _tie_head(model, headers)
+    if tied_head is not None:
+        _tie_head(model, tied_head, headers)
     _restore_computed_buffers(model, device)
     if (folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder)
@@ -127,16 +128,16 @@ def check_tensors(folder: Path) -> None:
     headers = read_headers(folder)
     check_layers(folder, headers)
     model = empty_model(config_of(folder), torch.bfloat16)
-    slots = _slots(model)
-    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    slots, tied_head = _slots(model), _tied_head(checkpoint_structure(folder), model.config)
+    _check_names(slots, headers, tied_head, folder)
     for name, info in headers.items():
         target = getattr(slots[name].module, slots[name].name)
         if info.shape != target.shape:
             raise _mismatch(name, info, target)
-    if model.config.tie_word_embeddings and _HEAD in headers:
+    if tied_head in headers:
         embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
-        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (_HEAD, embedding)}))
-        _check_tied(head, embedded, headers)
+        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (tied_head, embedding)}))
+        _check_tied(head, embedded, headers[tied_head])
 
 
 def tied_weights(folder: Path) -> set[str]:
@@ -232,8 +233,13 @@ def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
     return slots
 
 
-def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: bool, folder: Path) -> None:
-    missing = [name for name in slots if name not in headers and not (tied and name == _HEAD)]
+def _tied_head(structure: Structure, config: PreTrainedConfig) -> str | None:
+    """The name of the head's weight if config.json ties it to the embedding's."""
+    return f"{structure.head}.weight" if config.tie_word_embeddings else None
+
+
+def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_head: str | None, folder: Path) -> None:
+    missing = [name for name in slots if name not in headers and name != tied_head]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; "
@@ -281,19 +287,18 @@ def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None
         module.weight_nested_offset = nf4.offset(state, tensor.device)
 
 
-def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
+def _tie_head(model: PreTrainedModel, tied_head: str, headers: dict[str, TensorInfo]) -> None:
     """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
-    if not model.config.tie_word_embeddings:
-        return
-    if _HEAD in headers:
-        _check_tied(model.get_parameter(_HEAD), model.get_input_embeddings().get_parameter("weight"), headers)
+    if tied_head in headers:
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
     model.tie_weights()
 
 
-def _check_tied(head: Tensor, embedding: Tensor, headers: dict[str, TensorInfo]) -> None:
+def _check_tied(head: Tensor, embedding: Tensor, info: TensorInfo) -> None:
     if not torch.equal(head, embedding):
         raise CheckpointError(
-            f"{headers[_HEAD].shard} holds a head that differs from the embedding, though config.json ties them; "
+            f"{info.shard} holds a head that differs from the embedding, though config.json ties them; "
             "set tie_word_embeddings to false there"
         )
 

@@ -57,6 +57,32 @@ def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
         assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
 
 
+def test_heads_of_other_names(tmp_path):
+    """GPT-NeoX's files, as published, call it embed_out and hold masks. BioGPT's class calls it output_projection."""
+    neox, biogpt = tmp_path / "neox", tmp_path / "biogpt"
+    values = {"bos_token_id": 0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "max_position_embeddings": 128}
+    tiny_family(neox, "qwen2", model_type="gpt_neox", tie_word_embeddings=False, **values)
+    masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    rewrite(neox, lambda t: t.update({f"gpt_neox.layers.0.attention.{name}": mask for name, mask in masks.items()}))
+    assert "embed_out.weight" in load_file(neox / "model.safetensors")
+    tiny_family(biogpt, "qwen2", model_type="biogpt", **values)
+    assert "output_projection.weight" not in load_file(biogpt / "model.safetensors")
+    untied = tiny_family(tmp_path / "untied", "qwen2", model_type="biogpt", tie_word_embeddings=False, **values)
+    for folder in (neox, biogpt, untied):
+        expected, found = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            load_model(folder, torch.float32),
+        )
+        quantize_checkpoint(folder, folder / "packed", "mxfp4")
+        packed = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
+            assert torch.equal(load_model(folder / "packed", torch.bfloat16)(TOKENS).logits, packed(TOKENS).logits)
+    rewrite(biogpt, lambda t: t.update({"output_projection.weight": torch.zeros(102, 64)}))
+    with pytest.raises(CheckpointError, match="head that differs from the embedding"):
+        load_model(biogpt, torch.float32)
+
+
 def test_tied_embeddings_are_one_tensor(folder):
     model = load_model(folder, torch.bfloat16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
