@@ -54,7 +54,7 @@ def check_checkpoint(folder: Path) -> None:
 def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
     """Raise `CheckpointError` if the files hold fewer blocks than config.json states, before any block is built."""
     layers = read_config(folder)["num_hidden_layers"]
-    numbers = (re.match(r"[A-Za-z_.]*\.([0-9]{1,9})\.", name) for name in headers)
+    numbers = (re.match(r"[\w.]*?\.([0-9]{1,9})\.", name) for name in headers)
     blocks = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
     if blocks < layers:
         raise CheckpointError(

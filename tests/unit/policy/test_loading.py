@@ -57,6 +57,15 @@ def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
         assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
 
 
+def test_blocks_are_counted_whose_names_have_digits(tmp_path):
+    """Those of data2vec_text.encoder.layer, whose head then is the reason."""
+    values = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_family(tmp_path, "qwen2", model_type="data2vec-text", max_position_embeddings=128, **values)
+    check_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="its logits aren't the product"):
+        checkpoint_structure(tmp_path)
+
+
 def test_heads_of_other_names(tmp_path):
     """GPT-NeoX's files, as published, call it embed_out and hold masks. BioGPT's class calls it output_projection."""
     neox, biogpt = tmp_path / "neox", tmp_path / "biogpt"
