@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from qerl.checkpoints.context import context_length
 from qerl.layers.empty_model import StructureError, rope_types
 from qerl.layers.structure import structure_of
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
 UNKNOWN = {"rope_type": "helical", "rope_theta": 10000.0}
 
 
@@ -29,11 +31,11 @@ def sliding(window, kind="gemma3_text"):
     return config
 
 
-def cached_and_not(config):
+def cached_and_not(config, length=10):
     """Log-probabilities of a sequence whose tokens come one by one to transformers' cache, and of one forward pass."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    ids, cache = torch.arange(2, 12)[None], DynamicCache(config=config)
+    ids, cache = torch.arange(2, 2 + length)[None], DynamicCache(config=config)
     steps = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
     return torch.cat(steps, dim=1).log_softmax(-1), model(ids, use_cache=False).logits.log_softmax(-1)
 
@@ -49,12 +51,22 @@ def test_the_windows_with_which_transformers_cache_is_right_are_those_that_are_s
             structure_of(sliding(window))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scaling", ["dynamic", "linear"])
+def test_a_context_ends_where_transformers_cache_has_other_frequencies_than_one_pass(scaling):
+    """Dynamic scaling changes those of all tokens with each further one, so keys in the cache keep older ones."""
+    positions = {"rope_type": scaling, "rope_theta": 10000.0, "factor": 2.0}
+    config = AutoConfig.for_model("llama", **SMALL, rope_parameters=positions, max_position_embeddings=6)
+    config.initializer_range = 0.3
+    lengths = range(4, 14)
+    same = [length for length in lengths if torch.allclose(*cached_and_not(config, length), atol=1e-4)]
+    context = context_length(config.to_dict())
+    assert (max(same), context) == ((6, 6) if scaling == "dynamic" else (13, 12))
+
+
 def test_a_window_without_tokens_is_refused():
     with pytest.raises(StructureError, match="sliding_window=0 isn't supported"):
         structure_of(sliding(0))
-
-
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
 
 
 def refusal(kind, **values):
