@@ -129,6 +129,11 @@ def _find(lm: Any) -> Structure:
     _check_dropout(lm, kind)
     trace = _traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
+    if not trace.attention:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because no block has attention, which transformers' cache needs to "
+            "count tokens"
+        )
     _check_windows(lm.config, windows, kind)
     linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]

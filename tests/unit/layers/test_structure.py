@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from qerl.checkpoints.context import context_length
 from qerl.layers.empty_model import StructureError, rope_types
 from qerl.layers.structure import structure_of
+from tests.families import FAMILIES
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
 UNKNOWN = {"rope_type": "helical", "rope_theta": 10000.0}
@@ -102,6 +103,16 @@ def test_a_parameter_of_the_block_itself_is_named_once():
     assert "because model.layers.0.input_residual [64] is a parameter of DogeDecoderLayer" in refusal(
         "doge", intermediate_size=64
     )
+
+
+@torch.no_grad()
+def test_delta_nets_alone_are_refused():
+    """Whose tokens transformers' cache doesn't count."""
+    config = FAMILIES["qwen3_5"].config(layer_types=["linear_attention"] * 2)
+    with pytest.raises(ValueError, match="LinearAttention layers"):
+        cached_and_not(config)
+    with pytest.raises(StructureError, match="no block has attention"):
+        structure_of(config)
 
 
 @pytest.mark.parametrize(
