@@ -152,8 +152,14 @@ def _find(lm: Any) -> Structure:
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
-        attention_dropout=max((getattr(module, "attention_dropout", 0.0) for module in trace.attention), default=0.0),
+        attention_dropout=max(_attention_dropout(module) for module in trace.attention),
     )
+
+
+def _attention_dropout(attention: nn.Module) -> float:
+    """The probability that a module of attention passes to it in training. Persimmon's has a module of that name."""
+    dropout = getattr(attention, "attention_dropout", 0.0)
+    return 0.0 if isinstance(dropout, nn.Module) else dropout
 
 
 def _linears(block: nn.Module) -> Iterator[str]:

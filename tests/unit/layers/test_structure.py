@@ -129,3 +129,13 @@ def test_dropout_by_a_function_is_refused_as_that_of_a_module(kind, keys):
     ):
         structure_of(config)
     structure_of(AutoConfig.for_model(kind, **values, **dict.fromkeys(keys, 0.0), attention_dropout=0.1))
+
+
+def test_the_dropout_of_attention_is_that_of_config_json():
+    values = {**SMALL, "intermediate_size": 64, "attention_dropout": 0.1}
+    assert structure_of(AutoConfig.for_model("olmo2", **values)).attention_dropout == 0.1
+    with pytest.raises(StructureError, match=r"dropout of 0\.1 in model\.layers\.0\.self_attn\.attention_dropout"):
+        structure_of(AutoConfig.for_model("persimmon", **values))
+    assert (
+        structure_of(AutoConfig.for_model("persimmon", **{**values, "attention_dropout": 0.0})).attention_dropout == 0
+    )
