@@ -157,9 +157,9 @@ def _find(lm: Any) -> Structure:
 
 
 def _attention_dropout(attention: nn.Module) -> float:
-    """The probability that a module of attention passes to it in training. Persimmon's has a module of that name."""
+    """The probability that a module of attention passes to it. Persimmon has a module of that name, and GLM takes null."""
     dropout = getattr(attention, "attention_dropout", 0.0)
-    return 0.0 if isinstance(dropout, nn.Module) else dropout
+    return dropout if isinstance(dropout, float) else 0.0
 
 
 def _linears(block: nn.Module) -> Iterator[str]:

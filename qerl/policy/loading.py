@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 
 from qerl.checkpoints.folder import (
     CONFIG,
@@ -53,6 +55,11 @@ class _Slot:
 def config_of(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
     values = read_config(folder)
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG} has model_type={values['model_type']!r}, which transformers {transformers_version} "
+            "doesn't know, and code of a checkpoint isn't run; install a version that knows it, or take another model"
+        )
     try:
         if whole_model(folder) is None:  # else this would be the configuration of the whole
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -110,7 +117,7 @@ def load_model(
 def _generation_config(folder: Path) -> GenerationConfig:
     try:
         config = GenerationConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
+    except (OSError, *MISFITS) as error:
         raise CheckpointError(f"{folder / _GENERATION} can't be read ({error}); download it again") from None
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if unknown := [stop for stop in stops if stop is not None and type(stop) is not int]:

@@ -134,6 +134,7 @@ def test_dropout_by_a_function_is_refused_as_that_of_a_module(kind, keys):
 def test_the_dropout_of_attention_is_that_of_config_json():
     values = {**SMALL, "intermediate_size": 64, "attention_dropout": 0.1}
     assert structure_of(AutoConfig.for_model("olmo2", **values)).attention_dropout == 0.1
+    assert structure_of(AutoConfig.for_model("glm", **{**values, "attention_dropout": None})).attention_dropout == 0
     with pytest.raises(StructureError, match=r"dropout of 0\.1 in model\.layers\.0\.self_attn\.attention_dropout"):
         structure_of(AutoConfig.for_model("persimmon", **values))
     assert (

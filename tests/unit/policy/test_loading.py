@@ -192,8 +192,11 @@ def test_unsupported_architecture(folder):
     with pytest.raises(CheckpointError, match=r"qwen3_next. isn.t supported, .* neither nn.Linear"):
         load_model(folder, torch.bfloat16)
     edit_config(folder, model_type="nobody")
-    with pytest.raises(CheckpointError, match="has model_type='nobody'"):
-        load_model(folder, torch.bfloat16)
+    for code in ({}, {"auto_map": {"AutoConfig": "configuration.Nobody"}}):
+        edit_config(folder, model_type="nobody", **code)
+        with pytest.raises(CheckpointError, match=r"has model_type='nobody'.*isn't run; install a version") as caught:
+            load_model(folder, torch.bfloat16)
+        assert "trust_remote_code" not in str(caught.value)
     edit_config(folder, model_type=None)
     cheap_error(folder, "has no model_type")
 
@@ -442,6 +445,7 @@ def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_pat
     ("content", "sentence"),
     [
         ("{", r"generation_config\.json can't be read \(.*\); download it again"),
+        ("[]", r"generation_config\.json can't be read \(.*\); download it again"),
         ('{"eos_token_id": "x"}', r"generation_config\.json has eos_token_id='x', which is no number of a token"),
         ('{"eos_token_id": [1, null, 2.5]}', "has eos_token_id=2.5"),
     ],
