@@ -157,7 +157,7 @@ def _find(lm: Any) -> Structure:
 
 
 def _attention_dropout(attention: nn.Module) -> float:
-    """The probability that a module of attention passes to it. Persimmon has a module of that name, and GLM takes null."""
+    """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
     dropout = getattr(attention, "attention_dropout", 0.0)
     return dropout if isinstance(dropout, float) else 0.0
 
