@@ -228,12 +228,12 @@ class _Dropouts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[float] = set()
+        self.probabilities: set[float] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.dropout:
-            self.found.add(kwargs["p"])
+            self.probabilities.add(kwargs["p"])
         return func(*args, **kwargs)
 
 
@@ -247,12 +247,12 @@ def _check_dropout(lm: nn.Module, kind: str) -> None:
             )
 
 
-def _check_calls_of_dropout(found: set[float], config: PreTrainedConfig) -> None:
+def _check_calls_of_dropout(probabilities: set[float], config: PreTrainedConfig) -> None:
     values = config.to_dict().items()
     keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
-    if max(found, default=0) > 0:
+    if max(probabilities, default=0) > 0:
         raise StructureError(
-            f"model_type={config.model_type!r} has dropout of {max(found)} outside of attention, which updates don't "
+            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates don't "
             f"support; set {' and '.join(keys)} to 0 in config.json"
         )
 
@@ -287,7 +287,7 @@ def _traced(lm: Any, kind: str) -> _Trace:
         hook.remove()
     # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
     _check_head(lm, trace, last[0] if last else None, output.logits, kind)
-    _check_calls_of_dropout(dropouts.found, lm.config)
+    _check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 
