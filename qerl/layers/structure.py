@@ -252,8 +252,8 @@ def _check_calls_of_dropout(probabilities: set[float], config: PreTrainedConfig)
     keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
     if max(probabilities, default=0) > 0:
         raise StructureError(
-            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates don't "
-            f"support; set {' and '.join(keys)} to 0 in config.json"
+            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates "
+            f"don't support; set {' and '.join(keys)} to 0 in config.json"
         )
 
 
