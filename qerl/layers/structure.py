@@ -210,7 +210,7 @@ def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
 
 
 def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
-    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm."""
+    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm, and for a linear router."""
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
@@ -221,6 +221,12 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
                     f"model_type={kind!r} isn't supported, because {whole} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
                 )
+    classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
+    if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the experts of {name} have another router than those of "
+            "Qwen3-MoE, Qwen3.5 and gpt-oss"
+        )
 
 
 class _Dropouts(TorchFunctionMode):

@@ -99,6 +99,12 @@ def test_a_model_that_calls_its_decoder_alone_is_refused():
     )
 
 
+def test_a_router_that_is_a_linear_layer_is_refused():
+    """transformers reads its weight beside calling it. PEFT adapts stacked experts by the names of shared ones."""
+    values = {"head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "moe_topk": 2, "intermediate_size": 64}
+    assert "because the experts of model.layers.0 have another router than" in refusal("hunyuan_v1_moe", **values)
+
+
 def test_a_parameter_of_the_block_itself_is_named_once():
     assert "because model.layers.0.input_residual [64] is a parameter of DogeDecoderLayer" in refusal(
         "doge", intermediate_size=64
