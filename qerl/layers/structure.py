@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
+from qerl.layers.model_dropout import Dropouts, attention_dropout, check_calls_of_dropout, check_dropout
 
 _TRACED = "qerl-structure"
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
@@ -126,7 +126,7 @@ def _find(lm: Any) -> Structure:
     blocks, layers = _blocks(lm, kind)
     for index, block in enumerate(layers):
         _check_parameters(block, f"{blocks}.{index}", kind)
-    _check_dropout(lm, kind)
+    check_dropout(lm, kind)
     trace = _traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
     if not trace.attention:
@@ -152,14 +152,8 @@ def _find(lm: Any) -> Structure:
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
-        attention_dropout=max(_attention_dropout(module) for module in trace.attention),
+        attention_dropout=max(attention_dropout(module) for module in trace.attention),
     )
-
-
-def _attention_dropout(attention: nn.Module) -> float:
-    """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
-    dropout = getattr(attention, "attention_dropout", 0.0)
-    return dropout if isinstance(dropout, float) else 0.0
 
 
 def _linears(block: nn.Module) -> Iterator[str]:
@@ -229,40 +223,6 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
         )
 
 
-class _Dropouts(TorchFunctionMode):
-    """Notes the probability of each dropout that a forward pass computes, in training or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.probabilities: set[float] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.dropout:
-            self.probabilities.add(kwargs["p"])
-        return func(*args, **kwargs)
-
-
-def _check_dropout(lm: nn.Module, kind: str) -> None:
-    """Raise `StructureError` for a module of dropout. `_check_calls_of_dropout` does so for a function's call."""
-    for name, module in lm.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise StructureError(
-                f"model_type={kind!r} has dropout of {module.p} in {name}, which updates don't support; set its "
-                "probability to 0 in config.json"
-            )
-
-
-def _check_calls_of_dropout(probabilities: set[float], config: PreTrainedConfig) -> None:
-    values = config.to_dict().items()
-    keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
-    if max(probabilities, default=0) > 0:
-        raise StructureError(
-            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates "
-            f"don't support; set {' and '.join(keys)} to 0 in config.json"
-        )
-
-
 @torch.no_grad()
 def _traced(lm: Any, kind: str) -> _Trace:
     """A forward pass over two tokens, with the arguments of `qerl.layers.attention.packed_hidden`."""
@@ -283,7 +243,7 @@ def _traced(lm: Any, kind: str) -> _Trace:
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     try:
-        with _Dropouts() as dropouts:
+        with Dropouts() as dropouts:
             output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
     except MISFITS as error:
         raise StructureError(
@@ -293,7 +253,7 @@ def _traced(lm: Any, kind: str) -> _Trace:
         hook.remove()
     # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
     _check_head(lm, trace, last[0] if last else None, output.logits, kind)
-    _check_calls_of_dropout(dropouts.probabilities, lm.config)
+    check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 

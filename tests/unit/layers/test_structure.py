@@ -146,3 +146,15 @@ def test_the_dropout_of_attention_is_that_of_config_json():
     assert (
         structure_of(AutoConfig.for_model("persimmon", **{**values, "attention_dropout": 0.0})).attention_dropout == 0
     )
+
+
+def test_a_model_that_drops_layers_is_refused():
+    config = AutoConfig.for_model("biogpt", **SMALL, intermediate_size=64, hidden_dropout_prob=0.0, layerdrop=0.5)
+    config.attention_probs_dropout_prob = 0.0
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).train(), torch.arange(2, 12)[None]
+    assert len({float(model(ids).logits.detach().sum()) for _ in range(9)}) > 1
+    with pytest.raises(StructureError, match=r"dropout of 0\.5 in biogpt,"):
+        structure_of(config)
+    config.layerdrop = 0.0
+    structure_of(config)
