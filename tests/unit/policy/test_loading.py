@@ -57,6 +57,12 @@ def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
         assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
 
 
+def test_blocks_of_many_sizes_are_refused(tmp_path):
+    """Gemma 3n states them, as transformers writes its configuration."""
+    AutoConfig.for_model("gemma3n_text").save_pretrained(tmp_path)
+    cheap_error(tmp_path, r"gemma3n_text' has a list of intermediate_size.*blocks of one size are supported")
+
+
 def test_blocks_are_counted_whose_names_have_digits(tmp_path):
     """Those of data2vec_text.encoder.layer, whose head then is the reason."""
     values = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -191,7 +197,6 @@ def test_unsupported_architecture(folder):
     edit_config(folder, model_type="qwen3_next")
     with pytest.raises(CheckpointError, match=r"qwen3_next. isn.t supported, .* neither nn.Linear"):
         load_model(folder, torch.bfloat16)
-    edit_config(folder, model_type="nobody")
     for code in ({}, {"auto_map": {"AutoConfig": "configuration.Nobody"}}):
         edit_config(folder, model_type="nobody", **code)
         with pytest.raises(CheckpointError, match=r"has model_type='nobody'.*isn't run; install a version") as caught:
