@@ -193,8 +193,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
         if isinstance(size, list):
             raise CheckpointError(
-                f"{folder / CONFIG} of model_type={config['model_type']!r} has a list of {key}, a size for each block, and "
-                "blocks of one size are supported"
+                f"{folder / CONFIG} of model_type={config['model_type']!r} has a list of {key}, a size for each block, "
+                "and blocks of one size are supported"
             )
         if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
             raise CheckpointError(
