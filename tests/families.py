@@ -14,7 +14,8 @@ from typing import Any, get_args
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.layers.structure import Structure, StructureError, structure_of
+from qerl.layers.empty_model import StructureError
+from qerl.layers.structure import Structure, structure_of
 from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.quantization.awq import refused_by_awq
 from qerl.rollout.served import refused_by_engine, refused_by_vllm

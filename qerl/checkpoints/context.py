@@ -13,16 +13,16 @@ _SCALED_ALREADY = ("default", "llama3")
 #: Models that state the scaled length whatever the type of their rotary embeddings.
 _STATING_SCALED = ("gemma3_text",)
 #: Types whose frequencies change for all sequences of a batch when one passes the original length.
-_CHANGING = ("longrope", "su")
+_CHANGING = ("longrope", "su", "dynamic")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest prompt with its completion, in tokens. None if config.json doesn't say.
 
-    It is `max_position_embeddings`, times the factor of a scaled rotary embedding (linear, dynamic), as in vLLM.
+    It is `max_position_embeddings`, times the factor of a linearly scaled rotary embedding, as in vLLM.
     Gemma 3 states the scaled length there. With YaRN some checkpoints do and some state the original one, so the larger
-    of both counts. With longrope it is the original length, up to which sampler and update have the same frequencies. A
-    sliding window limits attention, not the length.
+    of both counts. With longrope and dynamic scaling it is the original length, up to which sampler and update have the
+    same frequencies. A sliding window limits attention, not the length.
     """
     stated = config.get("max_position_embeddings")
     if type(stated) is not int or stated <= 0:

@@ -54,7 +54,7 @@ def check_checkpoint(folder: Path) -> None:
 def check_layers(folder: Path, headers: dict[str, TensorInfo]) -> None:
     """Raise `CheckpointError` if the files hold fewer blocks than config.json states, before any block is built."""
     layers = read_config(folder)["num_hidden_layers"]
-    numbers = (re.match(r"[A-Za-z_.]*\.([0-9]{1,9})\.", name) for name in headers)
+    numbers = (re.match(r"[\w.]*?\.([0-9]{1,9})\.", name) for name in headers)
     blocks = max((int(number.group(1)) + 1 for number in numbers if number), default=0)
     if blocks < layers:
         raise CheckpointError(
@@ -191,6 +191,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     for key in (*needed, *_OPTIONAL_SIZES):
         size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
+        if isinstance(size, list):
+            raise CheckpointError(
+                f"{folder / CONFIG} of model_type={config['model_type']!r} has a list of {key}, a size for each block, "
+                "and blocks of one size are supported"
+            )
         if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
             raise CheckpointError(
                 f"{folder / CONFIG} has {key}={str(size)[:40]}, which must be a whole number from 1 to {_LARGEST}; "

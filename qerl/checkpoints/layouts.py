@@ -21,14 +21,16 @@ from qerl.formats.errors import FormatError
 #: scale, or packed codes that are unpacked because no packed layer may be there.
 Reading = Literal["stored", "reciprocal", "bytes", "scaled", "unpacked"]
 
-#: Rotary frequencies, which older files of Llama hold and config.json states.
-_COMPUTED = ".rotary_emb.inv_freq"
+#: Rotary frequencies, which older files of Llama hold and config.json states, and masks in those of GPT-NeoX.
+_COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 #: Suffixes of scales by which other engines round activations, keys and values. Nothing here reads them.
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale")
 #: ModelOpt's tensors of layers that also scale their input, or add a product of low rank.
 _OTHER_FUNCTIONS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 #: The output head is dense in this package.
 _HEAD = "lm_head"
+#: The head's weight in files of GPT-NeoX, which transformers names as in other models.
+_HEAD_OF_NEOX = "embed_out.weight"
 #: A stack of experts' tensors, and the names of its parts here.
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
 _STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
@@ -133,7 +135,7 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
     """A tensor's name and reading in this package; None if another tensor includes it or nothing reads it."""
     layer, _, part = name.rpartition(".")
     weight = stored.get(f"{layer}.weight")
-    if name.endswith((*_OF_ACTIVATIONS, _COMPUTED)):
+    if name.endswith((*_OF_ACTIVATIONS, *_COMPUTED)):
         return None
     if part in _OTHER_FUNCTIONS:
         raise FormatError(
@@ -149,7 +151,7 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
         return f"{layer}.weight_global_scale", replace(info, shape=shape, reading="reciprocal")
     if part == "weight_scale" and info.dtype == "F8_E8M0":
         return name, replace(info, dtype="U8", reading="bytes")
-    return name, info
+    return (f"{_HEAD}.weight" if name == _HEAD_OF_NEOX else name), info
 
 
 def _own_fp8(

@@ -14,20 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    __version__,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qerl.layers.delta_net import PackedDeltaNet, pack_delta_nets
-from qerl.layers.experts import Experts, Float32Router, split_experts
-from qerl.settings.base import UserError
+from qerl.layers.delta_net import PackedDeltaNet
+from qerl.layers.empty_model import MISFITS, StructureError, empty_model
+from qerl.layers.experts import Experts, Float32Router
+from qerl.layers.model_dropout import Dropouts, attention_dropout, check_calls_of_dropout, check_dropout
 
 _TRACED = "qerl-structure"
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
@@ -36,16 +30,14 @@ _KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "
 _SINKS = "sinks"
 
 
-class StructureError(UserError):
-    """A model whose structure this project doesn't handle. The message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Structure:
-    """What the blocks of a decoder consist of. Names are those within a block."""
+    """What the blocks of a decoder consist of. Names of their parts are those within a block."""
 
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
+    head: str
+    """Name of the output head, such as "lm_head"."""
     linears: tuple[str, ...]
     """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them."""
     experts: tuple[str, ...]
@@ -61,6 +53,8 @@ class Structure:
     """These norms are (offset + w) x / rms(x) with their weights w: 0 or 1. None if they aren't RMSNorms."""
     windows: tuple[int | None, ...]
     """The sliding window of each block's attention, in tokens; None also for a delta net."""
+    attention_dropout: float
+    """The probability of dropout in attention, which counts in training alone."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -92,42 +86,13 @@ def structure_of(config: PreTrainedConfig) -> Structure:
     return _found[key]
 
 
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """The types of a model's rotary positions. Some models have one for each kind of attention."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type")}
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The causal LM on the meta device, without transformers' quantization and stacks of experts.
-
-    Its delta nets compute packed rows.
-    """
-    if unknown := rope_types(config) - {*ROPE_INIT_FUNCTIONS, "default"}:
-        raise StructureError(
-            f"transformers {__version__} has no rotary positions of rope_type={sorted(unknown)[0]!r}; correct "
-            "config.json, or install a version that has them"
-        )
-    config = deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        split_experts(lm)
-        pack_delta_nets(lm)
-        return lm
-    except ValueError as error:
-        raise StructureError(
-            f"transformers has no causal language model for model_type={config.model_type!r}"
-        ) from error
-
-
 @dataclass
 class _Trace:
     """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    widths: dict[nn.Module, tuple[int, int]] = field(default_factory=dict)
+    """The numbers in a head of keys, and of values, of each call of attention."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
 
@@ -148,7 +113,8 @@ def _attend(
     # Without the argument, packed attention wouldn't get it either. `_window` then finds no call.
     if packing is not None:
         packing.attention[module] = settings
-    return query.transpose(1, 2), None
+        packing.widths[module] = key.shape[-1], value.shape[-1]
+    return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
 
 AttentionInterface.register(_TRACED, _attend)
@@ -160,9 +126,14 @@ def _find(lm: Any) -> Structure:
     blocks, layers = _blocks(lm, kind)
     for index, block in enumerate(layers):
         _check_parameters(block, f"{blocks}.{index}", kind)
-    _check_dropout(lm, kind)
+    check_dropout(lm, kind)
     trace = _traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
+    if not trace.attention:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because no block has attention, which transformers' cache needs to "
+            "count tokens"
+        )
     _check_windows(lm.config, windows, kind)
     linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
@@ -174,12 +145,14 @@ def _find(lm: Any) -> Structure:
     experts = [name for name in linears[0] if _is_within(layers[0], name, Experts)]
     return Structure(
         blocks=blocks,
+        head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
         linears=tuple(name for name in every if name not in experts),
         experts=tuple(experts),
         packed=tuple(tuple(_packed(block)) for block in layers),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
+        attention_dropout=max(attention_dropout(module) for module in trace.attention),
     )
 
 
@@ -231,25 +204,23 @@ def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
 
 
 def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
-    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm."""
+    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm, and for a linear router."""
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
             known = isinstance(module, (nn.Linear, Float32Router)) or _is_within(block, path, PackedDeltaNet)
             if not known and not leaf and part != _SINKS:
+                whole = ".".join(filter(None, (name, path, part)))
                 raise StructureError(
-                    f"model_type={kind!r} isn't supported, because {name}.{path}.{part} {list(parameter.shape)} is a "
+                    f"model_type={kind!r} isn't supported, because {whole} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
                 )
-
-
-def _check_dropout(lm: nn.Module, kind: str) -> None:
-    for name, module in lm.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise StructureError(
-                f"model_type={kind!r} has dropout of {module.p} in {name}, which updates don't support; set its "
-                "probability to 0 in config.json"
-            )
+    classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
+    if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the experts of {name} have another router than those of "
+            "Qwen3-MoE, Qwen3.5 and gpt-oss"
+        )
 
 
 @torch.no_grad()
@@ -272,18 +243,21 @@ def _traced(lm: Any, kind: str) -> _Trace:
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     try:
-        output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
-    except (RuntimeError, TypeError, ValueError) as error:
+        with Dropouts() as dropouts:
+            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
+    except MISFITS as error:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
         ) from error
     for hook in hooks:
         hook.remove()
-    _check_head(lm, trace, last[0], output.logits, kind)
+    # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
+    _check_head(lm, trace, last[0] if last else None, output.logits, kind)
+    check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 
-def _check_head(lm: Any, trace: _Trace, hidden: Tensor, logits: Tensor, kind: str) -> None:
+def _check_head(lm: Any, trace: _Trace, hidden: Tensor | None, logits: Tensor, kind: str) -> None:
     """Raise `StructureError` unless the logits are the product of the last hidden states and the head's weight."""
     head = lm.get_output_embeddings()
     read = trace.inputs.get(head)
@@ -308,6 +282,12 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
             f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
             "attention interface"
         )
+    for key, value in (trace.widths[module] for module in block.modules() if module in trace.widths):
+        if key != value:  # which flash attention refuses
+            raise StructureError(
+                f"model_type={kind!r} isn't supported, because the attention of {name} has keys of {key} numbers and "
+                f"values of {value}, and both need the same"
+            )
     settings = calls[0] if calls else {}
     unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
     causal = settings.get("is_causal") is not False and all(

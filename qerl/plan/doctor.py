@@ -126,8 +126,8 @@ def asked_model(model: str, weights: str | None) -> AskedModel:
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
+    checkpoint_structure(folder)  # before its shape, whose keys other structures lack
     shape = ModelShape.of(read_config(folder))
-    checkpoint_structure(folder)
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     return AskedModel(
         shape,

@@ -27,14 +27,14 @@ class Mixture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Mixture | None:
-        """The experts in the content of a config.json; None of a dense model."""
+        """The experts in the content of a config.json; None of a dense model and of a mixture with other keys."""
         experts = config.get("num_experts") or config.get("num_local_experts")  # of the hub, or by transformers
         if config["model_type"] == "gpt_oss":
             return cls(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
-        if experts is None or "moe_intermediate_size" not in config:
+        chosen, wide = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
+        if experts is None or chosen is None or wide is None:
             return None
-        shared = config.get("shared_expert_intermediate_size") or 0
-        return cls(experts, config["num_experts_per_tok"], config["moe_intermediate_size"], shared=shared)
+        return cls(experts, chosen, wide, shared=config.get("shared_expert_intermediate_size") or 0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 
 from qerl.checkpoints.folder import (
     CONFIG,
@@ -32,13 +34,13 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.host.progress import log
+from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import Structure, StructureError, empty_model, structure_of
+from qerl.layers.structure import Structure, structure_of
 
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
-_HEAD = "lm_head.weight"
 _GENERATION = "generation_config.json"
 
 
@@ -53,11 +55,16 @@ class _Slot:
 def config_of(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
     values = read_config(folder)
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG} has model_type={values['model_type']!r}, which transformers {transformers_version} "
+            "doesn't know, and code of a checkpoint isn't run; install a version that knows it, or take another model"
+        )
     try:
         if whole_model(folder) is None:  # else this would be the configuration of the whole
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config: PreTrainedConfig = AutoConfig.for_model(**values)
-    except (ValueError, TypeError) as error:
+    except MISFITS as error:
         raise CheckpointError(f"{folder / CONFIG} has model_type={values['model_type']!r}: {error}") from None
     config.name_or_path = str(folder)
     return config
@@ -84,7 +91,8 @@ def load_model(
     """
     folder = Path(folder)
     weights_format = weights_format_of(folder)
-    norms = checkpoint_structure(folder).noisy_norms()
+    structure = checkpoint_structure(folder)
+    norms = structure.noisy_norms()
     headers = read_headers(folder)
     check_layers(folder, headers)
     for difference in differences(folder, headers):
@@ -92,13 +100,14 @@ def load_model(
     model: PreTrainedModel = empty_model(config_of(folder), dtype)
     if weights_format != "bf16":
         _insert_packed(model, headers, weights_format, folder, dtype)
-    slots = _slots(model)
-    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    slots, tied_head = _slots(model), _tied_head(structure, model.config)
+    _check_names(slots, headers, tied_head, folder)
     for name, tensor in stream(headers, device):
         slot = slots[name]
         wide = isinstance(slot.module, Float32Router) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
-    _tie_head(model, headers)
+    if tied_head is not None:
+        _tie_head(model, tied_head, headers)
     _restore_computed_buffers(model, device)
     if (folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder)
@@ -108,7 +117,7 @@ def load_model(
 def _generation_config(folder: Path) -> GenerationConfig:
     try:
         config = GenerationConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
+    except (OSError, *MISFITS) as error:
         raise CheckpointError(f"{folder / _GENERATION} can't be read ({error}); download it again") from None
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if unknown := [stop for stop in stops if stop is not None and type(stop) is not int]:
@@ -126,16 +135,16 @@ def check_tensors(folder: Path) -> None:
     headers = read_headers(folder)
     check_layers(folder, headers)
     model = empty_model(config_of(folder), torch.bfloat16)
-    slots = _slots(model)
-    _check_names(slots, headers, model.config.tie_word_embeddings, folder)
+    slots, tied_head = _slots(model), _tied_head(checkpoint_structure(folder), model.config)
+    _check_names(slots, headers, tied_head, folder)
     for name, info in headers.items():
         target = getattr(slots[name].module, slots[name].name)
         if info.shape != target.shape:
             raise _mismatch(name, info, target)
-    if model.config.tie_word_embeddings and _HEAD in headers:
+    if tied_head in headers:
         embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
-        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (_HEAD, embedding)}))
-        _check_tied(head, embedded, headers)
+        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (tied_head, embedding)}))
+        _check_tied(head, embedded, headers[tied_head])
 
 
 def tied_weights(folder: Path) -> set[str]:
@@ -231,8 +240,13 @@ def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
     return slots
 
 
-def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: bool, folder: Path) -> None:
-    missing = [name for name in slots if name not in headers and not (tied and name == _HEAD)]
+def _tied_head(structure: Structure, config: PreTrainedConfig) -> str | None:
+    """The name of the head's weight if config.json ties it to the embedding's."""
+    return f"{structure.head}.weight" if config.tie_word_embeddings else None
+
+
+def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_head: str | None, folder: Path) -> None:
+    missing = [name for name in slots if name not in headers and name != tied_head]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; "
@@ -280,19 +294,18 @@ def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None
         module.weight_nested_offset = nf4.offset(state, tensor.device)
 
 
-def _tie_head(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
+def _tie_head(model: PreTrainedModel, tied_head: str, headers: dict[str, TensorInfo]) -> None:
     """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
-    if not model.config.tie_word_embeddings:
-        return
-    if _HEAD in headers:
-        _check_tied(model.get_parameter(_HEAD), model.get_input_embeddings().get_parameter("weight"), headers)
+    if tied_head in headers:
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
     model.tie_weights()
 
 
-def _check_tied(head: Tensor, embedding: Tensor, headers: dict[str, TensorInfo]) -> None:
+def _check_tied(head: Tensor, embedding: Tensor, info: TensorInfo) -> None:
     if not torch.equal(head, embedding):
         raise CheckpointError(
-            f"{headers[_HEAD].shard} holds a head that differs from the embedding, though config.json ties them; "
+            f"{info.shard} holds a head that differs from the embedding, though config.json ties them; "
             "set tie_word_embeddings to false there"
         )
 

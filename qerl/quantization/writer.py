@@ -53,7 +53,7 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     """
     headers = read_headers(source)
     layers = {f"{layer}.weight" for layer in linear_layers(source)}
-    others = _other_matrices(headers, layers)
+    others = _other_matrices(source, headers, layers)
     packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
     partners = {name: packer.partners(name) & layers for name in layers}
     led = set().union(*partners.values())
@@ -74,12 +74,14 @@ def write_packed(source: Path, target: Path, weights_format: str) -> None:
     write_config(source, target, packer.describe())
 
 
-def _other_matrices(headers: dict[str, TensorInfo], layers: set[str]) -> list[str]:
+def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[str]) -> list[str]:
     """The modules of matrices that stay dense and that the library would take for linear layers: head and routers."""
+    from qerl.policy.loading import checkpoint_structure
+
     blocks = {name.partition(".layers.")[0] for name in layers}
     matrices = (name for name, info in headers.items() if name not in layers and len(info.shape) == 2)
     routers = [name for name in matrices if ".layers." in name and name.partition(".layers.")[0] in blocks]
-    return ["lm_head", *(name.removesuffix(".weight") for name in routers)]
+    return [checkpoint_structure(source).head, *(name.removesuffix(".weight") for name in routers)]
 
 
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl.checkpoints.folder import whole_model
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
-from qerl.layers.structure import rope_types
+from qerl.layers.empty_model import rope_types
 
 #: Values of `model_type` with which vLLM is tested.
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")

@@ -23,9 +23,10 @@ from qerl.bench.decode.points import timed
 from qerl.bench.grpo_step.step import run_settings, steps_with
 from qerl.formats.codecs import quantize
 from qerl.jobs.shapes import GrpoStep, Work
+from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Float32Router
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import Structure, empty_model, structure_of
+from qerl.layers.structure import Structure, structure_of
 from qerl.policy.policy import Policy, use_own_modules
 from qerl.random_models.policy import adapted, fill_model, random_weight
 from qerl.results.schema.speed import SECONDS

@@ -154,9 +154,11 @@ class EngineSampler:
             sequences = min(sequences, len(params.part.initial if params.part else prompts) * params.count)
         longest, most = max(map(len, prompts)) + params.max_tokens, self._decoder.longest
         if most is not None and longest > most:
+            room = most - longest + params.max_tokens
+            remedy = f"lower max_tokens to {room}" if room > 0 else f"leave out prompts of {most} or more tokens"
             raise ConfigError(
                 f"a sequence may have {longest} tokens, and the model's rotary positions change for all of its tokens "
-                f"after {most}; lower max_tokens to {most - longest + params.max_tokens}"
+                f"after {most}; {remedy}"
             )
         alone, wanted = pages_for(prompts, params.max_tokens, sequences)
         if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):

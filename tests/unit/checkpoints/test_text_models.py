@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from qerl.checkpoints.context import context_length
 from qerl.checkpoints.folder import CheckpointError, check_base, read_config, read_headers
 from qerl.checkpoints.text_models import IMAGE_TEXT_MODELS, own_name
-from qerl.layers.structure import empty_model
+from qerl.layers.empty_model import empty_model
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers

@@ -4,8 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.layers.structure import StructureError, rope_types, structure_of
+from qerl.checkpoints.context import context_length
+from qerl.layers.empty_model import StructureError, rope_types
+from qerl.layers.structure import structure_of
+from tests.families import FAMILIES
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
 UNKNOWN = {"rope_type": "helical", "rope_theta": 10000.0}
 
 
@@ -28,11 +32,11 @@ def sliding(window, kind="gemma3_text"):
     return config
 
 
-def cached_and_not(config):
+def cached_and_not(config, length=10):
     """Log-probabilities of a sequence whose tokens come one by one to transformers' cache, and of one forward pass."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    ids, cache = torch.arange(2, 12)[None], DynamicCache(config=config)
+    ids, cache = torch.arange(2, 2 + length)[None], DynamicCache(config=config)
     steps = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
     return torch.cat(steps, dim=1).log_softmax(-1), model(ids, use_cache=False).logits.log_softmax(-1)
 
@@ -48,6 +52,109 @@ def test_the_windows_with_which_transformers_cache_is_right_are_those_that_are_s
             structure_of(sliding(window))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scaling", ["dynamic", "linear"])
+def test_a_context_ends_where_transformers_cache_has_other_frequencies_than_one_pass(scaling):
+    """Dynamic scaling changes those of all tokens with each further one, so keys in the cache keep older ones."""
+    positions = {"rope_type": scaling, "rope_theta": 10000.0, "factor": 2.0}
+    config = AutoConfig.for_model("llama", **SMALL, rope_parameters=positions, max_position_embeddings=6)
+    config.initializer_range = 0.3
+    lengths = range(4, 14)
+    same = [length for length in lengths if torch.allclose(*cached_and_not(config, length), atol=1e-4)]
+    context = context_length(config.to_dict())
+    assert (max(same), context) == ((6, 6) if scaling == "dynamic" else (13, 12))
+
+
 def test_a_window_without_tokens_is_refused():
     with pytest.raises(StructureError, match="sliding_window=0 isn't supported"):
         structure_of(sliding(0))
+
+
+def refusal(kind, **values):
+    """The sentence that refuses a model of which transformers computes tokens, as it does here first."""
+    config = AutoConfig.for_model(kind, **SMALL, **values)
+    with torch.no_grad():
+        assert AutoModelForCausalLM.from_config(config)(torch.arange(2, 12)[None]).logits.isfinite().all()
+    with pytest.raises(StructureError) as caught:
+        structure_of(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["youtu", "deepseek_v3"])
+def test_values_of_another_width_than_keys_are_named(kind):
+    """Latent attention as it is published: a part of each key rotates, which values lack."""
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    dense = {"first_k_dense_replace": 2} if kind == "deepseek_v3" else {}
+    text = refusal(kind, intermediate_size=64, num_key_value_heads=4, **latent, **dense)
+    assert text == (
+        f"model_type={kind!r} isn't supported, because the attention of model.layers.0 has keys of 24 numbers and "
+        "values of 16, and both need the same"
+    )
+
+
+def test_a_model_that_calls_its_decoder_alone_is_refused():
+    """OPT's head reads the hidden states of model.decoder, and packed rows are computed by model."""
+    assert "its logits aren't the product of the last hidden states" in refusal(
+        "opt", ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=64
+    )
+
+
+def test_a_router_that_is_a_linear_layer_is_refused():
+    """transformers reads its weight beside calling it. PEFT adapts stacked experts by the names of shared ones."""
+    values = {"head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "moe_topk": 2, "intermediate_size": 64}
+    assert "because the experts of model.layers.0 have another router than" in refusal("hunyuan_v1_moe", **values)
+
+
+def test_a_parameter_of_the_block_itself_is_named_once():
+    assert "because model.layers.0.input_residual [64] is a parameter of DogeDecoderLayer" in refusal(
+        "doge", intermediate_size=64
+    )
+
+
+@torch.no_grad()
+def test_delta_nets_alone_are_refused():
+    """Whose tokens transformers' cache doesn't count."""
+    config = FAMILIES["qwen3_5"].config(layer_types=["linear_attention"] * 2)
+    with pytest.raises(ValueError, match="LinearAttention layers"):
+        cached_and_not(config)
+    with pytest.raises(StructureError, match="no block has attention"):
+        structure_of(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("starcoder2", ["residual_dropout", "embedding_dropout"]), ("seed_oss", ["residual_dropout"])]
+)
+def test_dropout_by_a_function_is_refused_as_that_of_a_module(kind, keys):
+    """With values of the hub's config.json. transformers' model then computes other numbers in training."""
+    values = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(kind, **values, **dict.fromkeys(keys, 0.1))
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(2, 12)[None]
+    assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    with pytest.raises(
+        StructureError, match=rf"dropout of 0.1 outside of .*; set .*{' and '.join(keys)} to 0 in config"
+    ):
+        structure_of(config)
+    structure_of(AutoConfig.for_model(kind, **values, **dict.fromkeys(keys, 0.0), attention_dropout=0.1))
+
+
+def test_the_dropout_of_attention_is_that_of_config_json():
+    values = {**SMALL, "intermediate_size": 64, "attention_dropout": 0.1}
+    assert structure_of(AutoConfig.for_model("olmo2", **values)).attention_dropout == 0.1
+    assert structure_of(AutoConfig.for_model("glm", **{**values, "attention_dropout": None})).attention_dropout == 0
+    with pytest.raises(StructureError, match=r"dropout of 0\.1 in model\.layers\.0\.self_attn\.attention_dropout"):
+        structure_of(AutoConfig.for_model("persimmon", **values))
+    assert (
+        structure_of(AutoConfig.for_model("persimmon", **{**values, "attention_dropout": 0.0})).attention_dropout == 0
+    )
+
+
+def test_a_model_that_drops_layers_is_refused():
+    config = AutoConfig.for_model("biogpt", **SMALL, intermediate_size=64, hidden_dropout_prob=0.0, layerdrop=0.5)
+    config.attention_probs_dropout_prob = 0.0
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).train(), torch.arange(2, 12)[None]
+    assert len({float(model(ids).logits.detach().sum()) for _ in range(9)}) > 1
+    with pytest.raises(StructureError, match=r"dropout of 0\.5 in biogpt,"):
+        structure_of(config)
+    config.layerdrop = 0.0
+    structure_of(config)

@@ -121,6 +121,23 @@ def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_pa
         asked_model(str(tmp_path), None)
 
 
+@pytest.mark.parametrize(("kind", "reason"), [("minimax", "MiniMaxTopKRouter"), ("olmo_hybrid", "GatedDeltaNet")])
+def test_a_structure_is_refused_before_its_sizes_are_read(tmp_path, kind, reason):
+    """Both have layers of linear attention, whose sizes are those of delta nets in Qwen3.5 alone."""
+    config = FAMILIES["qwen2"].config(model_type=kind, layer_types=["linear_attention", "full_attention"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(CheckpointError, match=reason):
+        asked_model(str(tmp_path), None)
+
+
+def test_keys_of_experts_that_a_model_lacks_are_no_mixture(tmp_path):
+    """Gemma 4 has its number of experts under such keys, and its dense models build none."""
+    config = FAMILIES["qwen2"].config(model_type="gemma4_text", head_dim=16, num_experts=4, top_k_experts=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    model = asked_model(str(tmp_path), None)
+    assert (model.shape.mixture, model.shape.intermediate) == (None, 128)
+
+
 def test_a_mixture_has_grouped_products(machine, tmp_path):
     machine((8, 9))
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"].config(hidden_size=256).to_dict()))

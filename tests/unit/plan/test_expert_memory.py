@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qerl.layers.adapted_experts import adapt_experts
+from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Experts
 from qerl.layers.grouped_lora import GroupedAdapters
-from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.memory_model import StepSettings, kept_of_experts, step_memory
 from qerl.plan.model_shape import ModelShape

@@ -9,7 +9,7 @@ from torch import nn
 from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.geometry import PAGE
 from qerl.kernels.packed_sequences import Packing
-from qerl.layers.structure import empty_model
+from qerl.layers.empty_model import empty_model
 from qerl.plan.memory_model import StepSettings, cache_bytes, step_memory, weight_bytes
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers

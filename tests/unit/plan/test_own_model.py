@@ -110,7 +110,7 @@ def test_make_takes_the_configuration_of_real_models_for_a_model(given, used):
         ({"max_position_embeddings": 32768}, 32768),
         ({"max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": False}, 32768),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2048),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
         ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
         # As Qwen's model cards have it, and as Transformers has it.

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import read_headers
+from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear, dense_weights, unpacked_bytes
-from qerl.layers.structure import empty_model
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.memory_model import StepSettings, step_memory, weight_bytes
 from qerl.plan.model_shape import ModelShape

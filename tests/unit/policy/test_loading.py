@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, read_headers, weights_format_of
 from qerl.data.prompts import check_template
@@ -55,6 +55,47 @@ def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_blocks_of_many_sizes_are_refused(tmp_path):
+    """Gemma 3n states them, as transformers writes its configuration."""
+    AutoConfig.for_model("gemma3n_text").save_pretrained(tmp_path)
+    cheap_error(tmp_path, r"gemma3n_text' has a list of intermediate_size.*blocks of one size are supported")
+
+
+def test_blocks_are_counted_whose_names_have_digits(tmp_path):
+    """Those of data2vec_text.encoder.layer, whose head then is the reason."""
+    values = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_family(tmp_path, "qwen2", model_type="data2vec-text", max_position_embeddings=128, **values)
+    check_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="its logits aren't the product"):
+        checkpoint_structure(tmp_path)
+
+
+def test_heads_of_other_names(tmp_path):
+    """GPT-NeoX's files, as published, call it embed_out and hold masks. BioGPT's class calls it output_projection."""
+    neox, biogpt = tmp_path / "neox", tmp_path / "biogpt"
+    values = {"bos_token_id": 0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "max_position_embeddings": 128}
+    tiny_family(neox, "qwen2", model_type="gpt_neox", tie_word_embeddings=False, **values)
+    masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    rewrite(neox, lambda t: t.update({f"gpt_neox.layers.0.attention.{name}": mask for name, mask in masks.items()}))
+    assert "embed_out.weight" in load_file(neox / "model.safetensors")
+    tiny_family(biogpt, "qwen2", model_type="biogpt", **values)
+    assert "output_projection.weight" not in load_file(biogpt / "model.safetensors")
+    untied = tiny_family(tmp_path / "untied", "qwen2", model_type="biogpt", tie_word_embeddings=False, **values)
+    for folder in (neox, biogpt, untied):
+        expected, found = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            load_model(folder, torch.float32),
+        )
+        quantize_checkpoint(folder, folder / "packed", "mxfp4")
+        packed = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
+            assert torch.equal(load_model(folder / "packed", torch.bfloat16)(TOKENS).logits, packed(TOKENS).logits)
+    rewrite(biogpt, lambda t: t.update({"output_projection.weight": torch.zeros(102, 64)}))
+    with pytest.raises(CheckpointError, match="head that differs from the embedding"):
+        load_model(biogpt, torch.float32)
 
 
 def test_tied_embeddings_are_one_tensor(folder):
@@ -156,11 +197,35 @@ def test_unsupported_architecture(folder):
     edit_config(folder, model_type="qwen3_next")
     with pytest.raises(CheckpointError, match=r"qwen3_next. isn.t supported, .* neither nn.Linear"):
         load_model(folder, torch.bfloat16)
-    edit_config(folder, model_type="nobody")
-    with pytest.raises(CheckpointError, match="has model_type='nobody'"):
-        load_model(folder, torch.bfloat16)
+    for code in ({}, {"auto_map": {"AutoConfig": "configuration.Nobody"}}):
+        edit_config(folder, model_type="nobody", **code)
+        with pytest.raises(CheckpointError, match=r"has model_type='nobody'.*isn't run; install a version") as caught:
+            load_model(folder, torch.bfloat16)
+        assert "trust_remote_code" not in str(caught.value)
     edit_config(folder, model_type=None)
     cheap_error(folder, "has no model_type")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rms_norm_eps": 1}, "rms_norm_eps"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"hidden_act": "sigh"}, "sigh"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": "two"}}, "str"),
+        ({"rope_parameters": {"rope_type": ["default"], "rope_theta": 10000.0}}, r"rope_type=.*default"),
+        ({"hidden_size": 3}, "ZeroDivisionError"),
+        ({"pad_token_id": 2000}, "Padding_idx"),
+    ],
+)
+def test_values_of_which_transformers_makes_no_model_are_one_sentence(folder, changes, named):
+    edit_config(folder, **changes)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of some of ten classes
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(CheckpointError, match=rf"model_type='qwen2'.*{named}|{named}.*correct config\.json") as caught:
+        load_model(folder, torch.bfloat16)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +450,7 @@ def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_pat
     ("content", "sentence"),
     [
         ("{", r"generation_config\.json can't be read \(.*\); download it again"),
+        ("[]", r"generation_config\.json can't be read \(.*\); download it again"),
         ('{"eos_token_id": "x"}', r"generation_config\.json has eos_token_id='x', which is no number of a token"),
         ('{"eos_token_id": [1, null, 2.5]}', "has eos_token_id=2.5"),
     ],

@@ -7,7 +7,9 @@ from statistics import fmean
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from qerl.checkpoints.folder import CheckpointError
 from qerl.data.records import Problem
 from qerl.layers.lora import SharedCasts
 from qerl.policy.policy import load_policy, with_adapter
@@ -20,9 +22,9 @@ from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.base import parse
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2, write_template
+from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
@@ -504,3 +506,21 @@ def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkp
     assert calls["auto"] == calls[False]
     for name, values in trained[False].items():
         assert torch.equal(values, trained[True][name]), name
+
+
+@pytest.mark.parametrize("method", [{}, {"weights": "bf16", "method": "full"}])
+def test_dropout_in_attention_is_refused_before_a_weight_is_read(tmp_path, method):
+    """It changes transformers' numbers in training alone, so the model is sampled from and evaluated."""
+    folder = tiny_qwen2(tmp_path, attention_dropout=0.5)
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), torch.arange(2, 12)[None]
+    assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    load_policy(folder, None, "float32", torch.device("cpu"))
+    (folder / "model.safetensors").unlink()
+    settings = parse(RunSettings, {**BASE, **method}, "test")
+    with pytest.raises(
+        ConfigError, match=r"config\.json states dropout of 0\.5 in attention.*set attention_dropout to 0"
+    ):
+        make_policy(settings, folder)
+    edit_config(folder, attention_dropout=0.0)
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
+        make_policy(settings, folder)

@@ -374,6 +374,8 @@ def test_a_sequence_at_which_rotary_positions_change_is_one_sentence(checkpoints
     sampler = sampler_of(load_policy(checkpoints["phi3"], None, "float32", CPU))
     with pytest.raises(ConfigError, match=r"a sequence may have 257 tokens.* after 256; lower max_tokens to 116"):
         sampler.generate(PROMPTS, SamplingParams(max_tokens=117))
+    with pytest.raises(ConfigError, match=r"257 tokens.* after 256; leave out prompts of 256 or more tokens"):
+        sampler.generate([[5] * 256], SamplingParams(max_tokens=1))
     groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=116))
     assert_exact(sampler.policy.lm, PROMPTS, groups)
 
