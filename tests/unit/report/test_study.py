@@ -128,7 +128,7 @@ def test_a_follower_with_another_entropy_is_named_and_its_comparisons_support_no
     assert decided({}, sizes=("3m",), entropy={"nvfp4": 0.05}, noise=0.002)["3m", "pass@1"] == ["undecided"]
     assert set(decision_table(all_outcomes(made))["astray"]) == {"3"}
     compared = comparison_table(all_outcomes(made), made.runs)
-    assert set(compared.loc[compared["controlled"] == False, "comparison"]) == {"2-3"}  # noqa: E712
+    assert set(compared.loc[compared["controlled"].eq(False), "comparison"]) == {"2-3"}
     says = claim_table(made, all_outcomes(made)).set_index("claim")["says"]
     assert says["The gain of NVFP4 is exploration, more than its entropy"] == "open: the control's entropy is off"
     assert says["The gain of AQN is exploration, more than its entropy"] == "no difference of 2 points here"
