@@ -154,8 +154,9 @@ def equal_rates(frame: pd.DataFrame) -> str:
     return section(
         "### At equal learning rates",
         "The pilot tried the same rates in every arm, with one run a base. Here its runs are paired by base, rate and "
-        "validation problem, and the rates count equally. This analysis was added after the main runs were seen. It "
-        "tells what may come from two rates, and decides nothing.",
+        "validation problem, and the rates count equally. A base of the same name that was trained on another kind of GPU is "
+        "another base. This analysis was added after the main runs were seen. It tells what may come from two rates, and "
+        "decides nothing.",
         table(frame, columns),
     )
 
@@ -290,8 +291,8 @@ def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
     }
     method = (
         "The spread is the largest of the primary comparisons in pass@1 of validation problems, at the chosen rates. "
-        "Each base has one run in the pilot, so it has the differences of bases and of seeds. Power is 80 % at the "
-        "level of 5 %."
+        "Each base has one run in the pilot, so it has the differences of bases and of seeds. Runs of bases that were "
+        "trained on other kinds of GPU are no pair. Power is 80 % at the level of 5 %."
     )
     return section(title, f"{least} {method}", table(frame, columns))
 

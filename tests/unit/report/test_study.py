@@ -148,6 +148,22 @@ def test_arms_whose_chosen_rates_differ_are_compared_at_equal_rates():
     assert frame["pairs"].to_dict() == {"2-1": 6, "2-3": 3, "5-2": 6, "5-9": 6, "8-1": 6}
 
 
+def test_runs_of_bases_that_another_kind_of_gpu_trained_are_no_pair_of_the_pilot():
+    """One run of arm 3 has half the right answers. That spreads its pairs, unless they are of other bases. Rates stay."""
+    made = small({}, pilot={1e-3: 0.0, 2e-3: -0.1})
+    rates = rate_table(made)
+    moved = (made.runs["role"] == "pilot") & (made.runs["arm"] == "bf16-thermostat")
+    at_chosen = made.runs[moved & (made.runs["rate"] == 1e-3)]["run"]
+    made.outcomes.loc[made.outcomes["run"] == at_chosen.iloc[0], "right"] //= 2
+    assert power_table(made)["spread"].max() > 0.1
+    made.runs.loc[moved, "machine"] = "another machine"
+    frame = equal_rate_table(made).set_index(["measure", "comparison"]).loc["pass@1"]
+    assert set(frame.index) == {"2-1", "5-2", "5-9", "8-1"}
+    assert power_table(made).empty or power_table(made)["spread"].max() < 0.01
+    chosen = rate_table(made)
+    assert chosen[["arm", "rate", "chosen", "bases"]].equals(rates[["arm", "rate", "chosen", "bases"]])
+
+
 def test_printed_differences_are_those_of_table_1():
     cells = read_cells(FOLDER / "table1.csv")
     said = {claim.text: printed_difference(claim, cells) for claim in CLAIMS}
@@ -308,7 +324,8 @@ def test_the_committed_tables_are_those_of_the_committed_data(tmp_path, monkeypa
         one, other = (pairs[pairs["arm"] == arm].set_index(["model", "seed"])["run"] for arm in (row.arm, row.followed))
         both = one.index.intersection(other.index)
         ratio = np.mean([steps[run] for run in one[both]]) / np.mean([steps[run] for run in other[both]])
-        assert row.follows == (abs(ratio - 1) <= 0.1) == row.experiment.startswith("countdown")
+        assert row.follows
+        assert ratio == pytest.approx(1, abs=0.1)
     for column in ("difference", "difference_low", "difference_high", "p", "p_holm", "pairs"):
         np.testing.assert_allclose(made[column].astype(float), stored[column], rtol=1e-4, atol=1e-6)
 
