@@ -56,7 +56,8 @@ def differences(frame: pd.DataFrame, arm: str, other: str) -> Differences:
 def bases_by_machine(frame: pd.DataFrame) -> pd.DataFrame:
     """`frame`, in which a base counts as another one on each kind of machine.
 
-    Training a base on another kind of GPU rounds otherwise, so its weights differ. Two runs of its name are then no pair.
+    Another kind of GPU rounds otherwise, so a base that is trained on it has other weights. Two runs from bases of one
+    name are then no pair.
     """
     return frame.assign(model=frame["model"] + " on " + frame["machine"])
 

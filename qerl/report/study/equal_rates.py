@@ -19,7 +19,8 @@ from qerl.results.study import Study
 def equal_rate_table(study: Study) -> pd.DataFrame:
     """One row per pilot, primary comparison and k, with the difference of pass@k on validation problems, as a fraction.
 
-    A pair is two runs of one base at one rate, on one kind of machine. Empty without a pilot that tried a rate in both arms of a comparison.
+    A pair is two runs of one base at one rate, on one kind of machine. Empty without a pilot that tried a rate in
+    both arms of a comparison.
     """
     counts = study.outcomes[study.outcomes["split"] == "validation"]
     ks = primary_ks(counts) if len(counts) else []

@@ -154,9 +154,9 @@ def equal_rates(frame: pd.DataFrame) -> str:
     return section(
         "### At equal learning rates",
         "The pilot tried the same rates in every arm, with one run a base. Here its runs are paired by base, rate and "
-        "validation problem, and the rates count equally. A base of the same name that was trained on another kind of GPU is "
-        "another base. This analysis was added after the main runs were seen. It tells what may come from two rates, and "
-        "decides nothing.",
+        "validation problem, and the rates count equally. A base of the same name that was trained on another kind of "
+        "GPU is another base. This analysis was added after the main runs were seen. It tells what may come from two "
+        "rates, and decides nothing.",
         table(frame, columns),
     )
 

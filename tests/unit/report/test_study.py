@@ -149,7 +149,7 @@ def test_arms_whose_chosen_rates_differ_are_compared_at_equal_rates():
 
 
 def test_runs_of_bases_that_another_kind_of_gpu_trained_are_no_pair_of_the_pilot():
-    """One run of arm 3 has half the right answers. That spreads its pairs, unless they are of other bases. Rates stay."""
+    """One run of arm 3 has half the right answers. Its pairs spread, unless they are of other bases. Rates stay."""
     made = small({}, pilot={1e-3: 0.0, 2e-3: -0.1})
     rates = rate_table(made)
     moved = (made.runs["role"] == "pilot") & (made.runs["arm"] == "bf16-thermostat")
