@@ -21,6 +21,7 @@ from qerl.checkpoints.folder import (
 )
 from qerl.data.by_hand import parse_run
 from qerl.data.given import GIVEN, Given, given, is_given
+from qerl.host.allocator import join_free_memory
 from qerl.host.gpu_lease import alone
 from qerl.host.imports import check_engine, check_installed, check_trackers
 from qerl.host.nodes import own_lock
@@ -136,6 +137,8 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
     from qerl.prepare.preflight import check_runs
 
     source = _checked_source(settings)
+    if settings.joins_free_memory:
+        join_free_memory()
     with alone(run.folder / WORK, own_lock(settings.nodes)):
         # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
         with FileLock(run.folder / WORK / "parts"):

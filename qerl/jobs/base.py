@@ -43,6 +43,11 @@ class Job(Part):
         return 0
 
     @property
+    def joins_free_memory(self) -> bool:
+        """Whether the job's process joins free parts of GPU memory (`qerl.host.allocator`)."""
+        return False
+
+    @property
     def lock(self) -> Lock | None:
         """The lock that the job must hold, because it continues the state of a killed job; None if it has none."""
         return None

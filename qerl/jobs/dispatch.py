@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from qerl.host.allocator import join_free_memory
 from qerl.host.gpu_lease import WHOLE, alone, devices, keep_to_own_cores, lease, percent_of_each
 from qerl.host.imports import imports
 from qerl.jobs.base import Job
@@ -117,6 +118,8 @@ def run(job: Job, gpu_percent: int | None = None) -> None:
         if job.own_cores and gpus:
             keep_to_own_cores(gpus, visible)
         module, name = function_of(job)
+        if job.joins_free_memory:
+            join_free_memory()
         with imports(job.without):
             if gpus and percent < WHOLE:
                 _keep_to_share(percent / WHOLE)

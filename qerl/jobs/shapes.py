@@ -164,6 +164,11 @@ class GrpoStepJob(PointJob):
     work: Work
     settings: GrpoStep
 
+    @property
+    def joins_free_memory(self) -> bool:
+        """As a training does."""
+        return True
+
 
 class TrlStep(Part):
     """TRL's settings of the step."""

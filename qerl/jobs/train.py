@@ -50,6 +50,10 @@ class TrainJob(Job):
         return self.settings.gpus_of_node
 
     @property
+    def joins_free_memory(self) -> bool:
+        return self.settings.joins_free_memory
+
+    @property
     def lock(self) -> Lock:
         """A lock of the work folder: a training survives a killed Snakemake, and a second would write the same
         files. Of several machines, which may share the folder, each has its own; so has each process of torchrun.

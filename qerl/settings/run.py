@@ -124,6 +124,11 @@ class RunSettings(Settings):
         """Number of GPUs that the run needs on each machine."""
         return max(self.processes_of_node, self.rollout.engine_gpus)
 
+    @property
+    def joins_free_memory(self) -> bool:
+        """Whether its processes join free parts of GPU memory. vLLM within the process manages memory by itself."""
+        return self.rollout.engine != "vllm"
+
     @model_validator(mode="after")
     def _combination_is_possible(self) -> RunSettings:
         if self.method == "full" and self.weights != "bf16":
