@@ -51,6 +51,7 @@ class TrainJob(Job):
 
     @property
     def joins_free_memory(self) -> bool:
+        """As its settings say."""
         return self.settings.joins_free_memory
 
     @property

@@ -72,7 +72,7 @@ CANDIDATES: dict[int, list[Tile]] = {
         *(Tile(64, 256, warps, 3, programs=1) for warps in (4, 8)),
         *(Tile(128, 128, 8, 3, programs=programs) for programs in (1, 2)),
     ],
-    512: [Tile(128, 128, 8, 3), Tile(128, 256, 8, 2)],
+    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1), Tile(128, 256, 8, 2)],
 }
 
 app = typer.Typer()

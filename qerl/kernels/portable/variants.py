@@ -72,7 +72,7 @@ _TILES = {
     32: Tile(64, 32, 4, 5, programs=3),
     64: Tile(64, 64, 4, 3, programs=3),
     128: Tile(64, 128, 4, 3, programs=2),
-    256: Tile(64, 128, 4, 3),
+    256: Tile(128, 128, 8, 3, programs=1),
 }
 #: Beyond the rows of `_TILES`.
 _MANY = Tile(128, 128, 8, 3)
