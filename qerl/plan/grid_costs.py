@@ -6,6 +6,7 @@ and that of steps, rollouts and prompts with the tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,17 @@ from statistics import median
 from typing import NamedTuple
 
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
-from qerl.jobs.shapes import DecodeJob, Decoding, GrpoStepJob, PointJob, PromptsJob, RolloutMixJob, TrlStepJob, Work
+from qerl.jobs.shapes import (
+    DecodeJob,
+    Decoding,
+    GrpoStepJob,
+    PointJob,
+    PromptsJob,
+    RolloutMixJob,
+    TrlStepJob,
+    Work,
+    enough_runs,
+)
 from qerl.plan.cost_model import STAND_IN, Hours, total
 from qerl.results.files import read
 from qerl.results.names import with_kernels
@@ -21,8 +32,6 @@ from qerl.results.schema.speed import DecodeResult, GrpoStepResult, Kind, Prompt
 
 #: Seconds of start-up and of what the first call compiles, by the rollouts of docs/results/h200.md. TRL starts vLLM.
 START = {"native": 27.0, "qerl": 27.0, "transformers": 27.0, "vllm": 133.0, "trl": 133.0}
-#: Timed runs of a decode point: three, short ones up to nine until they took 5 s (`qerl.bench.decode.points`).
-REPEATS, MOST_REPEATS, LONG = 3, 9, 5.0
 #: Seconds of a piece of 7B's work in a system that has no committed point, such as a decode step of transformers.
 UNKNOWN = 0.05
 
@@ -74,7 +83,7 @@ class GridCosts:
         step = self._price(Timed(f"decode {policy[0]}", *policy[1:], sequences), work.tokens, grows=False)
         prompts = self._price(Timed(f"prefill {policy[0]}", *policy[1:], sequences * work.prompt))
         taken = 3600 * (step.measured + step.estimated + prompts.measured + prompts.estimated)
-        repeats = MOST_REPEATS if taken * MOST_REPEATS < LONG else max(REPEATS, math.ceil(LONG / taken))
+        repeats = next(count for count in itertools.count(1) if enough_runs([taken] * count))
         return total([step, prompts] * (1 + repeats) + [prompts] * repeats)
 
     def _price(self, piece: Timed, times: int = 1, grows: bool = True) -> Hours:

@@ -19,7 +19,7 @@ import torch
 from qerl.bench.ceilings import ceilings, gpu_state
 from qerl.host.profiling import reset_peak_memory, seconds
 from qerl.host.progress import log, track
-from qerl.jobs.shapes import Decoding
+from qerl.jobs.shapes import Decoding, enough_runs
 from qerl.policy.policy import choose_device
 from qerl.provenance.files import check_writable
 from qerl.provenance.stamp import machine
@@ -31,8 +31,6 @@ from qerl.settings.base import ConfigError
 
 T = TypeVar("T")
 
-#: Timed runs of a point: at least three; short ones are repeated, up to nine times or until they took 5 s in total.
-_REPEATS, _MOST_REPEATS, _SECONDS = 3, 9, 5.0
 #: Token ids that every shape's vocabulary has, none of them special.
 IDS = (1000, 100000)
 
@@ -198,7 +196,7 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> Timing:
     taken(tokens + 1, 0)
     # Alternately, so that a busy CPU, which launches the prompts, slows both kinds of samples alike.
     both: list[tuple[float, float]] = []
-    while len(both) < _REPEATS or (len(both) < _MOST_REPEATS and sum(whole for _, whole in both) < _SECONDS):
+    while not enough_runs([whole for _, whole in both]):
         both.append((taken(1, 100 + len(both)), taken(tokens + 1, 1 + len(both))))
     alone = [one for one, _ in both]
     prompts = median(alone)

@@ -18,7 +18,7 @@ from qerl.bench.decode import points as decode_points
 from qerl.bench.decode import vllm as decode_vllm
 from qerl.bench.decode.points import Timing
 from qerl.host.profiling import Seconds
-from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
+from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding, enough_runs
 from qerl.policy.policy import choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.results.schema.speed import GpuState
@@ -34,10 +34,9 @@ GPU = torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
-def commit_and_repeats(monkeypatch):
-    """A commit for stamps; short runs aren't repeated more often, unless a test asks for it."""
+def commit(monkeypatch):
+    """A commit for stamps."""
     monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(decode_points, "_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -286,11 +285,17 @@ def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
     assert decode_points.timed(draw, 6, 10, 5).samples == [24.0] * 3
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(5.0, 3), (16.0, 5), (16.5, 6), (500.0, 9)])
-def test_short_runs_are_repeated_more_often(clock, monkeypatch, seconds, runs):
-    # A run takes 3.25 s by that clock.
-    monkeypatch.setattr(decode_points, "_SECONDS", seconds)
-    assert decode_points.timed(clock, 6, 10, 5).samples == [24.0] * runs
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(0.01, 9), (0.6, 9), (0.7, 8), (1.2, 5), (1.7, 3), (9.9, 3), (10.0, 1), (60.0, 1)]
+)
+def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs):
+    assert [count for count in range(12) if enough_runs([seconds] * count)] == [*range(runs, 12)]
+
+
+def test_a_long_run_is_timed_once(clock):
+    """By that clock, 33 tokens take 10 s, the first one with the prompts."""
+    assert decode_points.timed(clock, 6, 10, 32).samples == [24.0]
+    assert decode_points.timed(clock, 6, 10, 31).samples == [24.0] * 3
 
 
 def test_work_that_was_not_done_is_not_timed(clock):
