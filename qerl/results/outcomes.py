@@ -10,7 +10,7 @@ from qerl.results.paired import Differences
 from qerl.results.pass_at_k import pass_at_k
 
 #: What identifies a row of `outcomes` and `means` besides the problem.
-RUN = ["run", "role", "experiment", "size", "arm", "model", "seed", "rate", "machine"]
+RUN = ["run", "role", "experiment", "size", "arm", "model", "seed", "rate"]
 
 
 def outcomes(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
@@ -51,15 +51,6 @@ def differences(frame: pd.DataFrame, arm: str, other: str) -> Differences:
             raise ResultError(f"{arm} and {other} saw different problems from {model} with seed {seed}")
         pairs.setdefault(model, {})[seed] = first.to_numpy(float) - second.to_numpy(float)
     return pairs
-
-
-def bases_by_machine(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame`, in which a base counts as another one on each kind of machine.
-
-    Another kind of GPU rounds otherwise, so a base that is trained on it has other weights. Two runs from bases of one
-    name are then no pair.
-    """
-    return frame.assign(model=frame["model"] + " on " + frame["machine"])
 
 
 def by_run(frame: pd.DataFrame, arm: str) -> dict[tuple[str, int], pd.Series]:

@@ -9,16 +9,7 @@ import pandas as pd
 
 from qerl.report.exploration import LEVEL, NUMBERS, PRIMARY, SMALLEST_EFFECT
 from qerl.report.study.comparisons import PRIMARY_KS, arm_order, tested
-from qerl.results.outcomes import (
-    bases_by_machine,
-    chosen_rates,
-    differences,
-    means,
-    outcomes,
-    paired_spread,
-    rate_scores,
-    scores,
-)
+from qerl.results.outcomes import chosen_rates, differences, means, outcomes, paired_spread, rate_scores, scores
 from qerl.results.paired import effect_found, pairs_needed
 from qerl.results.pass_at_k import KS
 from qerl.results.schema.stored import OK
@@ -159,7 +150,7 @@ def power_table(study: Study) -> pd.DataFrame:
     """One row per pilot: the largest spread of paired differences in pass@1, and the number of pairs that it needs.
 
     `found` is the effect that the protocol's most pairs find, as a fraction. Pairs are those at the chosen rates, on
-    validation problems, of bases that were trained on the same kind of machine. Empty without a pilot.
+    validation problems. Empty without a pilot.
     """
     rows = [_power(experiment, frame) for experiment, frame in pilots(study)]
     return pd.DataFrame([row for row in rows if row])
@@ -168,8 +159,7 @@ def power_table(study: Study) -> pd.DataFrame:
 def _power(experiment: str, frame: pd.DataFrame) -> dict[str, Any]:
     chosen = chosen_rates(frame)
     taken = [chosen[key] for key in zip(frame["experiment"], frame["arm"], strict=True)]
-    at_chosen = bases_by_machine(frame[frame["rate"] == taken])
-    pairs = (differences(at_chosen, *pair) for pair in PRIMARY.values())
+    pairs = (differences(frame[frame["rate"] == taken], *pair) for pair in PRIMARY.values())
     spreads = [paired_spread(of_pair) for of_pair in pairs if sum(map(len, of_pair.values())) > 1]
     spread = max(spreads, default=0.0)
     if not spread:

@@ -99,7 +99,9 @@ def _estimate(study: Study, outcome: Outcome, claim: Claim) -> Iterator[dict[str
     if claim.measure != SCORE and difference.pairs < 2:
         ends, p = (nan, nan), nan  # one number has no spread
     is_score, rates = claim.measure == SCORE, rates_of(runs, claim.arm, claim.other)
-    says = sentence(difference, p, is_score) if is_score or "," not in rates else _TWO_RATES
+    says = sentence(difference, p, is_score)
+    if "," in rates:
+        says = f"{says}, at two rates" if is_score else _TWO_RATES
     yield {
         "size": outcome.size,
         "task": outcome.task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,16 +64,17 @@ class Outcome:
 
 
 def all_outcomes(study: Study) -> list[Outcome]:
-    """The primary outcomes of each experiment and task, on test problems.
+    """The primary outcomes of each experiment and task, on test problems, the smaller size first.
 
     Raises ResultError where the placebo differs from the arm that it equals by construction.
     """
     followers = follower_table(study)
-    return [
+    found = [
         outcome
         for experiment, task, frame in tested(study)
         for outcome in _outcomes(study, experiment, task, frame, frozenset(astray(followers, experiment)))
     ]
+    return sorted(found, key=lambda outcome: int(re.sub(r"\D", "", outcome.size) or 0))
 
 
 def tested(study: Study) -> Iterator[tuple[str, str, pd.DataFrame]]:

@@ -11,7 +11,7 @@ import pandas as pd
 from qerl.report.exploration import PRIMARY
 from qerl.report.study.arms import pilots
 from qerl.report.study.comparisons import primary_ks
-from qerl.results.outcomes import bases_by_machine, differences
+from qerl.results.outcomes import differences
 from qerl.results.paired import paired_difference
 from qerl.results.study import Study
 
@@ -19,8 +19,7 @@ from qerl.results.study import Study
 def equal_rate_table(study: Study) -> pd.DataFrame:
     """One row per pilot, primary comparison and k, with the difference of pass@k on validation problems, as a fraction.
 
-    A pair is two runs of one base at one rate, on one kind of machine. Empty without a pilot that tried a rate in
-    both arms of a comparison.
+    A pair is two runs of one base at one rate. Empty without a pilot that tried a rate in both arms of a comparison.
     """
     counts = study.outcomes[study.outcomes["split"] == "validation"]
     ks = primary_ks(counts) if len(counts) else []
@@ -31,7 +30,7 @@ def equal_rate_table(study: Study) -> pd.DataFrame:
 
 def _rows(experiment: str, k: int, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
     # Each base has one run of an arm at a rate, so a rate stands for the seed by which runs are paired.
-    by_rate = bases_by_machine(frame).assign(seed=frame["rate"].rank(method="dense").astype(int))
+    by_rate = frame.assign(seed=frame["rate"].rank(method="dense").astype(int))
     for name, (arm, other) in PRIMARY.items():
         if pairs := differences(by_rate, arm, other):
             difference = paired_difference(pairs)

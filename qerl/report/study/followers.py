@@ -21,7 +21,8 @@ def follower_table(study: Study) -> pd.DataFrame:
     """One row per experiment and arm with a thermostat; empty without one.
 
     `entropy` and `wanted` are means over the steps of all pairs of runs, in nats per token. `lowest` and `highest` are
-    the extreme ratios of both in a pair. `follows` says whether the ratio of the means is within `TOLERANCE` of 1.
+    the extreme ratios of both in a pair. `average_steps` is 0 in runs made before that setting.
+    `follows` says whether the ratio of the means is within `TOLERANCE` of 1.
     """
     runs = study.runs[(study.runs["role"] == MAIN) & (study.runs["status"] == OK)]
     of_run = study.steps.groupby("run").agg(
@@ -40,14 +41,18 @@ def astray(followers: pd.DataFrame, experiment: str) -> set[str]:
     return set(followers.loc[(followers["experiment"] == experiment) & ~followers["follows"], "arm"])
 
 
+def _thermostat(settings: str) -> dict[str, Any]:
+    return json.loads(settings).get("thermostat") or {}
+
+
 def _followed(settings: str) -> str:
-    thermostat = json.loads(settings).get("thermostat") or {}
-    return thermostat.get("arm") or ""
+    return _thermostat(settings).get("arm") or ""
 
 
 def _row(measured: pd.DataFrame, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """The row of an experiment's arm, whose runs are `rows`; none without a pair."""
     first = rows.iloc[0]
+    thermostat = _thermostat(first["settings"])
     experiment, other = first["experiment"], _followed(first["settings"])
     of_other = measured[(measured["experiment"] == experiment) & (measured["arm"] == other)]
     pairs = rows.merge(of_other, on=["model", "seed"], suffixes=("", "_followed"))
@@ -68,5 +73,7 @@ def _row(measured: pd.DataFrame, rows: pd.DataFrame) -> Iterator[dict[str, Any]]
         "highest": ratios.max(),
         "coldest": pairs["coldest"].min(),
         "hottest": pairs["hottest"].max(),
+        "gain": thermostat["gain"],
+        "average_steps": thermostat.get("average_steps", 0),
         "follows": bool(abs(entropy / wanted - 1) <= TOLERANCE),
     }

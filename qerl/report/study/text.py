@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from qerl.jobs.study import PageJob
-from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
+from qerl.report.exploration import LEVEL, MISMATCH, NUMBERS, PRIMARY
 from qerl.report.formatting import cell_text, percent, points
 from qerl.report.study.arms import MOST_PAIRS, STEP_MEANS
 from qerl.report.study.calibration import CEILING, LEAST, LEAST_AT_64, MOST
@@ -52,8 +52,9 @@ def head(study: Study, job: PageJob) -> str:
         "# Does quantization noise teach anything?",
         "" if study.header.decides else _PIPELINE,
         f"This page compares arms by {count}. [The protocol]({protocol}) states what is compared, how, and what "
-        "follows from which outcome. It was committed before the runs. The workflow makes this page from the stored "
-        "data alone.",
+        "follows from which outcome. Its first version was committed before the runs. [Each change since]"
+        f"({protocol}#changes-after-the-first-run) is listed there, with the runs that were replaced. The workflow "
+        "makes this page from the stored data alone.",
         _LIMITS,
     )
 
@@ -73,13 +74,20 @@ def decisions(frame: pd.DataFrame) -> str:
         "By the protocol nothing is compared before arm 11, whose noise is zero, repeats arm 2 to the bit. Where arm "
         "11 has not run yet, the sentence is provisional."
     )
-    return section("## What came out", table(frame, columns), "" if frame["placebos"].all() else provisional)
+    return section(
+        "## What came out",
+        table(frame, columns),
+        f"{link('decisions', 'The table as CSV')}.",
+        "" if frame["placebos"].all() else provisional,
+    )
 
 
 def comparisons(frame: pd.DataFrame) -> str:
     """The primary comparisons, with those of the mismatch."""
     names = "; ".join(f"{label(name)} is {arm} less {other}" for name, (arm, other) in PRIMARY.items())
     others = " and ".join(map(label, MISMATCH))
+    lacking = [NUMBERS[arm] for name, (arm, _) in MISMATCH.items() if name not in set(frame["comparison"])]
+    untried = f"Without runs of arm {' and '.join(lacking)}, they tell nothing yet. " if lacking else ""
     columns: Columns = {
         "size": column("size"),
         "task": column("task"),
@@ -99,11 +107,14 @@ def comparisons(frame: pd.DataFrame) -> str:
         f"{names}.",
         "Differences are paired by base, seed and problem. Brackets have 95 % intervals of the hierarchical bootstrap "
         "over bases, seeds and problems. p is two-sided, and corrected by Holm's method over the five comparisons of "
-        f"an outcome. {others} belong to no family and tell a mismatch. The link of a row leads to its pairs, and the "
-        f"names there to {link('runs', 'the runs with their stamps')}.",
-        "Each arm has the learning rate that the pilot chose for it by pass@1. A comparison with two rates thus "
-        "compares arms at their best pass@1. Its difference in pass@k for larger k may come from the rate alone "
-        f"({link('rates', 'scores at all tried rates')}).",
+        f"an outcome. {others} belong to no family and tell a mismatch. {untried}The link of a row leads to its pairs, "
+        f"and the names there to {link('runs', 'the runs with their stamps')}. "
+        f"{link('comparisons', 'The table in full precision')}.",
+        "Three bases are few: where bases differ, intervals are too narrow and p values too small. The protocol "
+        "has the simulated coverage.",
+        "Each arm has the learning rate that the pilot chose for it by pass@1: the lowest within half a point of the "
+        "best, by one run a base. A difference between arms with two rates is that of both, and may come from the rate "
+        f"alone, in pass@k for larger k above all ({link('rates', 'scores at all tried rates')}).",
         table(frame, columns),
         figure("forest", "Differences of the compared arms with 95 % intervals; the grey band is ±2 points"),
     )
@@ -112,7 +123,9 @@ def comparisons(frame: pd.DataFrame) -> str:
 def _holds(row: Row) -> str:
     if row["holds"] is None:
         return "–"
-    return ("yes" if row["holds"] else "no") + ("" if row["controlled"] else ", control off")
+    below = row["p_holm"] < LEVEL and row["difference"] < 0
+    said = "yes" if row["holds"] else "no, the opposite" if below else "no"
+    return said + ("" if row["controlled"] else ", control off")
 
 
 def followers(frame: pd.DataFrame) -> str:
@@ -128,13 +141,17 @@ def followers(frame: pd.DataFrame) -> str:
         "wanted": number("wanted"),
         "ratio (of single pairs)": lambda row: f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})",
         "temperatures": lambda row: f"{row['coldest']:.2f} to {row['hottest']:.2f}",
+        "gain, steps averaged": lambda row: (
+            f"{row['gain']:g}, " + (f"{row['average_steps']:g}" if row["average_steps"] else "–")
+        ),
         "has the entropy": lambda row: "yes" if row["follows"] else "no",
     }
     return section(
         "### Do the controls of entropy have the entropy?",
         "Arms 3 and 9 tell exploration from entropy only if their samplers have the entropy of the arm that they "
         f"follow. The mean over steps and pairs of runs may differ by {TOLERANCE:.0%}. Where it differs more, the "
-        "comparisons with the arm are shown, and support no sentence.",
+        "comparisons with the arm are shown, and support no sentence. "
+        f"{link('followers', 'The table in full precision')}.",
         table(frame, columns),
     )
 
@@ -154,9 +171,9 @@ def equal_rates(frame: pd.DataFrame) -> str:
     return section(
         "### At equal learning rates",
         "The pilot tried the same rates in every arm, with one run a base. Here its runs are paired by base, rate and "
-        "validation problem, and the rates count equally. A base of the same name that was trained on another kind of "
-        "GPU is another base. This analysis was added after the main runs were seen. It tells what may come from two "
-        "rates, and decides nothing.",
+        "validation problem, and the rates count equally. This analysis was added after the main runs were seen. It "
+        "tells what may come from two rates, and decides nothing. "
+        f"{link('equal_rates', 'The table in full precision')}.",
         table(frame, columns),
     )
 
@@ -185,7 +202,8 @@ def claims(frame: pd.DataFrame) -> str:
         "Entropy (nats per token) and reward are means over all steps of a run. They are secondary: their p values are "
         "uncorrected, and they decide nothing. They depend on the learning rate, so an estimate with two rates doesn't "
         "isolate the noise. p of pass@1 is Holm's where the pair is a primary comparison. The "
-        "printed numbers are differences of single runs in the paper's Table 1.",
+        "printed numbers are differences of single runs in the paper's Table 1. "
+        f"{link('claims', 'The table in full precision')}.",
         table(frame, columns),
     )
 
@@ -287,12 +305,12 @@ def power(frame: pd.DataFrame, compared: pd.DataFrame) -> str:
         "spread of pairs (SD, points)": number("spread", percent),
         "pairs needed for 2 points": column("pairs"),
         f"effect found by {MOST_PAIRS} pairs (points)": number("found", percent),
-        "bases": lambda row: "differ by over 2 points: intervals are too narrow" if row["too_narrow"] else "agree",
+        "intervals": lambda row: "too narrow, if the spread is that of bases" if row["too_narrow"] else "wide enough",
     }
     method = (
         "The spread is the largest of the primary comparisons in pass@1 of validation problems, at the chosen rates. "
-        "Each base has one run in the pilot, so it has the differences of bases and of seeds. Runs of bases that were "
-        "trained on other kinds of GPU are no pair. Power is 80 % at the level of 5 %."
+        "Each base has one run in the pilot, so the spread is of three pairs, and has the differences of bases and of "
+        f"seeds. Power is 80 % at the level of 5 %. {link('power', 'The table in full precision')}."
     )
     return section(title, f"{least} {method}", table(frame, columns))
 
@@ -316,7 +334,8 @@ def calibration(frame: pd.DataFrame) -> str:
         "## Calibration",
         f"Before training, pass@1 on validation problems is to be {LEAST:.0%} to {MOST:.0%} and pass@64 at least "
         f"{LEAST_AT_64:.0%}. The share of right answers of arm 1 is to rise from the third to the last quarter of the "
-        f"steps. No arm is to be above {CEILING:.0%}.",
+        f"steps, here of its main runs. No arm is to be above {CEILING:.0%}. Bases whose untrained scores aren't "
+        f"stored have no row. {link('calibration', 'The table in full precision')}.",
         table(frame, columns),
     )
 

@@ -19,7 +19,8 @@ STAMP = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="a machin
 
 
 def run_row(name, role, experiment, size, arm, model, seed, rate, status="ok"):
-    settings = json.dumps({"thermostat": {"arm": FOLLOWED[arm]} if arm in FOLLOWED else None})
+    thermostat = {"arm": FOLLOWED[arm], "gain": 0.1, "average_steps": 4} if arm in FOLLOWED else None
+    settings = json.dumps({"thermostat": thermostat})
     return {
         **dict.fromkeys(RUNS.names, ""),
         **{"run": name, "role": role, "experiment": experiment, "size": size, "arm": arm, "model": model},

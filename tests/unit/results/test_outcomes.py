@@ -18,7 +18,7 @@ def made(accuracies, problems=("p", "q", "r"), rate=1e-3):
     for (arm, model, seed), right in accuracies.items():
         run = f"{arm}-{model}-{seed}-{rate}"
         identity = {"run": run, "role": "main", "experiment": "e", "size": "s", "arm": arm, "model": model}
-        runs.append({**identity, "seed": seed, "rate": rate, "machine": "one", "status": "ok"})
+        runs.append({**identity, "seed": seed, "rate": rate, "status": "ok"})
         counts += [{"run": run, "problem": p, "right": n, "drawn": DRAWN} for p, n in zip(problems, right, strict=True)]
     return pd.DataFrame(runs), pd.DataFrame(counts)
 
