@@ -50,14 +50,14 @@ CANDIDATES: dict[int, list[Tile]] = {
     1: FEW,
     8: FEW,
     32: [
-        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((4, 3), (5, 3), (6, 3), (4, 4), (5, 4))),
-        *(Tile(128, 32, 8, stages, programs=2) for stages in (4, 5)),
-        Tile(128, 32, 4, 5, programs=2),
-        Tile(64, 32, 4, 8, programs=2),
+        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (5, 3), (5, 4))),
+        *(Tile(128, 32, 8, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
+        *(Tile(256, 32, 8, stages, programs=programs) for stages, programs in ((2, 3), (3, 2), (4, 2))),
     ],
     64: [
         *(Tile(64, 64, 4, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
-        *(Tile(128, 64, 8, stages, programs=programs) for stages, programs in ((3, 2), (4, 1))),
+        *(Tile(128, 64, 8, stages, programs=programs) for stages, programs in ((3, 2), (4, 1), (5, 1))),
+        *(Tile(256, 64, 8, stages, programs=1) for stages in (2, 3)),
     ],
     128: [
         Tile(64, 128, 4, 3, programs=2),
