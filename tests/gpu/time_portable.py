@@ -52,7 +52,7 @@ CANDIDATES: dict[int, list[Tile]] = {
     32: [
         *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (5, 3), (5, 4))),
         *(Tile(128, 32, 8, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
-        *(Tile(256, 32, 8, stages, programs=programs) for stages, programs in ((2, 3), (3, 2), (4, 2))),
+        *(Tile(256, 32, 8, stages, programs=1) for stages in (3, 4)),
     ],
     64: [
         *(Tile(64, 64, 4, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
