@@ -87,7 +87,7 @@ def comparisons(frame: pd.DataFrame) -> str:
     names = "; ".join(f"{label(name)} is {arm} less {other}" for name, (arm, other) in PRIMARY.items())
     others = " and ".join(map(label, MISMATCH))
     lacking = [NUMBERS[arm] for name, (arm, _) in MISMATCH.items() if name not in set(frame["comparison"])]
-    untried = f"Without runs of arm {' and '.join(lacking)}, they tell nothing yet. " if lacking else ""
+    untried = f"Without runs of arms {' and '.join(lacking)}, they tell nothing yet. " if lacking else ""
     columns: Columns = {
         "size": column("size"),
         "task": column("task"),
