@@ -254,7 +254,8 @@ def _lines(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")  # a mark of byte order is no part of the first prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"file of prompts {path} is not in UTF-8 ({error.reason}); save it as UTF-8") from None
-    return [line for line in text.splitlines() if line.strip()]
+    # `splitlines` would also divide a prompt at a form feed or at U+2028.
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:

@@ -138,8 +138,8 @@ def _given(record: Mapping[str, Any], where: str) -> str:
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
-    value = _get(record, key)
-    if value is not None and not str(value).strip():
+    value, given = _get(record, key), key in record or key.capitalize() in record
+    if given and (value is None or not str(value).strip()):
         raise DataError(f"{where} has an empty `{key}`; fill it, or leave the record out")
     if value is None:
         names = ", ".join(map(str, record)) or "none"

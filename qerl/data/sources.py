@@ -146,7 +146,14 @@ def _lines(path: Path) -> Iterator[Located]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield where, as_record(_parse_json(line, where), where)
+                # Without its end, as an error would else be placed on a second line.
+                yield where, as_record(_parse_json(line.rstrip(), where, _hint_of(line)), where)
+
+
+def _hint_of(line: bytes) -> str:
+    """The end of an error about a line that is a part of one JSON text, such as a list over several lines."""
+    part = line.removeprefix(BOM_UTF8).strip() in (b"[", b"{")
+    return "; write one record a line, or name a file that holds one list .json" if part else ""
 
 
 def _rows(path: Path) -> list[Record]:

@@ -139,6 +139,13 @@ def test_sample_reads_prompts_from_a_file_and_prints_them_for_people(call, folde
     assert said.count("token") == 2
 
 
+def test_only_the_end_of_a_line_ends_a_prompt_of_a_file(call, folder):
+    prompts = ["a form\ffeed", "a line\u2028separator"]
+    (folder / "prompts.txt").write_bytes("\r\n".join(prompts).encode())
+    said = call("sample", "model", "--prompts", "prompts.txt", "--max-tokens", "3", "--json")
+    assert [json.loads(line)["prompt"] for line in said.splitlines()] == prompts
+
+
 def test_eval_asks_what_was_held_out_of_the_run(call, folder):
     said = call("eval", "run", "--out", "held-out", "--repeats", "1", "--max-tokens", "3")
     held_out = (folder / "run/data/test.jsonl").read_text().splitlines()

@@ -68,7 +68,7 @@ def test_an_aime_problem_may_lack_a_solution():
     ("record", "record_format", "message"),
     [
         ({"question": "Two?"}, "gsm8k", "no `answer`"),
-        ({"question": "Two?", "answer": None}, "gsm8k", "no `answer`"),
+        ({"question": "Two?", "answer": None}, "gsm8k", "an empty `answer`"),
         ({"question": "Two?", "answer": "It is 2."}, "gsm8k", "#### n"),
         *(
             ({"question": "Two?", "answer": f"So #### {answer}"}, "gsm8k", "states no answer.*one number.*format: math")

@@ -138,7 +138,9 @@ def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
         ('{"question": "Two?"}', r"a\.jsonl, line 2 has no `answer`"),
         ('{"question": "Two?", "answer": ""}', "line 2 has an empty `answer`; fill it, or leave the record out"),
         ('{"question": "Two?", "answer": "two"}', "line 2 states no answer"),
-        ('{"question": ', "line 2 is not valid JSON"),
+        ('{"question": "Two?", "answer": null}', "line 2 has an empty `answer`; fill it, or leave the record out"),
+        ('{"question": "Two?", "answer": NaN}', "line 2 has an empty `answer`; fill it, or leave the record out"),
+        ('{"question": ', r"line 2 is not valid JSON in UTF-8: Expecting value: line 1 column 13 "),
         ("[1]", "line 2 is not a record"),
     ],
 )
@@ -163,6 +165,14 @@ def test_a_file_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"question": "Größe?", "answer": "#### 1"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"line 1 is not valid JSON in UTF-8: .*; save the file as UTF-8"):
+        check_problem_file(path)
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_list_over_several_lines_is_to_be_named_json(tmp_path, mark):
+    path = tmp_path / "a.jsonl"
+    path.write_text(mark + json.dumps(gsm8k(2), indent=1), encoding="utf-8")
+    with pytest.raises(DataError, match=r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"):
         check_problem_file(path)
 
 
