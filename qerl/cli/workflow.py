@@ -117,7 +117,12 @@ def _print_sheet(title: str, runs: pd.DataFrame) -> None:
 def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
     """Hours by measured speeds, or else marked estimates."""
     hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
-    return hours.where(estimates.isna(), "~" + estimates.astype(str))
+    return hours.map(_rounded).where(estimates.isna(), "~" + estimates.map(_rounded))
+
+
+def _rounded(hours: float | str) -> str:
+    """Hours with two decimals, and small ones with two digits."""
+    return hours if isinstance(hours, str) else f"{hours:.2f}" if hours >= 0.1 else f"{hours:.2g}"
 
 
 @app.command(rich_help_panel=PANEL)

@@ -78,8 +78,8 @@ def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
 
 def _columns(phase: str, hours: Hours) -> dict[str, Any]:
     return {
-        f"{phase}_hours": round(hours.measured, 2) if hours.measured else UNMEASURED,
-        f"{phase}_estimate": math.nan if hours.measured else round(hours.estimated, 2),
+        f"{phase}_hours": hours.measured or UNMEASURED,
+        f"{phase}_estimate": math.nan if hours.measured else hours.estimated,
     }
 
 

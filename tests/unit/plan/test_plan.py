@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from qerl.plan import plan
+from qerl.plan.cost_model import Costs, total
 from qerl.plan.jobs import Jobs
-from qerl.plan.run_table import UNMEASURED, sheet
+from qerl.plan.run_table import UNMEASURED, run_work, sheet, totals
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
 from qerl.settings.run import RunSettings
@@ -380,6 +381,14 @@ def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
     assert updated
     for name, row in runs.iterrows():
         assert (row.update_hours == UNMEASURED) or row.model in updated, name
+
+
+def test_the_hours_of_many_short_runs_add_up():
+    plan_ = planned(values("exploration"))
+    runs, costs = sheet(plan_, "h200"), Costs("h200")
+    whole = total(costs.update(run_work(run)) for run in plan_.runs.values())
+    assert whole.estimated > 0.1
+    assert f"updates: unmeasured, by estimate at most {whole} GPU-hours on h200" in totals(plan_, runs, "h200")
 
 
 def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
