@@ -16,7 +16,7 @@ from qerl.checkpoints.context import context_length
 from qerl.checkpoints.folder import read_config, read_headers
 from qerl.host.gpu_lease import devices
 from qerl.settings.base import ConfigError
-from qerl.settings.config import merged
+from qerl.settings.config import Config, merged
 
 #: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
 _LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
@@ -65,6 +65,8 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's values. With `fit_to_model`, missing ones are chosen by each experiment's model."""
     experiments = values.get("experiments")
     if values.get("fit_to_model") is not True or not isinstance(experiments, Mapping):
+        return dict(values)
+    if values.keys() - Config.model_fields.keys():  # validation names the key, such as a misspelt `model`
         return dict(values)
     result, shortest = dict(values), None
     fitting: dict[str, Any] = {}

@@ -139,3 +139,8 @@ def test_a_context_of_a_checkpoint_that_says_none_is_left_open(tmp_path):
     folder = tiny_qwen2(tmp_path / "m")
     edit_config(folder, max_position_embeddings=None)
     assert traits(folder).context is None
+
+
+def test_a_misspelt_key_of_the_command_line_is_named():
+    with pytest.raises(ConfigError, match="unknown key `modle`; did you mean `model`"):
+        plan_from({"modle": "somewhere"}, OWN)
