@@ -167,11 +167,17 @@ class Config(Settings):
         if self.gates:
             require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
             require(self.gates.bench, self.benches, "gates.bench", "benches")
+        compared = {studied.experiment for studied in self.study.experiments} if self.study else set()
         for number, studied in enumerate(self.study.experiments if self.study else ()):
             place = f"study.experiments[{number}]"
             require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
             if studied.pilot is not None:
                 require(studied.pilot, self.experiments, f"{place}.pilot", "experiments")
+            if studied.pilot in compared:
+                raise ConfigError(
+                    f"{place}.pilot={studied.pilot} is itself compared, so its runs can't choose the learning rates; "
+                    "name an experiment that isn't in study.experiments, or leave pilot out"
+                )
         return self
 
 

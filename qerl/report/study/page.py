@@ -126,7 +126,7 @@ def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
     sections = [
         text.head(study, job),
         text.decisions(tables.decisions),
-        text.comparisons(tables.comparisons),
+        text.comparisons(tables.comparisons, tables.rates),
         text.followers(tables.followers),
         text.equal_rates(tables.equal_rates),
         text.claims(tables.claims),

@@ -36,9 +36,12 @@ _PIPELINE = (
     "> **This is a run of the pipeline, and no result about the question.** Its policies and runs are too small and "
     "too few. The page shows only that every table and figure can be made."
 )
-_LIMITS = (
-    "Policies of some million parameters aren't Qwen2.5-7B. A sentence holds for these policies and tasks. The trend "
-    "between sizes and the list of real models below say what would decide the question there."
+_LIMITS = "Policies of some million parameters aren't Qwen2.5-7B. A sentence holds for these policies and tasks."
+_REAL = "The trend between sizes and the list of real models below say what would decide the question there."
+_BY_PILOT = (
+    "Each arm has the learning rate that the pilot chose for it by pass@1: the lowest within half a point of the best, "
+    "by one run a base. A difference between arms with two rates is that of both, and may come from the rate alone, in "
+    f"pass@k for larger k above all ({link('rates', 'scores at all tried rates')})."
 )
 
 
@@ -55,7 +58,7 @@ def head(study: Study, job: PageJob) -> str:
         "follows from which outcome. Its first version was committed before the runs. [Each change since]"
         f"({protocol}#changes-after-the-first-run) is listed there, with the runs that were replaced. The workflow "
         "makes this page from the stored data alone.",
-        _LIMITS,
+        f"{_LIMITS} {_REAL}" if job.real else _LIMITS,
     )
 
 
@@ -82,8 +85,8 @@ def decisions(frame: pd.DataFrame) -> str:
     )
 
 
-def comparisons(frame: pd.DataFrame) -> str:
-    """The primary comparisons, with those of the mismatch."""
+def comparisons(frame: pd.DataFrame, tried: pd.DataFrame) -> str:
+    """The primary comparisons, with those of the mismatch; `tried` are the learning rates of the pilot."""
     names = "; ".join(f"{label(name)} is {arm} less {other}" for name, (arm, other) in PRIMARY.items())
     others = " and ".join(map(label, MISMATCH))
     lacking = [NUMBERS[arm] for name, (arm, _) in MISMATCH.items() if name not in set(frame["comparison"])]
@@ -112,9 +115,7 @@ def comparisons(frame: pd.DataFrame) -> str:
         f"{link('comparisons', 'The table in full precision')}.",
         "Three bases are few: where bases differ, intervals are too narrow and p values too small. The protocol "
         "has the simulated coverage.",
-        "Each arm has the learning rate that the pilot chose for it by pass@1: the lowest within half a point of the "
-        "best, by one run a base. A difference between arms with two rates is that of both, and may come from the rate "
-        f"alone, in pass@k for larger k above all ({link('rates', 'scores at all tried rates')}).",
+        _BY_PILOT if len(tried) else "",
         table(frame, columns),
         figure("forest", "Differences of the compared arms with 95 % intervals; the grey band is ±2 points"),
     )

@@ -98,3 +98,9 @@ def test_a_study_of_an_unknown_experiment_is_refused():
     study = {"decides": False, "experiments": [{"experiment": "countdwn", "size": "tiny"}]}
     with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.experiment names 'countdwn'.*countdown"):
         planned("exploration-small", study=study)
+
+
+def test_an_experiment_that_is_compared_is_no_pilot():
+    compared = [{"experiment": name, "size": "tiny", "pilot": "countdown"} for name in ("comparisons", "countdown")]
+    with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.pilot=countdown is itself compared"):
+        planned("exploration-small", study={"decides": False, "experiments": compared})

@@ -151,7 +151,7 @@ def test_arms_whose_chosen_rates_differ_are_compared_at_equal_rates():
 
 def test_a_difference_below_zero_is_the_opposite_and_the_smaller_size_comes_first():
     made = study({"nvfp4": -0.05}, sizes=("25m", "3m"), problems=200)
-    rows = comparisons(comparison_table(all_outcomes(made), made.runs)).splitlines()
+    rows = comparisons(comparison_table(all_outcomes(made), made.runs), rate_table(made)).splitlines()
     listed = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("| ")][1:]
     assert [row[0] for row in listed if row[2:4] == ["pass@1", "2−1"]] == ["3m", "25m"]
     said = {row[3]: row[9] for row in listed if row[2] == "pass@1" and row[9] != "–"}
@@ -244,10 +244,10 @@ def test_an_arm_is_unstable_if_over_one_in_six_runs_diverged(kind, failed, expec
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(folder, made):
+def page(folder, made, real=REAL):
     write_study(folder / "data", made)
-    real = Path("config/paper.yaml")
-    write_page(PageJob(data=[folder / "data"], real=REAL, real_file=real, machine="H200", out=folder / "page"))
+    file = Path("config/paper.yaml") if real else None
+    write_page(PageJob(data=[folder / "data"], real=real, real_file=file, machine="H200", out=folder / "page"))
     return (folder / "page/exploration.md").read_text()
 
 
@@ -281,6 +281,15 @@ def test_a_run_of_the_pipeline_says_so_and_needs_neither_pilot_nor_second_size(t
     assert "There is one size, and so no trend." in text
     assert "pass@16" in text
     assert not (tmp_path / "page/exploration/trend.png").exists()
+
+
+def test_a_page_without_pilot_and_real_models_doesn_t_speak_of_them(tmp_path):
+    text = page(tmp_path, small({}, problems=20, drawn=16, seeds=1, decides=False), real=[])
+    links = set(re.findall(r"\]\(([^)]+)\)", text))
+    files = {link.partition("#")[0] for link in links}
+    assert {file for file in files if not (tmp_path / "page" / file).resolve().is_file()} == set()
+    assert "the pilot chose" not in text
+    assert "list of real models" not in text
 
 
 def test_a_study_without_main_runs_has_no_page(tmp_path):
