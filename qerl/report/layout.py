@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.report.formatting import three_digits, training_label, weights_label
-from qerl.report.tables import NOT_RUN
+from qerl.report.pages import NOT_RUN
 from qerl.results.names import training_name
 from qerl.results.schema.stored import OK
 

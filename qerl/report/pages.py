@@ -9,11 +9,21 @@ import pandas as pd
 from qerl.report.html import rendered, table_of
 from qerl.results.names import KEY
 
+#: The note of an arm without a score on a data set.
+NOT_RUN = "not run"
+
 
 def by_dataset(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The accuracy table (`tables.accuracy`) by data set, with only the identifying columns that differ."""
     names = dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column)
-    return {name: _of_dataset(table, name) for name in names}
+    return {name: _of_dataset(_scored_on(name, table), name) for name in names}
+
+
+def _scored_on(dataset: str, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows without those of experiments without any score on the data set, which their `tasks` lack."""
+    experiments = table["experiment"].fillna("")
+    lacks = table[f"{dataset}/note"].eq(NOT_RUN).groupby(experiments).transform("all")
+    return table[~lacks | experiments.eq("")]  # bases have no experiment
 
 
 def identifying(table: pd.DataFrame) -> list[str]:

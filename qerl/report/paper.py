@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl.report.tables import NOT_RUN, scores_by_arm, step_base
+from qerl.report.pages import NOT_RUN
+from qerl.report.tables import scores_by_arm, step_base
 from qerl.results.files import ResultError
 from qerl.results.intervals import (
     Interval,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.report.tables import NOT_RUN, write_table
+from qerl.report.pages import NOT_RUN
+from qerl.report.tables import write_table
 from qerl.results.names import decode_name, step_name
 
 #: The rank of rows for which the paper states none.

@@ -15,14 +15,13 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.formatting import latex, present
-from qerl.report.pages import page
+from qerl.report.pages import NOT_RUN, page
 from qerl.results.files import ResultError
 from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.results.names import KEY, weights_name
 from qerl.results.schema.stored import OK
 from qerl.settings.models import Recipe, WeightFormat
 
-NOT_RUN = "not run"
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
 
 _ORDER = {

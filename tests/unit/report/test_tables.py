@@ -6,6 +6,7 @@ import pytest
 
 from qerl.report import tables
 from qerl.report.formatting import present
+from qerl.report.pages import by_dataset
 from qerl.results import readers
 from qerl.results.files import ResultError
 from tests.synthetic_results import (
@@ -71,6 +72,18 @@ def test_a_cell_not_run_says_so(small, tmp_path):
     assert table.loc[("nf4", "none"), "gsm8k/note"] == "not run"
     assert table.loc[("nf4", "none"), "aime/note"] == "untrained bf16 base not run"
     assert table.loc[("nvfp4", "lora"), "aime/note"] == "not run"
+
+
+def test_a_table_by_data_set_has_the_experiments_that_are_scored_on_it(tmp_path):
+    evaluations = [write_evaluation(tmp_path, "base", {"gsm8k": column([0, 1]), "aime": column([0, 1])}, "bf16")]
+    runs = []
+    for experiment, dataset in (("first", "gsm8k"), ("second", "aime")):
+        runs.append(write_run(tmp_path, "bf16-lora", 0, experiment=experiment))
+        evaluations.append(write_evaluation(tmp_path, experiment, {dataset: column([1, 1])}, "bf16", runs[-1]))
+    shown = by_dataset(table_of(evaluations, runs))
+    for dataset in ("gsm8k", "aime"):
+        assert shown[dataset]["training"].tolist() == ["none", "lora"], dataset
+        assert shown[dataset]["accuracy"].tolist() == [0.5, 1.0], dataset
 
 
 def test_runs_that_failed_are_rows_or_notes(small, tmp_path):
