@@ -34,6 +34,7 @@ paper-small: $(VENV)/installed
 # The arms of config/exploration.yaml on two tiny policies: 8 minutes on two cores (docs/exploration-protocol.md).
 exploration-small: $(VENV)/installed
 	snakemake --cores $(CORES) --configfile config/exploration-small.yaml $(ARGS)
+	qerl summary $$(qerl where config/exploration-small.yaml)
 
 # The regression gates, measured anew (docs/gates.md).
 gate: $(VENV)/installed

@@ -38,6 +38,11 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
     assert str(root / "tables" / "accuracy.md") in text
     assert str(root / "report.html") in text
     assert "samples.html" not in text
+    assert "study" not in text
+    page = root / "study" / "planned" / "exploration.md"
+    page.parent.mkdir(parents=True)
+    page.touch()
+    assert str(page) in printed(root)
     (root / "samples.html").touch()
     assert printed(root).split()[-1] == str(root / "samples.html")
 
