@@ -35,6 +35,8 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 def custom_reward(answer: Answer, problem: Problem, function: str, timeout: float | None = None) -> float:
     """The user's `module:function` for a completion. Raises ValueError unless its magnitude is at most `LARGEST`."""
     value = call(function, answer, problem, key="reward.function", limit=timeout)
+    if getattr(value, "shape", None) == ():  # a scalar of NumPy or PyTorch, such as the bool of a comparison
+        value = value.item()
     magnitude: Any = abs(value) if isinstance(value, Real) else math.nan
     if not magnitude <= LARGEST:  # NaN isn't
         raise ValueError(

@@ -104,6 +104,14 @@ def word(answer, problem):
 def array(answer, problem):
     return numpy.float32(0.5)
 
+def compared(answer, problem):
+    import numpy
+    return numpy.float32(answer.tokens) < answer.limit
+
+def tensor(answer, problem):
+    import torch
+    return torch.tensor(answer.tokens / answer.limit)
+
 def broken(answer, problem):
     raise KeyError("mine")
 """
@@ -127,9 +135,10 @@ def test_an_own_reward_is_one_more_part(module):
     assert total(short, settings) - total(long, settings) == pytest.approx(3.0)
 
 
-def test_a_number_of_numpy_is_a_number(module):
-    settings = RewardSettings(function=f"{module}:array")
-    assert reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)["custom"] == 0.5
+@pytest.mark.parametrize(("name", "value"), [("array", 0.5), ("compared", 1.0), ("tensor", 0.25)])
+def test_a_scalar_of_numpy_or_torch_is_a_number(module, name, value):
+    settings = RewardSettings(function=f"{module}:{name}")
+    assert reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)["custom"] == value
 
 
 @pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("nan", "nan"), ("huge", "10*"), ("word", "'1'")])
