@@ -129,7 +129,8 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
     problems = read_split(folder, task.split)
     if not problems:
         raise EvaluationError(
-            f"{folder} has no {task.split} problems to evaluate on; prepare it from an origin with a {task.split} split"
+            f"{folder} has no {task.split} problems to evaluate on; give a file, all of which is asked, or an origin "
+            f"with a {task.split} split"
         )
     if task.task is None:
         form, units = about.answer, tuple(about.units)

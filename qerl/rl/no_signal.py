@@ -85,7 +85,7 @@ def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
 
 def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
     """Log the rewards of a finished run, and warn if none of its steps had a gradient."""
-    said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} steps"
+    said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} step{'s' * (len(rows) != 1)}"
     if any(_teaches(row, settings) for row in rows):
         log.info("%s", said)
     else:
