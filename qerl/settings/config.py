@@ -173,6 +173,12 @@ class Config(Settings):
             require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
             if studied.pilot is not None:
                 require(studied.pilot, self.experiments, f"{place}.pilot", "experiments")
+            for name in filter(None, (studied.experiment, studied.pilot)):
+                if self.experiments[name].tasks == []:
+                    raise ConfigError(
+                        f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data "
+                        "set"
+                    )
             if studied.pilot in compared:
                 raise ConfigError(
                     f"{place}.pilot={studied.pilot} is itself compared, so its runs can't choose the learning rates; "

@@ -100,6 +100,15 @@ def test_a_study_of_an_unknown_experiment_is_refused():
         planned("exploration-small", study=study)
 
 
+def test_a_study_of_an_experiment_that_is_not_scored_is_refused_before_it_runs():
+    experiments = read_yaml(ROOT / "config/exploration-small.yaml")["experiments"]
+    experiments["countdown"]["tasks"] = []
+    with pytest.raises(
+        ConfigError, match=r"study\.experiments\[0\] names countdown, which has no scores.*countdown\.tasks"
+    ):
+        planned("exploration-small", experiments=experiments)
+
+
 def test_an_experiment_that_is_compared_is_no_pilot():
     compared = [{"experiment": name, "size": "tiny", "pilot": "countdown"} for name in ("comparisons", "countdown")]
     with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.pilot=countdown is itself compared"):
