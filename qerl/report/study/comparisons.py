@@ -69,12 +69,12 @@ def all_outcomes(study: Study) -> list[Outcome]:
     Raises ResultError where the placebo differs from the arm that it equals by construction.
     """
     followers = follower_table(study)
-    found = [
+    unsorted = [
         outcome
         for experiment, task, frame in tested(study)
         for outcome in _outcomes(study, experiment, task, frame, frozenset(astray(followers, experiment)))
     ]
-    return sorted(found, key=lambda outcome: int(re.sub(r"\D", "", outcome.size) or 0))
+    return sorted(unsorted, key=lambda outcome: int(re.sub(r"\D", "", outcome.size) or 0))
 
 
 def tested(study: Study) -> Iterator[tuple[str, str, pd.DataFrame]]:

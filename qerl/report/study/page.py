@@ -12,7 +12,7 @@ import pandas as pd
 
 from qerl.jobs.study import PageJob
 from qerl.provenance.files import write_text
-from qerl.report.study import figures, text
+from qerl.report.study import background, figures, text
 from qerl.report.study.arms import arm_table, failed_runs, pass_curves, power_table, rate_table, run_table, used_rates
 from qerl.report.study.calibration import calibration_table
 from qerl.report.study.claims import claim_table
@@ -131,12 +131,12 @@ def _page(job: PageJob, study: Study, tables: Tables, drawn: set[str]) -> str:
         text.equal_rates(tables.equal_rates),
         text.claims(tables.claims),
         text.arms(tables.arms, tables.secondary),
-        text.rates(tables.rates, tables.used_rates),
+        background.rates(tables.rates, tables.used_rates),
         text.trend(tables.trend, drawn),
-        text.power(tables.power, tables.comparisons),
-        text.calibration(tables.calibration),
-        text.failures(tables.failed, tables.comparisons),
-        text.real(job, tables.power),
-        text.data(study, data),
+        background.power(tables.power, tables.comparisons),
+        background.calibration(tables.calibration),
+        background.failures(tables.failed, tables.comparisons),
+        background.real(job, tables.power),
+        background.data(study, data),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
