@@ -205,7 +205,7 @@ def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> 
     elif isinstance(asked_of, Mapping):
         settings = parse(DatasetSettings, asked_of, "problems")
     else:
-        all_of_it = {"validation_fraction": 0, "test_fraction": 1}
+        all_of_it = {} if Path(asked_of).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
     shutil.rmtree(out / DATA, ignore_errors=True)

@@ -224,10 +224,22 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     if isinstance(records_read, list):
         assert isinstance(origin, (LocalData, FunctionData))
         return _split_by_hash(renamed(records_read, settings.columns), origin, settings.format)
+    if isinstance(origin, (LocalData, FunctionData)):
+        _check_fractions(origin)
     splits = {split: list(renamed(records, settings.columns)) for split, records in records_read.items()}
     for where, record in chain(*splits.values()):
         parse_record(record, settings.format, where)
     return splits
+
+
+def _check_fractions(origin: LocalData | FunctionData) -> None:
+    """Raise `DataError` for shares of splits that are set though the records come in splits."""
+    for name in ("validation_fraction", "test_fraction"):
+        if getattr(origin, name) != type(origin).model_fields[name].default:
+            raise DataError(
+                f"origin.{name} divides one list of records, and these come in splits already; remove it, or name one "
+                "file"
+            )
 
 
 def _own_records(origin: Any) -> dict[Split, list[Located]] | list[Located]:

@@ -77,6 +77,14 @@ def test_a_folder_keeps_its_splits_and_may_lack_some(tmp_path):
     assert read_split(folder, "validation") == []
 
 
+def test_shares_of_splits_are_refused_for_a_folder_which_has_its_splits(tmp_path):
+    (tmp_path / "given").mkdir()
+    write_lines(tmp_path / "given/train.jsonl", gsm8k(4))
+    for name in ("validation_fraction", "test_fraction"):
+        with pytest.raises(DataError, match=rf"origin.{name} divides one list .* remove it"):
+            prepared(tmp_path, LocalData(source="local", path=tmp_path / "given", **{name: 0.5}))
+
+
 def test_nested_parquet_columns_survive(tmp_path):
     pd.DataFrame([{**r, "tags": [1, 2]} for r in gsm8k(3)]).to_parquet(tmp_path / "test.parquet")
     folder = prepared(
