@@ -24,7 +24,7 @@ reproduce: $(VENV)/installed
 
 # One process per core, each with one thread; files with slow tests come first (tests/conftest.py).
 test: $(VENV)/vllm
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 $(ARGS)
+	python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 $(ARGS)
 
 # Every experiment of config/paper.yaml on tiny policies, some 180 jobs.
 paper-small: $(VENV)/installed

@@ -118,7 +118,7 @@ def test_any_parquet_table_is_problems_or_one_sentence_with_the_files_name(folde
 def test_a_missing_question_of_a_table_is_named(folder):
     path = folder / "missing.parquet"
     pd.DataFrame({"question": ["q", None], "answer": ["#### 5"] * 2}).to_parquet(path)
-    with pytest.raises(DataError, match=r"missing\.parquet, record 2 has no `question`"):
+    with pytest.raises(DataError, match=r"missing\.parquet, record 2 has an empty `question`"):
         check_problem_file(path)
 
 

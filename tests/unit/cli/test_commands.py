@@ -327,7 +327,7 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
     unreadable, steps, flat = done.stderr.splitlines()
     assert unreadable.startswith("warning: step 1: no completion states an answer that the grader reads.")
     assert re.fullmatch(r"steps: 1 of 1, reward 0\.000, length \d, sampler KL \S+, [\d,]+ tokens/s", steps)
-    assert flat.startswith("warning: reward 0.000 -> 0.000 in 1 steps")
+    assert flat.startswith("warning: reward 0.000 -> 0.000 in 1 step: nothing was learned")
     assert "Writing model shards" in (tmp_path / "run/log.txt").read_text()
 
 
