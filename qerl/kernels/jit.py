@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from functools import cache
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -35,6 +38,15 @@ def load(
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     return function
+
+
+def compile_all(
+    sources: tuple[Path, ...], entry: str, kinds: Iterable[tuple[tuple[str, int], ...]], device: int
+) -> None:
+    """Compile the function for each of several -D options on all cores, so that `load` finds its machine code."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # NVRTC compiles without Python's lock.
+        list(pool.map(partial(_machine_code, sources, entry, device=device), kinds))
 
 
 def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ctypes.Structure) -> None:

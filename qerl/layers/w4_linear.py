@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import halves
 from qerl.formats.tiles import Tiles
+from qerl.kernels.w4a16 import product
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
 from qerl.layers.adapters import Lora, unwrap
 from qerl.layers.packed_linear import PackedLinear
@@ -44,7 +45,7 @@ class W4Linear:
         ranks = [len(lora.down) for lora in self._loras if lora is not None]
         self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
         shape = (len(self._loras), self.rank, self.tiles.columns)
-        self._operands = Operands(
+        self.operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
             lora_a=torch.zeros(shape, dtype=torch.bfloat16, device=device),
@@ -56,7 +57,7 @@ class W4Linear:
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """The copies of `sync` as (to, from); ranks are padded with zeros to a multiple of 16."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for lora, a, b in zip(self._loras, self._operands.lora_a, self._operands.lora_b, strict=True):
+        for lora, a, b in zip(self._loras, self.operands.lora_a, self.operands.lora_b, strict=True):
             if lora is not None:
                 rank = len(lora.down)
                 pairs += [(a[:rank], lora.down), (b[:, :rank], lora.up)]
@@ -77,7 +78,12 @@ class W4Linear:
         for tensor in (x, out):
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
-        multiply(self._operands, x, out, Mode.SILU if silu else Mode.RESIDUAL if residual else Mode.PLAIN)
+        multiply(self.operands, x, out, Mode.SILU if silu else Mode.RESIDUAL if residual else Mode.PLAIN)
+
+
+def compile_ahead(products: Iterable[W4Linear], rows: int) -> None:
+    """Compile the kernels of products with up to `rows` rows, several at a time; later ones compile at their launch."""
+    product.compile_ahead([each.operands for each in products], rows)
 
 
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:

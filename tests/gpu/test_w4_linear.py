@@ -10,17 +10,19 @@ from torch import nn
 from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
+from qerl.kernels import jit
 from qerl.kernels.unpack import dense
+from qerl.kernels.w4a16.variants import limits
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.w4_linear import W4Linear, is_hopper
+from qerl.layers.w4_linear import W4Linear, compile_ahead, is_hopper
 from qerl.settings.training import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 #: Rows of x on both sides of every variant's limit, more than one row block, and more than one launch.
-ROWS = (1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 1100, 9000)
+ROWS = (1, 3, 31, 100, 300, 1100, 9000, *(rows for limit in limits(512) for rows in (limit, limit + 1)))
 #: Triton compiles each variant and rank anew, so there are fewer of them.
 PORTABLE_ROWS = (1, 9, 32, 33, 100, 129, 300)
 #: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
@@ -104,7 +106,7 @@ def reference(layers, weights, x, kind, before):
 def rows_of(backend, size):
     if backend is PortableLinear:
         return PORTABLE_ROWS
-    return ROWS if size is not LARGE else (1, 5, 16, 32, 64, 128, 256, 384, 512, 700)
+    return ROWS if size is not LARGE else (1, 5, 16, 32, 64, 80, 128, 150, 192, 200, 256, 280, 384, 400, 512, 700)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,7 +138,10 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks, backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [(8, 3), (16, 9), (32, 20), (384, 300), (512, 390)])
+@pytest.mark.parametrize(
+    "rows",
+    [(8, 3), (16, 9), (32, 20), (96, 70), (160, 129), (224, 200), (320, 300), (384, 330), (512, 450)],
+)
 def test_a_row_does_not_depend_on_the_others(rows, backend):
     """The engine's buckets need this within one variant of the kernel."""
     many, few = rows
@@ -179,9 +184,21 @@ def test_few_and_many_rows_in_turn_leave_nothing_behind():
     layers = with_lora(layers_of("qkv", SMALL, "nvfp4"), AdapterSettings().rank)
     weights = [dequantize(layer.base_layer.packed, torch.float32) for layer in layers.children()]
     product = W4Linear(list(layers.children()))
-    for rows in (4, 65, 300, 16, 700, 128, 1, 400, 32, 64, 257, 2):
+    for rows in (4, 65, 300, 16, 700, 128, 1, 150, 400, 200, 32, 64, 257, 220, 2):
         x = torch.randn(rows, SMALL[0], device=DEVICE).bfloat16()
         out = x.new_full((rows, product.out_features), float("nan"))
         product(x, out)
         exact = reference(layers, weights, x, "qkv", None)
         assert (out.double() - exact).norm() <= TOLERANCE * exact.norm(), rows
+
+
+@on_hopper
+def test_products_compiled_ahead_compile_nothing_at_their_launch(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "cache_folder", lambda name: tmp_path / name)
+    product = W4Linear(list(with_lora(layers_of("o", SMALL, "nvfp4"), 16).children()))
+    jit.load.cache_clear()
+    compile_ahead([product], 200)
+    kept = {file.name for file in (tmp_path / "kernels").iterdir()}
+    for rows in (1, 9, 33, 128, 160, 200):
+        product(x := torch.randn(rows, SMALL[0], device=DEVICE).bfloat16(), torch.zeros_like(x))
+    assert {file.name for file in (tmp_path / "kernels").iterdir()} == kept

@@ -312,13 +312,23 @@ __device__ __forceinline__ void multiply_add_shared(float4 c[X_TILES], const u32
     asm volatile(WGMMA(32, D_0, 16, 17, 18, 19, 20) : F16(0) : A_AND_X);
 #elif X_TILES == 8
     asm volatile(WGMMA(64, D_0 "," D_16, 32, 33, 34, 35, 36) : F16(0), F16(4) : A_AND_X);
+#elif X_TILES == 12
+    asm volatile(WGMMA(96, D_0 "," D_16 "," D_32, 48, 49, 50, 51, 52) : F16(0), F16(4), F16(8) : A_AND_X);
 #elif X_TILES == 16
     asm volatile(WGMMA(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65, 66, 67, 68)
                  : F16(0), F16(4), F16(8), F16(12)
                  : A_AND_X);
+#elif X_TILES == 20
+    asm volatile(WGMMA(160, D_0 "," D_16 "," D_32 "," D_48 "," D_64, 80, 81, 82, 83, 84)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16)
+                 : A_AND_X);
 #elif X_TILES == 24
     asm volatile(WGMMA(192, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80, 96, 97, 98, 99, 100)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20)
+                 : A_AND_X);
+#elif X_TILES == 28
+    asm volatile(WGMMA(224, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96, 112, 113, 114, 115, 116)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24)
                  : A_AND_X);
 #elif X_TILES == 32
     asm volatile(WGMMA(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129, 130, 131, 132)
@@ -334,13 +344,23 @@ __device__ __forceinline__ void multiply_add_shared(float4 c[X_TILES], const u32
 __device__ __forceinline__ void multiply_add_both_shared(float4 c[X_TILES], u64 a, u64 x) {
 #if X_TILES == 8
     asm volatile(WGMMA_A_SHARED(64, D_0 "," D_16, 32, 33) : F16(0), F16(4) : "l"(a), "l"(x));
+#elif X_TILES == 12
+    asm volatile(WGMMA_A_SHARED(96, D_0 "," D_16 "," D_32, 48, 49) : F16(0), F16(4), F16(8) : "l"(a), "l"(x));
 #elif X_TILES == 16
     asm volatile(WGMMA_A_SHARED(128, D_0 "," D_16 "," D_32 "," D_48, 64, 65)
                  : F16(0), F16(4), F16(8), F16(12)
                  : "l"(a), "l"(x));
+#elif X_TILES == 20
+    asm volatile(WGMMA_A_SHARED(160, D_0 "," D_16 "," D_32 "," D_48 "," D_64, 80, 81)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16)
+                 : "l"(a), "l"(x));
 #elif X_TILES == 24
     asm volatile(WGMMA_A_SHARED(192, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80, 96, 97)
                  : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20)
+                 : "l"(a), "l"(x));
+#elif X_TILES == 28
+    asm volatile(WGMMA_A_SHARED(224, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96, 112, 113)
+                 : F16(0), F16(4), F16(8), F16(12), F16(16), F16(20), F16(24)
                  : "l"(a), "l"(x));
 #elif X_TILES == 32
     asm volatile(WGMMA_A_SHARED(256, D_0 "," D_16 "," D_32 "," D_48 "," D_64 "," D_80 "," D_96 "," D_112, 128, 129)

@@ -1,4 +1,4 @@
-// Beyond 256 rows of x. What differs from fewer rows:
+// Beyond 128 rows of x. What differs from fewer rows:
 //
 // Clusters: the two thread blocks of a worker have half of each of its rows of blocks, 128 rows of W. Each copies 64 of a stage's 128
 // columns of x, for both: x is most of what is copied, and L2 is read half as often. The halves of a stage have barriers of their

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from qerl.formats import tiles as layout
 from qerl.formats.tiles import Tiles
-from qerl.kernels.jit import address, defines, flat_tensor_map, launch, load, params_struct, tensor_map
-from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, KernelVariant, variant_for
+from qerl.kernels.jit import address, compile_all, defines, flat_tensor_map, launch, load, params_struct, tensor_map
+from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, VARIANTS, KernelVariant, limits, variant_for
 
 _NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "many_rows.cu", "kernel.cu")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
+_ENTRY = "w4a16"
 #: The word in the memory for sums until a sum arrives, as in the kernel's source.
 _EMPTY = -1
 #: The fewest thread blocks that share a row block of x. Further row blocks need another launch: 2,048 rows on an H200.
@@ -123,21 +124,36 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
         _launch(operands, rows, outs, mode)
 
 
+def compile_ahead(products: Iterable[Operands], rows: int) -> None:
+    """Compile the variants for up to `rows` rows of x at the same time; a launch compiles one that is missing."""
+    kinds: dict[torch.device, set[tuple[tuple[str, int], ...]]] = defaultdict(set)
+    for operands in products:
+        tiles, device = operands.tiles, operands.tiles.data.device
+        for count in limits(rows):
+            variant, _ = variant_for(count, tiles.rows, tiles.columns, _workspace(device).processors)
+            kinds[device].add(_options(variant, operands.rank))
+    for device, options in kinds.items():
+        compile_all(_SOURCES, _ENTRY, options, device.index)
+
+
+def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
+    return defines(
+        X_TILES=variant.x_tiles,
+        STAGES=variant.stages,
+        REGISTERS=variant.registers_per_thread(rank),
+        RANK=rank,
+        CLUSTER=variant.cluster,
+    )
+
+
 def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
     tiles, processors = operands.tiles, _workspace(x.device).processors
     variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
     row_blocks = -(-len(x) // variant.rows)
     workers = variant.workers(blocks, processors // row_blocks)
     params = _params(operands, x, out, mode, variant, row_blocks, workers)
-    options = defines(
-        X_TILES=variant.x_tiles,
-        STAGES=variant.stages,
-        REGISTERS=variant.registers_per_thread(operands.rank),
-        RANK=operands.rank,
-        CLUSTER=variant.cluster,
-    )
     shared_bytes = variant.shared_bytes(operands.lora_columns)
-    function = load(_SOURCES, "w4a16", options, shared_bytes, x.get_device())
+    function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
     launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
@@ -183,5 +199,6 @@ def _params(
 
 
 def _sums(workspace: _Workspace, variant: KernelVariant) -> Tensor:
-    count = workspace.processors * layout.BLOCK_ROWS * MOST_ROWS
+    rows = max(each.rows for pair in VARIANTS for each in pair if each.many_rows == variant.many_rows)
+    count = workspace.processors * layout.BLOCK_ROWS * rows
     return workspace.get("staged_sums", count) if variant.many_rows else workspace.get("sums", 2 * count, _EMPTY)

@@ -12,7 +12,7 @@ constexpr int TILE_BYTES = 16 * BLOCK_COLUMNS / 2 + 16 * GROUPS;
 constexpr int BLOCK_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int WEIGHT_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int ROWS = X_TILES * 8;
-// Beyond 256 rows of x a worker is a cluster of two thread blocks, which have half of a row of blocks each
+// Beyond 128 rows of x a worker is a cluster of two thread blocks, which have half of a row of blocks each
 // (many_rows.cu).
 constexpr bool MANY_ROWS = CLUSTER > 1;
 constexpr int SPAN_ROWS = BLOCK_ROWS * CLUSTER;  // of W in a worker's row of blocks

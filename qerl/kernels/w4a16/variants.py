@@ -41,7 +41,7 @@ class KernelVariant:
 
     @property
     def many_rows(self) -> bool:
-        """Whether it is the kernel for more than 256 rows."""
+        """Whether it is the kernel for more than 128 rows."""
         return self.cluster > 1
 
     @property
@@ -115,7 +115,7 @@ class KernelVariant:
 #: Variants by rows of x, each for small and for large layers. The last variant also computes more rows, in row blocks.
 #: Up to 16 rows, a thread block of a small and one of a large layer share a multiprocessor, so that the next layer's
 #: weights are copied while this one ends. Two of the same size don't: small layers' lack memory, large ones' registers.
-#: Up to 384 rows, two row blocks of 192 are fewer products than two of 256.
+#: Beyond 64 rows, padding costs as much as rows do, so there are many variants (their times: docs/lab/kernels.md).
 VARIANTS = (
     (
         KernelVariant(1, stages=4, registers=96, one_per_sm=True),
@@ -127,9 +127,15 @@ VARIANTS = (
     ),
     (KernelVariant(4, stages=3, registers=168, one_per_sm=True),) * 2,
     (KernelVariant(8, stages=4),) * 2,
+    (KernelVariant(12, stages=6),) * 2,
     (KernelVariant(16, stages=5),) * 2,
-    (KernelVariant(32, stages=3),) * 2,
+    (KernelVariant(20, stages=4, cluster=2),) * 2,
+    (KernelVariant(24, stages=3, cluster=2),) * 2,
+    (KernelVariant(28, stages=3, cluster=2),) * 2,
+    (KernelVariant(32, stages=3, cluster=2),) * 2,
+    (KernelVariant(20, stages=4, cluster=2, row_blocks=2),) * 2,
     (KernelVariant(24, stages=3, cluster=2, row_blocks=2),) * 2,
+    (KernelVariant(28, stages=3, cluster=2, row_blocks=2),) * 2,
     (KernelVariant(32, stages=3, cluster=2, row_blocks=2),) * 2,
 )
 #: The most rows of x in a row block.
@@ -139,6 +145,12 @@ MOST_ROWS = VARIANTS[-1][0].rows
 def _variants_for(rows: int) -> tuple[KernelVariant, KernelVariant]:
     """The variants for `rows` rows of x, for a small and for a large layer."""
     return next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
+
+
+def limits(rows: int) -> list[int]:
+    """The most rows of x of each variant that serves up to `rows` rows."""
+    ends = [pair[0].rows * pair[0].row_blocks for pair in VARIANTS]
+    return [end for begin, end in zip([0, *ends], ends, strict=False) if begin < rows]
 
 
 def padded_rows(rows: int) -> int:

@@ -16,7 +16,7 @@ from qerl.kernels.w4a16.variants import padded_rows
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.transfer import upload
 
-_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def bucket_of(rows: int) -> int:

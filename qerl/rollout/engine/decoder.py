@@ -22,7 +22,7 @@ from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.packed_linear import packed_format
 from qerl.layers.structure import structure_of
-from qerl.layers.w4_linear import W4Linear
+from qerl.layers.w4_linear import W4Linear, compile_ahead
 from qerl.policy.policy import Policy
 from qerl.rollout.engine.mixers import (
     Attention,
@@ -118,6 +118,10 @@ class Decoder:
     def new_cache(self, pages: int, dtype: torch.dtype) -> KVCache:
         """A KV cache of zeros with so many pages, in the model's dtype or FP8."""
         return KVCache.empty(len(self), pages, self.heads, dtype, self.device)
+
+    def compile_ahead(self, sequences: int) -> None:
+        """Compile the packed products of steps of up to so many sequences, several at a time."""
+        compile_ahead([linear for linear in self.linears if isinstance(linear, W4Linear)], sequences)
 
     @torch.no_grad()
     def sync(self) -> None:

@@ -205,6 +205,7 @@ class EngineSampler:
         # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
+        decoder.compile_ahead(slots)
         state, states = DecodeState.empty(slots, tokens, pages_each, decoder.device), decoder.new_states(slots)
         cache, sampling = decoder.new_cache(min(wanted, affordable), dtype), SamplingState.empty(decoder.device)
         self.cache_bytes = cache.nbytes + (states.nbytes if states else 0)

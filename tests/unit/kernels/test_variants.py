@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.kernels.w4a16.variants import VARIANTS
+from qerl.kernels.w4a16.variants import VARIANTS, limits, padded_rows
 
 REGISTERS, SHARED_BYTES, MOST_SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 232448, 1024
 RANKS = (0, 16, 64, 128)
@@ -44,3 +44,9 @@ def test_warps_find_registers_in_their_quarter_of_a_multiprocessor(variant, rank
 @pytest.mark.parametrize(("small", "large"), [pair for pair in VARIANTS if pair[0].x_tiles <= 2])
 def test_up_to_16_rows_the_next_layer_fits_beside(small, large, rank):
     assert fit_together(rank, small, large)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 8), (8, 8), (9, 16), (129, 160), (512, 512), (513, 512)])
+def test_limits_reach_as_far_as_the_rows(rows, most):
+    assert limits(rows) == [end for end in limits(9999) if end <= most]
+    assert rows > 512 or padded_rows(rows) == most

@@ -18,18 +18,18 @@ def multiplied(rows: int) -> int:
     return blocks * variant.rows
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 100, 256, 257, 384, 385, 512, 513, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 17, 100, 129, 161, 193, 256, 257, 384, 385, 512, 513, 1000])
 def test_a_graph_is_the_smallest_with_room(rows):
     assert bucket_of(rows) == min(size for size in SIZES if size >= rows)
     assert bucket_of(bucket_of(rows)) == bucket_of(rows)
 
 
-def test_no_padding_costs_a_product_more_and_beyond_256_rows_a_larger_graph_would():
+def test_no_padding_costs_a_product_more_and_beyond_128_rows_a_larger_graph_would():
     for rows in range(1, MOST):
         assert multiplied(bucket_of(rows)) == multiplied(rows)
-    for size in [size for size in SIZES if size > 256]:
+    for size in [size for size in SIZES if size > 128]:
         assert multiplied(size + 1) > multiplied(size) == size
 
 
 def test_few_graphs_serve_a_rollout():
-    assert len([size for size in SIZES if size <= 512]) == 15
+    assert len([size for size in SIZES if size <= 512]) == 19

@@ -170,7 +170,7 @@ def rows_for(sequences, right_each, step_rows=None):
 
 
 def test_rows_are_as_many_as_pay():
-    assert speculation.step_sizes(None) == [8, 16, 32, 64, 128]
+    assert speculation.step_sizes(None) == [8, 16, 32, 64, 96, 128]
     assert rows_for(1, 4) == 8
     assert rows_for(1, 0) == rows_for(16, 0.02) == 0
     assert rows_for(8, 0.9) == 16
@@ -196,7 +196,7 @@ def test_searches_without_gain_become_rare():
         if known.tries(4):
             searched.append(step)
             searches += 1
-            known.learn(searches, [0.01 * searches] * 5)
+            known.learn(searches, [0.01 * searches] * len(speculation.step_sizes(None)))
     assert len(searched) == 10
     assert max(np.diff(searched)) == 128 == max(np.diff(searched)[-3:])
     assert known.plain_steps(128, 8) == 8
@@ -204,12 +204,12 @@ def test_searches_without_gain_become_rare():
 
 def test_a_search_that_finds_much_ends_the_pauses():
     known = speculation.Speculation(None)
-    known.learn(1, [0.0] * 5)
+    known.learn(1, [0.0] * len(speculation.step_sizes(None)))
     assert known.rows(1) == 0
     steps = 0
     while not known.tries(1):
         steps += known.plain_steps(1, 8)
     assert steps == 2
     assert known.rows(1) == 0  # nothing is known yet
-    known.learn(2, [5.0] * 5)
+    known.learn(2, [5.0] * len(speculation.step_sizes(None)))
     assert known.rows(1) == 8
