@@ -49,19 +49,23 @@ FEW = [
 CANDIDATES: dict[int, list[Tile]] = {
     1: FEW,
     8: FEW,
+    16: [
+        *(Tile(64, 16, 4, stages, programs=4) for stages in (4, 6)),
+        *(Tile(64, 16, 2, stages, programs=programs) for stages, programs in ((5, 4), (6, 4), (4, 6))),
+    ],
     32: [
-        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (5, 3), (5, 4))),
-        *(Tile(128, 32, 8, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
-        *(Tile(256, 32, 8, stages, programs=1) for stages in (3, 4)),
+        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (5, 3))),
+        *(Tile(64, 32, 2, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (4, 5), (5, 4), (6, 3))),
+        *(Tile(128, 32, 8, stages, programs=programs) for stages, programs in ((4, 3), (5, 2))),
     ],
     64: [
-        *(Tile(64, 64, 4, stages, programs=programs) for stages, programs in ((3, 3), (4, 3), (4, 2))),
-        *(Tile(128, 64, 8, stages, programs=programs) for stages, programs in ((3, 2), (4, 1), (5, 1))),
-        *(Tile(256, 64, 8, stages, programs=1) for stages in (2, 3)),
+        Tile(64, 64, 4, 3, programs=3),
+        *(Tile(64, 64, 2, stages, programs=programs) for stages, programs in ((3, 3), (3, 4))),
+        *(Tile(128, 64, 8, stages, programs=programs) for stages, programs in ((3, 2), (4, 1))),
     ],
     128: [
         Tile(64, 128, 4, 3, programs=2),
-        Tile(128, 128, 8, 3, programs=1),
+        *(Tile(128, 128, 8, stages, programs=1) for stages in (3, 4)),
     ],
     256: [
         Tile(64, 128, 4, 3),
@@ -72,7 +76,7 @@ CANDIDATES: dict[int, list[Tile]] = {
         *(Tile(64, 256, warps, 3, programs=1) for warps in (4, 8)),
         *(Tile(128, 128, 8, 3, programs=programs) for programs in (1, 2)),
     ],
-    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1), Tile(128, 256, 8, 2)],
+    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1)],
 }
 
 app = typer.Typer()

@@ -64,12 +64,12 @@ class PortableOperands:
         return len(self.down)
 
 
-#: By the most rows of x: the fastest of those timed with 7B's shapes on an H100 or H200 (docs/lab/portable.md); 16 is a
-#: guess.
+#: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
+#: the compiler takes mma.sync on Hopper, too, and no two warps decode the same weights.
 _TILES = {
     8: Tile(64, 8, 4, 7, programs=4),
-    16: Tile(64, 16, 4, 4, programs=4),
-    32: Tile(64, 32, 4, 5, programs=3),
+    16: Tile(64, 16, 2, 6, programs=4),
+    32: Tile(64, 32, 2, 3, programs=5),
     64: Tile(64, 64, 4, 3, programs=3),
     128: Tile(64, 128, 4, 3, programs=2),
     256: Tile(128, 128, 8, 3, programs=1),
