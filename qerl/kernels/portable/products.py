@@ -13,11 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qerl.kernels.launch import begin
+from qerl.kernels.launch import begin, let_next_start, wait_for_earlier
 from qerl.kernels.portable.decoding import weight_values
 
 #: Rows of A of a program, the fewest that fill an instruction.
 SHRINK_ROWS = tl.constexpr(16)
+#: Blocks of columns whose codes come into L2 while the previous kernel ends.
+EARLY_BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -38,6 +40,19 @@ def _product(
         scales += rows_of_w * GROUPS
         x += 128
     return total
+
+
+@triton.jit
+def _prefetch(codes, tile, rows_of_w, first, last, N: tl.constexpr):
+    """Bring the codes of a tile's first blocks of columns into L2, 128 bytes a time."""
+    lines: tl.constexpr = N // 2  # of a block; a row has 64 bytes
+    line = tl.arange(0, EARLY_BLOCKS * lines)
+    block = tl.minimum(first + line // lines, last - 1)
+    row = tl.minimum(tile * N + line % lines * 2, rows_of_w - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(codes + (block * rows_of_w + row) * 16).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -115,7 +130,10 @@ def split_product(
     n = tile * N + tl.arange(0, N)
     # Rows that don't exist are read as the last one, and not written.
     m_read = tl.minimum(m, rows - 1)
-    begin(PDL)
+    let_next_start(PDL)
+    if PDL:  # earlier kernels don't write weights
+        _prefetch(codes, tl.minimum(tile, tiles - 1), rows_of_w, first, last, N)
+    wait_for_earlier(PDL)
     if tile < tiles:
         total = _product(
             codes, scales, x, tl.minimum(n, rows_of_w - 1), m_read, rows_of_w, columns, first, last,
