@@ -167,7 +167,8 @@ def trained(tmp_path_factory):
 def test_the_kl_of_runs_is_that_of_rounding_unless_the_sampler_has_noise(trained):
     table = pd.read_csv(trained / "tables/drift.csv").set_index("arm")
     assert table.loc["exact", "kl_last"] < 1e-10
-    assert 1e-9 < table.loc["rounded", "kl_last"] < 1e-3
+    # How often bfloat16 rounds differently in a batch and in a packed row depends on the CPU: 3e-11 without AVX-512.
+    assert 100 * table.loc["exact", "kl_last"] < table.loc["rounded", "kl_last"] < 1e-3
     assert table.loc["noisy", "kl_last"] > 100 * table.loc["exact", "kl_last"]
     assert set(table["steps"]) == {20}
 
