@@ -137,7 +137,8 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
         assert {f"base_model.model.model.{part.removeprefix(prefix)}" for part in gradients} == ours.keys()
         for part, gradient in gradients.items():
             assert gradient.any(), part
-            near = 1e-4 * gradient.abs().max().item()
+            # Rounding in delta nets: 1.6e-4 of the largest on a CPU without AVX-512.
+            near = 5e-4 * gradient.abs().max().item()
             own = ours[f"base_model.model.model.{part.removeprefix(prefix)}"]
             torch.testing.assert_close(own, gradient, rtol=1e-3, atol=near, msg=part)
 

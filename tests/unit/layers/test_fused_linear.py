@@ -110,7 +110,7 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
     get_peft_model(both, register_lora(LoraConfig(r=4, lora_alpha=6, target_modules=["gate_up_proj"])))
     nn.init.normal_(both.gate_up_proj.lora_B["default"].weight)
     fused, apart = W4Linear([both.gate_up_proj], interleaved=True), W4Linear(two, interleaved=True)
-    found, expected = fused._operands, apart._operands
+    found, expected = fused.operands, apart.operands
     assert torch.equal(found.tiles.data, expected.tiles.data)
     assert (found.tiles.parts, found.tiles.factors) == (expected.tiles.parts, expected.tiles.factors)
     down, up = (getattr(both.gate_up_proj, name)["default"].weight.bfloat16() for name in ("lora_A", "lora_B"))
