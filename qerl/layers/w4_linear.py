@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import halves
 from qerl.formats.tiles import Tiles
-from qerl.kernels.w4a16 import product
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
 from qerl.layers.adapters import Lora, unwrap
 from qerl.layers.packed_linear import PackedLinear
@@ -79,11 +78,6 @@ class W4Linear:
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
         multiply(self.operands, x, out, Mode.SILU if silu else Mode.RESIDUAL if residual else Mode.PLAIN)
-
-
-def compile_ahead(products: Iterable[W4Linear], rows: int) -> None:
-    """Compile the kernels of products with up to `rows` rows, several at a time; later ones compile at their launch."""
-    product.compile_ahead([each.operands for each in products], rows)
 
 
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:

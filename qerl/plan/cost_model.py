@@ -42,7 +42,7 @@ Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
     "Rollouts run at the engine's best measured rate of the model of the nearest size, among batches that aren't "
     "larger and ranks that aren't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
-    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 20 % too short to 40 % too long. "
+    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 15 % too short to 40 % too long. "
     f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
     "LoRA's run at the lowest share of the device's bf16 peak at which one of the same system was measured, others at "
     f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."

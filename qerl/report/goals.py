@@ -15,7 +15,7 @@ import pandas as pd
 
 from qerl.report.formatting import times
 from qerl.report.mixes import mix_speedup
-from qerl.report.ratios import NOT_MEASURED, Row, faster, of_same_code, ratio
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
 
@@ -80,8 +80,7 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
             yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
     for rank, limit in _COST.items():
         for count in _COST_SEQUENCES:
-            ours, without = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
-            [base] = of_same_code([ours], [without])
+            ours, base = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
             yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", ours, base)
 
 

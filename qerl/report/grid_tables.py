@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.formatting import weights_label
-from qerl.report.ratios import NOT_MEASURED, Row, faster, of_same_code, ratio
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
 from qerl.results.schema.speed import SECONDS
 from qerl.results.schema.stored import OK
 from qerl.results.speed_readers import LENGTHS, POLICY
@@ -71,7 +71,7 @@ def crossover(points: pd.DataFrame) -> pd.DataFrame:
 def adapters(points: pd.DataFrame) -> pd.DataFrame:
     """Speed with an adapter over that without, with 95 % intervals, and a row per (size, engine, weights, rank).
 
-    All points have the same lengths. Both were measured at one commit; rows without such a ratio are left out.
+    All points have the same lengths. Rows without a measured ratio are left out.
     """
     counts = _counts(points)
     rows = []
@@ -81,7 +81,7 @@ def adapters(points: pd.DataFrame) -> pd.DataFrame:
         for rank in sorted({rank for rank, _ in cells} - {0}):
             adapted = [cells.get((rank, count)) for count in counts]
             named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
-            rows.append(named | _ratio_columns(counts, adapted, of_same_code(adapted, without)))
+            rows.append(named | _ratio_columns(counts, adapted, without))
     return _measured_rows(rows, counts)
 
 

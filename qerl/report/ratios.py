@@ -37,15 +37,6 @@ def faster(points: Sequence[Row | None]) -> Row | None:
     return max((point for point in measured if point["status"] == OK), key=_speed, default=measured[0])
 
 
-def of_same_code(points: Sequence[Row | None], others: Sequence[Row | None]) -> list[Row | None]:
-    """Those of `others` that were measured at the commit of their point; the rest are None.
-
-    An adapter costs less than versions of a kernel differ, so its cost is a ratio within one version.
-    """
-    pairs = zip(points, others, strict=True)
-    return [other if point and other and point["commit"] == other["commit"] else None for point, other in pairs]
-
-
 def _name(row: Row) -> str:
     return str(row["engine"] if "engine" in row else row["system"])
 

@@ -12,10 +12,11 @@ from qerl.formats import words as word_layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.kernels import jit
 from qerl.kernels.unpack import dense
+from qerl.kernels.w4a16.product import compile_ahead
 from qerl.kernels.w4a16.variants import limits
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.w4_linear import W4Linear, compile_ahead, is_hopper
+from qerl.layers.w4_linear import W4Linear, is_hopper
 from qerl.settings.training import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -197,7 +198,7 @@ def test_products_compiled_ahead_compile_nothing_at_their_launch(monkeypatch, tm
     monkeypatch.setattr(jit, "cache_folder", lambda name: tmp_path / name)
     product = W4Linear(list(with_lora(layers_of("o", SMALL, "nvfp4"), 16).children()))
     jit.load.cache_clear()
-    compile_ahead([product], 200)
+    compile_ahead([product.operands], 200)
     kept = {file.name for file in (tmp_path / "kernels").iterdir()}
     for rows in (1, 9, 33, 128, 160, 200):
         product(x := torch.randn(rows, SMALL[0], device=DEVICE).bfloat16(), torch.zeros_like(x))

@@ -17,12 +17,13 @@ from qerl.kernels.graphs import captured
 from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.operations import operations
 from qerl.kernels.prompts import PromptRow
+from qerl.kernels.w4a16.product import compile_ahead
 from qerl.layers.adapters import embedding_weight
 from qerl.layers.delta_net import PackedDeltaNet
 from qerl.layers.fused_linear import FusedLinear, fuse
 from qerl.layers.packed_linear import packed_format
 from qerl.layers.structure import structure_of
-from qerl.layers.w4_linear import W4Linear, compile_ahead
+from qerl.layers.w4_linear import W4Linear
 from qerl.policy.policy import Policy
 from qerl.rollout.engine.mixers import (
     Attention,
@@ -121,7 +122,7 @@ class Decoder:
 
     def compile_ahead(self, sequences: int) -> None:
         """Compile the packed products of steps of up to so many sequences, several at a time."""
-        compile_ahead([linear for linear in self.linears if isinstance(linear, W4Linear)], sequences)
+        compile_ahead([linear.operands for linear in self.linears if isinstance(linear, W4Linear)], sequences)
 
     @torch.no_grad()
     def sync(self) -> None:

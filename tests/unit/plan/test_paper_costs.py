@@ -178,8 +178,7 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
         asked = {name: row[name] for name in ("model", "weights", "method", "engine")}
         hours = Costs("h200").rollout(work(**asked, rank=int(row["rank"]), sequences=int(row["sequences"])))
         assert hours.measured == 0
-        # 0.80 at 256 sequences of 14B, whose points precede the kernel for 129 to 256 rows that 7B has.
-        assert 0.8 < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
+        assert 0.85 < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:

@@ -1,5 +1,6 @@
 """The drift of KL(sampler || trainer): its statistics, and the table of tiny runs on NVFP4 weights."""
 
+import json
 import re
 from pathlib import Path
 
@@ -167,8 +168,10 @@ def trained(tmp_path_factory):
 def test_the_kl_of_runs_is_that_of_rounding_unless_the_sampler_has_noise(trained):
     table = pd.read_csv(trained / "tables/drift.csv").set_index("arm")
     assert table.loc["exact", "kl_last"] < 1e-10
-    # How often bfloat16 rounds differently in a batch and in a packed row depends on the CPU: 3e-11 without AVX-512.
-    assert 100 * table.loc["exact", "kl_last"] < table.loc["rounded", "kl_last"] < 1e-3
+    # In most steps of so small a policy nothing is rounded differently, so a few steps say little.
+    lines = (trained / "train/rounded/metrics.jsonl").read_text().splitlines()
+    assert 1e-9 < np.mean([json.loads(line)["mismatch/kl"] for line in lines]) < 1e-3
+    assert table.loc["rounded", "kl_last"] < 1e-3
     assert table.loc["noisy", "kl_last"] > 100 * table.loc["exact", "kl_last"]
     assert set(table["steps"]) == {20}
 
