@@ -38,45 +38,24 @@ from tests.gpu.time_products import DEVICE, SHAPES, TOLERANCE, Shape, exact, mic
 
 RANK = 16
 #: Tiles to time by rows of x.
-FEW = [
-    *(Tile(64, 8, 4, stages, programs=4) for stages in (5, 7, 8, 10)),
-    Tile(64, 8, 4, 7, programs=5),
-    Tile(64, 8, 4, 5, programs=6),
-    Tile(128, 8, 4, 4, programs=5),
-    Tile(128, 8, 8, 4, programs=4),
-    *(Tile(32, 8, 2, stages, programs=programs) for stages, programs in ((5, 10), (8, 8))),
-]
+FEW = [Tile(64, 8, 4, 7, programs=5), Tile(64, 8, 4, 6, programs=5), Tile(32, 8, 2, 5, programs=10)]
 CANDIDATES: dict[int, list[Tile]] = {
     1: FEW,
     8: FEW,
-    16: [
-        *(Tile(64, 16, 4, stages, programs=4) for stages in (4, 6)),
-        *(Tile(64, 16, 2, stages, programs=programs) for stages, programs in ((5, 4), (6, 4), (4, 6))),
-    ],
-    32: [
-        *(Tile(64, 32, 4, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (5, 3))),
-        *(Tile(64, 32, 2, stages, programs=programs) for stages, programs in ((3, 5), (4, 4), (4, 5), (5, 4), (6, 3))),
-        *(Tile(128, 32, 8, stages, programs=programs) for stages, programs in ((4, 3), (5, 2))),
-    ],
+    16: [Tile(64, 16, 2, stages, programs=programs) for stages, programs in ((6, 4), (7, 4), (5, 5))],
+    32: [Tile(64, 32, 2, 4, programs=4), *(Tile(64, 32, 2, stages, programs=3) for stages in (5, 6))],
     64: [
-        Tile(64, 64, 4, 3, programs=3),
-        *(Tile(64, 64, 2, stages, programs=programs) for stages, programs in ((3, 3), (3, 4))),
-        *(Tile(128, 64, 8, stages, programs=programs) for stages, programs in ((3, 2), (4, 1))),
+        *(Tile(64, 64, 4, stages, programs=programs) for stages, programs in ((3, 2), (3, 3), (4, 2))),
+        Tile(64, 64, 2, 3, programs=3),
+        Tile(128, 64, 8, 4, programs=1),
     ],
     128: [
-        Tile(64, 128, 4, 3, programs=2),
+        *(Tile(64, 128, 4, stages, programs=programs) for stages, programs in ((3, 2), (4, 1), (2, 2))),
         *(Tile(128, 128, 8, stages, programs=1) for stages in (3, 4)),
     ],
-    256: [
-        Tile(64, 128, 4, 3),
-        Tile(128, 128, 8, 3),
-        *(Tile(64, 256, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3))),
-        *(Tile(128, 256, 8, stages) for stages in (2, 3)),
-        *(Tile(128, 256, 8, stages, programs=1) for stages in (2, 3)),
-        *(Tile(64, 256, warps, 3, programs=1) for warps in (4, 8)),
-        *(Tile(128, 128, 8, 3, programs=programs) for programs in (1, 2)),
-    ],
-    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1)],
+    256: [*(Tile(128, 128, 8, stages, programs=1) for stages in (3, 4)), Tile(64, 128, 4, 3, programs=2)],
+    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 4, programs=1), Tile(64, 128, 4, 3, programs=2)],
+    2048: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1), Tile(64, 128, 4, 3, programs=2)],
 }
 
 app = typer.Typer()

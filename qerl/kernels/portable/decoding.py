@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import num_warps
+from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.words import BLOCK_COLUMNS, Words
 
@@ -50,6 +52,20 @@ def scaled_halves(pairs, scales):
         "{ .reg .b32 y, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 y, $2, $3, z; mov.b32 {$0, $1}, y; }",
         "=h,=h,r,r", [pairs, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def wait_for_products():
+    """Wait at the end of a loop for products whose left operand is in registers.
+
+    On Hopper they are asynchronous, and Triton 3.6 waits for the first eighth alone before the next turn of the loop
+    overwrites these registers (its issue 9433). Other GPUs' products aren't, nor are those of fewer than four warps.
+    """
+    if not INTERPRETED and cuda_capability_geq(9) and not cuda_capability_geq(10) and num_warps() >= 4:
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

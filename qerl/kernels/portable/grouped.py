@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.launch import begin
-from qerl.kernels.portable.decoding import weight_values
+from qerl.kernels.portable.decoding import wait_for_products, weight_values
 
 #: Columns of dense weights that a program reads at a time.
 DENSE_COLUMNS = tl.constexpr(64)
@@ -43,6 +43,7 @@ def _packed_product(
         codes += rows_of_w * 16
         scales += rows_of_w * GROUPS
         x += 128
+        wait_for_products()
     return total
 
 

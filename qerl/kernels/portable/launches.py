@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.launch import dependent
-from qerl.kernels.portable.products import SHRINK_ROWS, combine, split_product, whole_product
+from qerl.kernels.portable.products import SHRINK_ROWS, split_product, whole_product
 from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
+from qerl.kernels.workspace import workspace
 
 #: The most ranks of an adapter that a program multiplies at a time.
-_MOST_RANKS = 64
-#: Rows of W, and the most rows of x, whose sums a program adds up; more would leave multiprocessors idle.
-_SUMMED_N, _SUMMED_M = 64, 16
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    # The interpreter of Triton runs kernels on the CPU.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+_MOST_RANKS = 32
 
 
 def multiply(
@@ -44,21 +35,21 @@ def multiply(
 def _multiply_split(operands: PortableOperands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
     words, rank, rows, width = operands.words, operands.rank, *out.shape
     multiplier, offset = words.scale_decode
-    blocks, pdl = words.columns // BLOCK_COLUMNS, dependent(x.device)
-    span = -(-blocks // tile.splits(rows, words.rows, blocks, _processors(x.device)))
-    splits, row_blocks, tiles = -(-blocks // span), triton.cdiv(rows, tile.m), triton.cdiv(words.rows, tile.n)
-    sums = torch.empty(splits, rows, words.rows, dtype=torch.float32, device=x.device)
+    blocks, pdl, space = words.columns // BLOCK_COLUMNS, dependent(x.device), workspace(x.device)
+    span = -(-blocks // tile.splits(rows, words.rows, blocks, space.processors))
+    splits, row_blocks = -(-blocks // span), triton.cdiv(rows, tile.m)
+    tiles = triton.cdiv(width, tile.n // 2 if silu else tile.n)
+    divided = splits if splits > 1 else 0
+    sums = torch.empty(row_blocks * tiles * divided * tile.n * tile.m, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
-    split_product[(tiles + triton.cdiv(rank, SHRINK_ROWS.value), row_blocks, splits)](
-        words.codes, words.scales, operands.down, x, sums, shrunk, rows, words.rows, words.columns, blocks, tiles, span,
+    senders = triton.cdiv(rank, SHRINK_ROWS.value)
+    split_product[((senders + tiles) * row_blocks * splits,)](
+        words.codes, words.scales, operands.factors, _or(operands.bias, operands.factors), operands.down, operands.up,
+        x, out, sums, shrunk, space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks,
+        tiles, span, row_blocks, width,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
-        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **pdl,
-    )  # fmt: skip
-    summed_m = min(tile.m, _SUMMED_M)
-    combine[(triton.cdiv(width, _SUMMED_N), triton.cdiv(rows, summed_m))](
-        sums, shrunk, operands.factors, _or(operands.bias, sums), operands.up, out, rows, words.rows, width,
-        RANK=rank, RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
-        N=_SUMMED_N, M=summed_m, num_warps=4, **pdl,
+        RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
+        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@ A program multiplies some rows of W by some rows of x. It decodes codes and scal
 tensor cores read, and sums in float32. The result's first dimension is that of W's rows, so that 8 rows of x are
 enough for an instruction.
 
-With few rows of x, programs divide W's columns too. They write their sums, and `combine` adds them in order. Programs
-of the same launch compute A x. With many rows, a program finishes its outputs itself, and A x exists before.
+With few rows of x, programs divide W's columns too. They write their sums, and the last one of a tile adds them in
+order. The first programs of the same launch compute A x, for which those that finish a tile wait. With many rows, a
+program finishes its outputs itself, and A x exists before.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.launch import begin, let_next_start, wait_for_earlier
-from qerl.kernels.portable.decoding import weight_values
+from qerl.kernels.portable.decoding import wait_for_products, weight_values
 
 #: Rows of A of a program, the fewest that fill an instruction.
 SHRINK_ROWS = tl.constexpr(16)
+#: What a program that finishes a tile adds to the count of those that computed A x.
+_FINISHED = tl.constexpr(1 << 16)
 #: Blocks of columns whose codes come into L2 while the previous kernel ends.
 EARLY_BLOCKS = tl.constexpr(4)
 
@@ -39,16 +42,30 @@ def _product(
         codes += rows_of_w * 16
         scales += rows_of_w * GROUPS
         x += 128
+        wait_for_products()
     return total
 
 
 @triton.jit
-def _prefetch(codes, tile, rows_of_w, first, last, N: tl.constexpr):
+def _row(tile, r, width, N: tl.constexpr, SILU: tl.constexpr):
+    """The rows of W that are rows r of a tile; with SILU, half of them are gate's and half are up's.
+
+    Rows that don't exist are read as the last one, and not written.
+    """
+    if SILU:
+        row = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
+    else:
+        row = tl.minimum(tile * N + r, width - 1)
+    return row
+
+
+@triton.jit
+def _prefetch(codes, tile, rows_of_w, first, last, width, N: tl.constexpr, SILU: tl.constexpr):
     """Bring the codes of a tile's first blocks of columns into L2, 128 bytes a time."""
     lines: tl.constexpr = N // 2  # of a block; a row has 64 bytes
     line = tl.arange(0, EARLY_BLOCKS * lines)
     block = tl.minimum(first + line // lines, last - 1)
-    row = tl.minimum(tile * N + line % lines * 2, rows_of_w - 1)
+    row = _row(tile, line % lines * 2, width, N, SILU)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(codes + (block * rows_of_w + row) * 16).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -89,7 +106,7 @@ def _plus_split_adapter(y, up, sums, n, m, rows, RANK: tl.constexpr, RANKS: tl.c
         r = first + rank
         place = sums + m[None, :] * RANK + r[:, None]
         s = tl.zeros([RANKS, m.shape[0]], tl.float32)
-        for _ in range(SPLITS):
+        for _ in tl.range(0, SPLITS):
             s += tl.load(place, (r < RANK)[:, None], other=0.0)
             place += rows * RANK
         b = tl.load(up + n[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
@@ -116,70 +133,111 @@ def _store(y, out, n, m, rows, width, RESIDUAL: tl.constexpr):
     tl.store(place, y.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span"])
-def split_product(
-    codes, scales, down, x, sums, shrink_sums, rows, rows_of_w, columns, blocks, tiles, span,
-    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sums [splits, rows, rows of W] of W x and [splits, rows, RANK] of A x; a split has `span` blocks of columns."""
-    tile, split = tl.program_id(0), tl.program_id(2)
-    first = split * span
-    last = tl.minimum(first + span, blocks)
-    m = tl.program_id(1) * M + tl.arange(0, M)
-    n = tile * N + tl.arange(0, N)
-    # Rows that don't exist are read as the last one, and not written.
-    m_read = tl.minimum(m, rows - 1)
-    let_next_start(PDL)
-    if PDL:  # earlier kernels don't write weights
-        _prefetch(codes, tl.minimum(tile, tiles - 1), rows_of_w, first, last, N)
-    wait_for_earlier(PDL)
-    if tile < tiles:
-        total = _product(
-            codes, scales, x, tl.minimum(n, rows_of_w - 1), m_read, rows_of_w, columns, first, last,
-            GROUPS, MULTIPLIER, OFFSET, STAGES,
-        )  # fmt: skip
-        inside = (n < rows_of_w)[:, None] & (m < rows)[None, :]
-        tl.store(sums + (split * rows + m).to(tl.int64)[None, :] * rows_of_w + n[:, None], total, inside)
-    else:
-        # Few rows of A at a time: their tile is in shared memory.
-        r = (tile - tiles) * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
-        shrunk = _shrink(down, x, tl.minimum(r, RANK - 1), m_read, columns, first, last, STAGES)
-        exists = (r < RANK)[:, None] & (m < rows)[None, :]
-        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + r[:, None], shrunk, exists)
+@triton.jit
+def _arrive(counter):
+    """Count this program after what it stored, and return how many were counted before."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def _summed(sums, n, m, rows, rows_of_w, SPLITS: tl.constexpr):
-    """The sums [N, M] of all splits, in order."""
-    place = sums + m.to(tl.int64)[None, :] * rows_of_w + n[:, None]
+def _wait_for_shrunk(counter, senders, tiles):
+    """Wait for the `senders` programs that compute A x. The last one of `tiles` sets the counter to 0 again."""
+    seen = tl.atomic_add(counter, _FINISHED, sem="acq_rel", scope="gpu") + _FINISHED
+    last = seen // _FINISHED == tiles
+    while (seen >= _FINISHED) & (seen % _FINISHED < senders):  # a counter of 0 has been complete
+        seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    if last:
+        tl.atomic_xchg(counter, 0, sem="release", scope="gpu")
+
+
+@triton.jit
+def _summed(place, SPLITS: tl.constexpr):
+    """The sums [N, M] of all splits of a tile, in order, of the first split's `place`."""
     total = tl.load(place)
-    for _ in range(1, SPLITS):
-        place += rows.to(tl.int64) * rows_of_w
-        total += tl.load(place)
+    for split in tl.range(1, SPLITS):
+        total += tl.load(place + split * (place.shape[0] * place.shape[1]))
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
-def combine(
-    sums, shrink_sums, factors, bias, up, out, rows, rows_of_w, width,
-    RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
-    RESIDUAL: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _finish(
+    y, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SENDERS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
+    SILU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """The outputs [rows, width] of the sums of `split_product`."""
-    n, m = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1) * M + tl.arange(0, M)
-    n_read, m_read = tl.minimum(n, width - 1), tl.minimum(m, rows - 1)
-    begin(PDL)
-    y = _scaled(_summed(sums, n_read, m_read, rows, rows_of_w, SPLITS), factors, bias, n_read, BIASED)
+    """Write the outputs of a tile, of its sums y [N, M] of all columns."""
+    N: tl.constexpr = y.shape[0]
     if RANK:
-        y = _plus_split_adapter(y, up, shrink_sums, n_read, m_read, rows, RANK, RANKS, SPLITS)
+        _wait_for_shrunk(shrunk_counter, SENDERS, tiles)
+    y = _scaled(y, factors, bias, n, BIASED)
+    if RANK:
+        y = _plus_split_adapter(y, up, shrink_sums, n, tl.minimum(m, rows - 1), rows, RANK, RANKS, SPLITS)
     if SILU:
-        above = n_read + width
-        z = _scaled(_summed(sums, above, m_read, rows, rows_of_w, SPLITS), factors, bias, above, BIASED)
-        if RANK:
-            z = _plus_split_adapter(z, up, shrink_sums, above, m_read, rows, RANK, RANKS, SPLITS)
-        y = y * tl.sigmoid(y) * z
-    _store(y, out, n, m, rows, width, RESIDUAL)
+        gate, above = tl.split(y.reshape(2, N // 2, y.shape[1]).permute(1, 2, 0))
+        gated = gate * tl.sigmoid(gate) * above
+        _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL)
+    else:
+        _store(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
+def split_product(
+    codes, scales, factors, bias, down, up, x, out, sums, shrink_sums, counters,
+    rows, rows_of_w, columns, blocks, tiles, span, row_blocks, width,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The outputs [rows, width]. A split has `span` blocks of columns.
+
+    `sums` [row blocks, tiles, SPLITS, N, M] and `shrink_sums` [SPLITS, rows, RANK] are float32. `counters`, of each
+    tile and then of each row block, are 0 before and after the launch.
+    """
+    SHRINKS: tl.constexpr = (RANK + SHRINK_ROWS - 1) // SHRINK_ROWS
+    senders = SHRINKS * SPLITS * row_blocks
+    program = tl.program_id(0)
+    # Programs start in order, so that those which are waited for run first.
+    part = tl.where(program < senders, program, program - senders)
+    parts = tl.where(program < senders, SHRINKS, tiles)
+    tile, row_block, split = part % parts, part // parts % row_blocks, part // parts // row_blocks
+    first = split * span
+    last = tl.minimum(first + span, blocks)
+    m = row_block * M + tl.arange(0, M)
+    m_read = tl.minimum(m, rows - 1)
+    shrunk_counter = counters + row_blocks * tiles + row_block
+    let_next_start(PDL)
+    if program < senders:
+        wait_for_earlier(PDL)
+        # Few rows of A at a time: their tile is in shared memory.
+        rank = tile * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
+        shrunk = _shrink(down, x, tl.minimum(rank, RANK - 1), m_read, columns, first, last, STAGES)
+        exists = (rank < RANK)[:, None] & (m < rows)[None, :]
+        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + rank[:, None], shrunk, exists)
+        _arrive(shrunk_counter)
+    else:
+        if PDL:  # earlier kernels don't write weights
+            _prefetch(codes, tile, rows_of_w, first, last, width, N, SILU)
+        wait_for_earlier(PDL)
+        r = tl.arange(0, N)
+        n = _row(tile, r, width, N, SILU)
+        total = _product(
+            codes, scales, x, n, m_read, rows_of_w, columns, first, last, GROUPS, MULTIPLIER, OFFSET, STAGES
+        )
+        number = row_block * tiles + tile
+        place = sums + number.to(tl.int64) * (SPLITS * N * M) + r[:, None] * M + tl.arange(0, M)[None, :]
+        finishes = True
+        if SPLITS > 1:
+            tl.store(place + split * (N * M), total)
+            finishes = _arrive(counters + number) == SPLITS - 1
+        if finishes:
+            if SPLITS > 1:
+                tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="gpu")
+                total = _summed(place, SPLITS)
+            _finish(
+                total, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
+                RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, SILU, RESIDUAL,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])

@@ -26,6 +26,8 @@ SHARED_BYTES: dict[tuple[int, int], int] = {
 }
 #: The least shared memory, for GPUs that the table lacks.
 _LEAST_SHARED = 99 * 1024
+#: Registers of a multiprocessor, on all GPUs of the table.
+REGISTERS = 64 * 1024
 #: The fewest blocks of columns of a split, and the most splits.
 _LEAST_SPAN, _MOST_SPLITS = 2, 16
 
@@ -47,6 +49,11 @@ class Tile:
         wanted = self.programs * processors // tiles
         return max(1, min(wanted, blocks // _LEAST_SPAN, _MOST_SPLITS))
 
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread with which `programs` fit a multiprocessor."""
+        return min(REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255)
+
 
 @dataclass(frozen=True)
 class PortableOperands:
@@ -67,12 +74,11 @@ class PortableOperands:
 #: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
 #: the compiler takes mma.sync on Hopper, too, and no two warps decode the same weights.
 _TILES = {
-    8: Tile(64, 8, 4, 7, programs=4),
+    8: Tile(64, 8, 4, 7, programs=5),
     16: Tile(64, 16, 2, 6, programs=4),
-    32: Tile(64, 32, 2, 3, programs=5),
+    32: Tile(64, 32, 2, 4, programs=4),
     64: Tile(64, 64, 4, 3, programs=3),
-    128: Tile(64, 128, 4, 3, programs=2),
-    256: Tile(128, 128, 8, 3, programs=1),
+    256: Tile(64, 128, 4, 3, programs=2),
 }
 #: Beyond the rows of `_TILES`.
 _MANY = Tile(128, 128, 8, 3)

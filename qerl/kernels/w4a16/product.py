@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from qerl.formats import tiles as layout
 from qerl.formats.tiles import Tiles
 from qerl.kernels.jit import address, compile_all, defines, flat_tensor_map, launch, load, params_struct, tensor_map
 from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, VARIANTS, KernelVariant, limits, variant_for
+from qerl.kernels.workspace import Workspace, workspace
 
 _NAMES = ("instructions.cu", "tile_scheduler.cu", "pipeline.cu", "lora.cu", "epilogue.cu", "many_rows.cu", "kernel.cu")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
@@ -93,33 +93,11 @@ class Operands:
         return len(self.tiles.parts) * self.rank
 
 
-class _Workspace:
-    """Buffers in which the thread blocks of a launch exchange sums; all launches of a stream share them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._device = device
-        #: No buffer is ever freed, since captured graphs contain the addresses of those that later were too small.
-        self._buffers: dict[str, list[Tensor]] = defaultdict(list)
-
-    def get(self, name: str, count: int, fill: int = 0) -> Tensor:
-        """A buffer of at least `count` 32-bit words, which are initially `fill`."""
-        buffers = self._buffers[name]
-        if not buffers or buffers[-1].numel() < count:
-            buffers.append(torch.full((max(count, 1),), fill, dtype=torch.int32, device=self._device))
-        return buffers[-1]
-
-
-@cache
-def _workspace(device: torch.device) -> _Workspace:
-    return _Workspace(device)
-
-
 def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
     """Write the product with x [m, columns] to out [m, rows] (with SILU [m, rows / 2]), both bfloat16 and
     contiguous.
     """
-    most = _workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
+    most = workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
     for rows, outs in zip(x.split(most), out.split(most), strict=True):
         _launch(operands, rows, outs, mode)
 
@@ -130,7 +108,7 @@ def compile_ahead(products: Iterable[Operands], rows: int) -> None:
     for operands in products:
         tiles, device = operands.tiles, operands.tiles.data.device
         for count in limits(rows):
-            variant, _ = variant_for(count, tiles.rows, tiles.columns, _workspace(device).processors)
+            variant, _ = variant_for(count, tiles.rows, tiles.columns, workspace(device).processors)
             kinds[device].add(_options(variant, operands.rank))
     for device, options in kinds.items():
         compile_all(_SOURCES, _ENTRY, options, device.index)
@@ -147,7 +125,7 @@ def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
 
 
 def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
-    tiles, processors = operands.tiles, _workspace(x.device).processors
+    tiles, processors = operands.tiles, workspace(x.device).processors
     variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
     row_blocks = -(-len(x) // variant.rows)
     workers = variant.workers(blocks, processors // row_blocks)
@@ -160,9 +138,9 @@ def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
 def _params(
     operands: Operands, x: Tensor, out: Tensor, mode: Mode, variant: KernelVariant, row_blocks: int, workers: int
 ) -> ctypes.Structure:
-    tiles, parts, workspace = operands.tiles, len(operands.tiles.parts), _workspace(x.device)
+    tiles, parts, space = operands.tiles, len(operands.tiles.parts), workspace(x.device)
     width = operands.lora_columns
-    senders, span = variant.shrink_split(tiles.columns, width, workers, workspace.processors)
+    senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors)
     multiplier, offset = tiles.scale_decode
     x_map = tensor_map(x, variant.rows // variant.cluster, variant.columns // variant.cluster)
     staged = operands.rank and not variant.small_batch
@@ -177,10 +155,10 @@ def _params(
         bias=address(operands.bias),
         lora_a=address(operands.lora_a),
         lora_b=(_POINTER * 3)(*(address(b) for b in operands.lora_b)),
-        shrunk=address(workspace.get("shrunk", row_blocks * variant.rows // 2 * width)),
-        sums=address(_sums(workspace, variant)),
-        shrink_sums=address(workspace.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
-        counters=address(workspace.get("counters", 2 * row_blocks)),
+        shrunk=address(space.get("shrunk", row_blocks * variant.rows // 2 * width)),
+        sums=address(_sums(space, variant)),
+        shrink_sums=address(space.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
+        counters=address(space.get("counters", 2 * row_blocks)),
         factor=(ctypes.c_float * 3)(*tiles.factors),
         lora_factor=(ctypes.c_float * 3)(*operands.lora_scales),
         part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
@@ -194,11 +172,11 @@ def _params(
         row_blocks=row_blocks,
         senders=senders,
         span=span,
-        arrived=address(workspace.get("arrived", workspace.processors)),
+        arrived=address(space.get("arrived", space.processors)),
     )
 
 
-def _sums(workspace: _Workspace, variant: KernelVariant) -> Tensor:
+def _sums(space: Workspace, variant: KernelVariant) -> Tensor:
     rows = max(each.rows for pair in VARIANTS for each in pair if each.many_rows == variant.many_rows)
-    count = workspace.processors * layout.BLOCK_ROWS * rows
-    return workspace.get("staged_sums", count) if variant.many_rows else workspace.get("sums", 2 * count, _EMPTY)
+    count = space.processors * layout.BLOCK_ROWS * rows
+    return space.get("staged_sums", count) if variant.many_rows else space.get("sums", 2 * count, _EMPTY)

@@ -38,6 +38,7 @@ from qerl.kernels.portable.launches import multiply
 from qerl.kernels.portable.variants import SHARED_BYTES, PortableOperands, tiles
 from qerl.kernels.prompts import PromptRow, pack
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
+from tests.unit.kernels.machine_code import overwritten
 
 CPU = torch.device("cpu")
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
@@ -70,11 +71,11 @@ def row_of(count, heads, dtype=torch.bfloat16):
 
 def products():
     for weights_format in ("nvfp4", "mxfp4"):
-        words = layout.pack([quantize(torch.randn(256, 256), weights_format)])
-        operands = PortableOperands(words, torch.ones(256), torch.ones(256), zeros(16, 256), zeros(256, 16))
+        words = layout.pack([quantize(torch.randn(256, 1024), weights_format)])
+        operands = PortableOperands(words, torch.ones(256), torch.ones(256), zeros(48, 1024), zeros(256, 48))
         for tile in tiles():
-            multiply(operands, zeros(tile.m, 256), zeros(tile.m, 128), silu=True, tile=tile)
-        multiply(operands, zeros(8, 256), zeros(8, 256), residual=True)
+            multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 128), silu=True, tile=tile)
+            multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 256), residual=True, tile=tile)
         dense(words, 0, torch.bfloat16)
 
 
@@ -208,7 +209,7 @@ def updates():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", PROCESSORS, ids=lambda pair: ".".join(map(str, pair)))
 @pytest.mark.parametrize("part", [products, mixtures, decode_steps, prompts, updates, in_fp8])
-def test_kernels_compile_and_fit(part, capability, monkeypatch):
+def test_kernels_compile_and_fit(part, capability, monkeypatch, tmp_path):
     if part is in_fp8 and capability < LEAST_FP8_CAPABILITY:
         with pytest.raises(CompilationError, match="fp8e4nv not supported"), launches_for(capability, 0, monkeypatch):
             part()
@@ -222,3 +223,6 @@ def test_kernels_compile_and_fit(part, capability, monkeypatch):
     assert compiled
     assert all(kernel.asm["cubin"] for kernel in compiled)
     assert max(sizes.values()) <= limit, sizes
+    if capability == (9, 0):
+        codes = {kernel.asm["cubin"] for kernel in compiled}
+        assert not [line for code in codes for line in overwritten(code, tmp_path)]
