@@ -54,8 +54,8 @@ CANDIDATES: dict[int, list[Tile]] = {
         *(Tile(128, 128, 8, stages, programs=1) for stages in (3, 4)),
     ],
     256: [*(Tile(128, 128, 8, stages, programs=1) for stages in (3, 4)), Tile(64, 128, 4, 3, programs=2)],
-    512: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 4, programs=1), Tile(64, 128, 4, 3, programs=2)],
-    2048: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 3, programs=1), Tile(64, 128, 4, 3, programs=2)],
+    512: [Tile(128, 128, 8, 4, programs=1), Tile(64, 128, 4, 3, programs=2)],
+    2048: [Tile(128, 128, 8, 3, programs=1), Tile(64, 128, 4, 3, programs=2)],
 }
 
 app = typer.Typer()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.launch import dependent
-from qerl.kernels.portable.products import SHRINK_ROWS, split_product, whole_product
+from qerl.kernels.portable.products import SHRINK_ROWS, fused_product
 from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
 from qerl.kernels.workspace import workspace
 
@@ -29,10 +29,6 @@ def multiply(
     `tile` replaces that of `tile_for`.
     """
     tile = tile or tile_for(len(x))
-    (_multiply_split if tile.programs else _multiply_whole)(operands, x, out, residual, silu, tile)
-
-
-def _multiply_split(operands: PortableOperands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
     words, rank, rows, width = operands.words, operands.rank, *out.shape
     multiplier, offset = words.scale_decode
     blocks, pdl, space = words.columns // BLOCK_COLUMNS, dependent(x.device), workspace(x.device)
@@ -43,26 +39,13 @@ def _multiply_split(operands: PortableOperands, x: Tensor, out: Tensor, residual
     sums = torch.empty(row_blocks * tiles * divided * tile.n * tile.m, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
     senders = triton.cdiv(rank, SHRINK_ROWS.value)
-    split_product[((senders + tiles) * row_blocks * splits,)](
+    fused_product[((senders + tiles) * row_blocks * splits,)](
         words.codes, words.scales, operands.factors, _or(operands.bias, operands.factors), operands.down, operands.up,
         x, out, sums, shrunk, space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks,
         tiles, span, row_blocks, width,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
         RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
         N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
-    )  # fmt: skip
-
-
-def _multiply_whole(operands: PortableOperands, x: Tensor, out: Tensor, residual: bool, silu: bool, tile: Tile) -> None:
-    words, rank, rows, width = operands.words, operands.rank, *out.shape
-    multiplier, offset = words.scale_decode
-    shrunk = x @ operands.down.T if rank else x
-    whole_product[(triton.cdiv(rows, tile.m), triton.cdiv(width, tile.n))](
-        words.codes, words.scales, x, shrunk, operands.factors, _or(operands.bias, operands.factors), operands.up, out,
-        rows, words.rows, words.columns, words.columns // BLOCK_COLUMNS, width,
-        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
-        RANKS=_ranks(rank), BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
-        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, **dependent(x.device),
     )  # fmt: skip
 
 

@@ -1,12 +1,11 @@
-"""Products of few or many rows with packed weights in Triton: out = W x + b + B (A x).
+"""Products with packed weights in Triton: out = W x + b + B (A x).
 
 A program multiplies some rows of W by some rows of x. It decodes codes and scales in registers, in the layout that the
 tensor cores read, and sums in float32. The result's first dimension is that of W's rows, so that 8 rows of x are
 enough for an instruction.
 
-With few rows of x, programs divide W's columns too. They write their sums, and the last one of a tile adds them in
-order. The first programs of the same launch compute A x, for which those that finish a tile wait. With many rows, a
-program finishes its outputs itself, and A x exists before.
+Where tiles are fewer than a GPU has room for, programs divide W's columns too. They write their sums, and the last one
+of a tile adds them in order. The first programs of the launch compute A x, for which those that finish a tile wait.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qerl.kernels.launch import begin, let_next_start, wait_for_earlier
+from qerl.kernels.launch import let_next_start, wait_for_earlier
 from qerl.kernels.portable.decoding import wait_for_products, weight_values
 
 #: Rows of A of a program, the fewest that fill an instruction.
@@ -87,20 +86,8 @@ def _shrink(down, x, r, m, columns, first, last, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _plus_adapter(y, up, shrunk, n, m, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """y [N, M] plus B (A x), with A x [rows, RANK] in the dtype of x."""
-    rank = tl.arange(0, RANKS)
-    for first in range(0, RANK, RANKS):
-        r = first + rank
-        b = tl.load(up + n[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
-        s = tl.load(shrunk + m.to(tl.int64)[None, :] * RANK + r[:, None], (r < RANK)[:, None], other=0.0)
-        y = tl.dot(b, s, y, input_precision="ieee")
-    return y
-
-
-@triton.jit
-def _plus_split_adapter(y, up, sums, n, m, rows, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr):
-    """The same with A x as float32 sums [SPLITS, rows, RANK], which are added in order and rounded."""
+def _plus_adapter(y, up, sums, n, m, rows, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+    """y [N, M] plus B (A x), with A x as float32 sums [SPLITS, rows, RANK], which are added in order and rounded."""
     rank = tl.arange(0, RANKS)
     for first in range(0, RANK, RANKS):
         r = first + rank
@@ -172,7 +159,7 @@ def _finish(
         _wait_for_shrunk(shrunk_counter, SENDERS, tiles)
     y = _scaled(y, factors, bias, n, BIASED)
     if RANK:
-        y = _plus_split_adapter(y, up, shrink_sums, n, tl.minimum(m, rows - 1), rows, RANK, RANKS, SPLITS)
+        y = _plus_adapter(y, up, shrink_sums, n, tl.minimum(m, rows - 1), rows, RANK, RANKS, SPLITS)
     if SILU:
         gate, above = tl.split(y.reshape(2, N // 2, y.shape[1]).permute(1, 2, 0))
         gated = gate * tl.sigmoid(gate) * above
@@ -182,7 +169,7 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
-def split_product(
+def fused_product(
     codes, scales, factors, bias, down, up, x, out, sums, shrink_sums, counters,
     rows, rows_of_w, columns, blocks, tiles, span, row_blocks, width,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
@@ -238,33 +225,3 @@ def split_product(
                 total, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
                 RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, SILU, RESIDUAL,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def whole_product(
-    codes, scales, x, shrunk, factors, bias, up, out, rows, rows_of_w, columns, blocks, width,
-    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    BIASED: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The outputs [rows, width], each by one program, with A x [rows, RANK] in the dtype of x."""
-    # Programs that run together share W's rows, which are decoded anew for each block of x's rows.
-    m, n = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-    n_read, m_read = tl.minimum(n, width - 1), tl.minimum(m, rows - 1)
-    begin(PDL)
-    total = _product(
-        codes, scales, x, n_read, m_read, rows_of_w, columns, 0, blocks, GROUPS, MULTIPLIER, OFFSET, STAGES
-    )
-    y = _scaled(total, factors, bias, n_read, BIASED)
-    if RANK:
-        y = _plus_adapter(y, up, shrunk, n_read, m_read, RANK, RANKS)
-    if SILU:
-        above = n_read + width
-        total = _product(
-            codes, scales, x, above, m_read, rows_of_w, columns, 0, blocks, GROUPS, MULTIPLIER, OFFSET, STAGES
-        )
-        z = _scaled(total, factors, bias, above, BIASED)
-        if RANK:
-            z = _plus_adapter(z, up, shrunk, above, m_read, RANK, RANKS)
-        y = y * tl.sigmoid(y) * z
-    _store(y, out, n, m, rows, width, RESIDUAL)

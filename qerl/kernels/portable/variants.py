@@ -40,8 +40,8 @@ class Tile:
     m: int  # rows of x
     warps: int
     stages: int  # of the pipeline
-    #: Programs per multiprocessor up to which W's columns are divided; 0 divides nothing, and one launch is enough.
-    programs: int = 0
+    #: Programs that fit a multiprocessor, up to which W's columns are divided. Grouped products never divide them.
+    programs: int = 1
 
     def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
         """The number of parts of W's columns, of which `blocks` blocks exist."""
@@ -78,10 +78,8 @@ _TILES = {
     16: Tile(64, 16, 2, 6, programs=4),
     32: Tile(64, 32, 2, 4, programs=4),
     64: Tile(64, 64, 4, 3, programs=3),
-    256: Tile(64, 128, 4, 3, programs=2),
 }
-#: Beyond the rows of `_TILES`.
-_MANY = Tile(128, 128, 8, 3)
+_MANY = Tile(64, 128, 4, 3, programs=2)
 
 
 def tile_for(rows: int) -> Tile:

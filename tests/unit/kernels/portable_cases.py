@@ -115,7 +115,7 @@ def test_every_division_of_the_columns_gives_the_product():
     layers = layers_of("nvfp4", (40,), 1152, rank=4)
     product, x = PortableLinear(layers, torch.float32), torch.randn(5, 1152)
     expected = exact(layers, x)[0]
-    for programs in (0, 1, 2, 3, 4, 9):
+    for programs in (1, 2, 3, 4, 9):
         out = torch.full((5, 40), torch.nan)
         multiply(product.operands, x, out, tile=Tile(16, 8, 4, 2, programs=programs))
         assert_close(out, expected)
