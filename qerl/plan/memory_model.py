@@ -32,7 +32,7 @@ from qerl.settings.training import OptimizerSettings
 Verdict = Literal["fits", "tight", "doesn't fit"]
 #: Bytes of CUDA's context, which PyTorch's allocator doesn't count.
 CONTEXT = 500_000_000
-#: Bytes of a rollout besides its cache, prefill and CUDA graphs: workspaces of libraries, as on an H200.
+#: Bytes of workspaces of libraries, as on an H200. From the second step on they exist before the cache is made.
 WORKSPACE = 300_000_000
 #: Weights of an 8-bit optimizer's block, which share a float32 scale for each of the two states (bitsandbytes).
 _OPTIMIZER_BLOCK = 256
@@ -140,7 +140,7 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
         "optimizer": _optimizer_bytes(shape, settings),
         "adapter_copies": _copied_bytes(shape, settings),
     }
-    free = capacity - CONTEXT - sum(parts.values())
+    free = capacity - CONTEXT - sum(parts.values()) - WORKSPACE
     alone, wanted = cache_bytes(shape, settings)
     most = max(FREE_SHARE * free, 0) if settings.kv_cache_gib is None else settings.kv_cache_gib * 2**30
     cache, graphs = int(min(wanted, most)), graph_bytes(shape, settings)
