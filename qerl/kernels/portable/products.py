@@ -128,6 +128,18 @@ def _arrive(counter):
 
 
 @triton.jit
+def _send_shrunk(
+    down, x, shrink_sums, number, m, m_read, rows, columns, first, last, split,
+    RANK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write A x of a split's columns, for a few rows of A: their tile is in shared memory."""
+    rank = number * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
+    shrunk = _shrink(down, x, tl.minimum(rank, RANK - 1), m_read, columns, first, last, STAGES)
+    exists = (rank < RANK)[:, None] & (m < rows)[None, :]
+    tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + rank[:, None], shrunk, exists)
+
+
+@triton.jit
 def _wait_for_shrunk(counter, senders, tiles):
     """Wait for the `senders` programs that compute A x. The last one of `tiles` sets the counter to 0 again."""
     seen = tl.atomic_add(counter, _FINISHED, sem="acq_rel", scope="gpu") + _FINISHED
@@ -196,11 +208,7 @@ def fused_product(
     let_next_start(PDL)
     if program < senders:
         wait_for_earlier(PDL)
-        # Few rows of A at a time: their tile is in shared memory.
-        rank = tile * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
-        shrunk = _shrink(down, x, tl.minimum(rank, RANK - 1), m_read, columns, first, last, STAGES)
-        exists = (rank < RANK)[:, None] & (m < rows)[None, :]
-        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + rank[:, None], shrunk, exists)
+        _send_shrunk(down, x, shrink_sums, tile, m, m_read, rows, columns, first, last, split, RANK, STAGES)
         _arrive(shrunk_counter)
     else:
         if PDL:  # earlier kernels don't write weights

@@ -42,7 +42,7 @@ from tests.conftest import PROFILE
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import overwritten
 
-CPU = torch.device("cpu")
+CPU, NIGHTLY = torch.device("cpu"), os.environ.get(PROFILE) == "nightly"
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
 HIDDEN, HEADS, VOCABULARY = 3584, Heads(28, 4, 128, 128**-0.5), 152064
 
@@ -108,8 +108,8 @@ def mixtures():
 
 
 def adapters_of_experts(operands, x, groups, dtype):
-    """Ranks of gate and up together, and their gradients; large ones with the largest blocks."""
-    for rank in (32, 128) if groups.size == BLOCK_SIZES[-1] else (32,):
+    """Ranks of gate and up together, and their gradients; large ones with the largest blocks, or in nightly runs."""
+    for rank in (32, 128) if NIGHTLY or groups.size == BLOCK_SIZES[-1] else (32,):
         shrunk, up = torch.zeros(groups.count, rank, dtype=dtype), torch.zeros(2, 128, rank, dtype=dtype)
         down, grad = torch.zeros(2, rank, 256, dtype=dtype), torch.zeros(groups.count, 128, dtype=dtype)
         grouped_launches.dense_product(down, x, groups, shrunk)
@@ -209,7 +209,7 @@ def updates():
 
 
 #: One generation with little shared memory and Hopper, with its asynchronous products; all of them in nightly runs.
-CAPABILITIES = PROCESSORS if os.environ.get(PROFILE) == "nightly" else ((8, 6), (9, 0))
+CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0))
 
 
 @pytest.mark.slow
