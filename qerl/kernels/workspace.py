@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Workspace:
-    """Buffers in which the thread blocks of a launch exchange sums and counts; all launches of a stream share them."""
+    """Buffers in which the thread blocks of a launch exchange sums and counts.
+
+    All launches on a device share them, so no two may run at the same time on different streams.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # Triton's interpreter runs kernels on the CPU.

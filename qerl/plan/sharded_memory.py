@@ -92,7 +92,7 @@ def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: flo
     outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
     shards = int((WEIGHT + MOMENTS[run.optimizer.name]) * numbers / gpus)
     whole = wide * weight_bytes(shape, "bf16")
-    free = max(capacity - CONTEXT - shards - whole, 0)
+    free = max(capacity - CONTEXT - shards - whole - WORKSPACE, 0)
     wanted = (wide if settings.kv_cache_dtype == "auto" else 1) * cache_bytes(shape, settings)[1]
     cache = min(wanted, int(FREE_SHARE * free))
     half = 2 * wide

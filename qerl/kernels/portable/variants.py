@@ -24,8 +24,6 @@ SHARED_BYTES: dict[tuple[int, int], int] = {
     (12, 0): 99 * 1024,
     (12, 1): 99 * 1024,
 }
-#: The least shared memory, for GPUs that the table lacks.
-_LEAST_SHARED = 99 * 1024
 #: Registers of a multiprocessor, on all GPUs of the table.
 REGISTERS = 64 * 1024
 #: The fewest blocks of columns of a split, and the most splits.
@@ -90,11 +88,6 @@ def tile_for(rows: int) -> Tile:
 def tiles() -> list[Tile]:
     """All tiles that `tile_for` gives."""
     return [*_TILES.values(), _MANY]
-
-
-def shared_bytes(capability: tuple[int, int]) -> int:
-    """The shared memory that a thread block can have."""
-    return SHARED_BYTES.get(capability, _LEAST_SHARED)
 
 
 @dataclass(frozen=True)

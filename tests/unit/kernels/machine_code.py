@@ -12,18 +12,27 @@ _BRANCH = re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 _WRITE = re.compile(r"(?:@!?U?P\w+ +)?(?!ST|RED|BAR|BRA|LDGSTS)(\S+) +R(\d+)\b")
 
 
-def overwritten(cubin, tmp_path):
-    """Instructions of loops that write an operand of an earlier product, of this turn or the last, before its end."""
+def machine_code(cubin, tmp_path):
+    """The instructions of a kernel as text."""
     file = tmp_path / "kernel.cubin"
     file.write_bytes(cubin)
-    text = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file], capture_output=True, text=True, check=True).stdout
-    return [line for body in _loops(text) for line in _overwritten(body)]
+    return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file], capture_output=True, text=True, check=True).stdout
 
 
-def _loops(text):
-    """The instructions of each loop that has no other loop's branch back around it."""
+def loops_with_products(code):
+    """The loops of `machine_code` that have products with their left operand in registers."""
+    return [body for body in _loops(code) if any((match := _PRODUCT.search(line)) and match[1] for line in body)]
+
+
+def overwritten(code):
+    """Instructions of loops that write an operand of an earlier product, of this turn or the last, before its end."""
+    return [line for body in loops_with_products(code) for line in _overwritten(body)]
+
+
+def _loops(code):
+    """The instructions of each loop, from its label to the branch back."""
     instructions, labels = [], {}
-    for line in text.splitlines():
+    for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
@@ -34,6 +43,7 @@ def _loops(text):
 
 
 def _overwritten(body):
+    """The same of one loop, of which two turns are read."""
     open_group, pending = set(), []
     for line in body * 2:
         if product := _PRODUCT.search(line):
@@ -48,5 +58,11 @@ def _overwritten(body):
 
 
 def _registers(operation, first):
-    count = 4 if ".128" in operation or ".M88.4" in operation else 2 if re.search(r"\.64|WIDE", operation) else 1
+    count = (
+        4
+        if ".128" in operation or ".M88.4" in operation or "HMMA" in operation
+        else 2
+        if re.search(r"\.64|WIDE", operation)
+        else 1
+    )
     return {int(first) + place for place in range(count)}

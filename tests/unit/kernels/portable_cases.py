@@ -13,6 +13,7 @@ from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
 from qerl.kernels.portable.variants import Tile, tile_for
+from qerl.kernels.workspace import workspace
 from qerl.layers.lora import register_lora
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.portable_linear import PortableLinear
@@ -119,6 +120,7 @@ def test_every_division_of_the_columns_gives_the_product():
         out = torch.full((5, 40), torch.nan)
         multiply(product.operands, x, out, tile=Tile(16, 8, 4, 2, programs=programs))
         assert_close(out, expected)
+        assert not workspace(x.device).get("arrivals", 1).any()  # the next launch counts from 0
 
 
 @torch.no_grad()

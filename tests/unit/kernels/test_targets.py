@@ -40,7 +40,7 @@ from qerl.kernels.portable.variants import SHARED_BYTES, PortableOperands, tiles
 from qerl.kernels.prompts import PromptRow, pack
 from tests.conftest import PROFILE
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
-from tests.unit.kernels.machine_code import overwritten
+from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten
 
 CPU, NIGHTLY = torch.device("cpu"), os.environ.get(PROFILE) == "nightly"
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
@@ -230,5 +230,24 @@ def test_kernels_compile_and_fit(part, capability, monkeypatch, tmp_path):
     assert all(kernel.asm["cubin"] for kernel in compiled)
     assert max(sizes.values()) <= limit, sizes
     if capability == (9, 0):
-        codes = {kernel.asm["cubin"] for kernel in compiled}
-        assert not [line for code in codes for line in overwritten(code, tmp_path)]
+        codes = [machine_code(cubin, tmp_path) for cubin in {kernel.asm["cubin"] for kernel in compiled}]
+        assert not [line for code in codes for line in overwritten(code)]
+        assert any(map(loops_with_products, codes)) == (part in (products, mixtures, prompts, in_fp8))
+
+
+TURN = """
+.L_x_1:
+        /*0000*/                   LDS.128 R56, [R3] ;
+        /*0010*/                   WARPGROUP.ARRIVE ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R52, gdesc[UR8], R24, gsb0 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, {pending} ;
+        /*0050*/              @P0 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(("pending", "count"), [("0x0", 0), ("0x1", 1), ("0x2", 1)])
+def test_a_write_to_an_operand_that_is_still_read_is_seen(pending, count):
+    """The second product's registers are written in the next turn; no product is left after a wait for all."""
+    lines = overwritten(TURN.replace("{pending}", pending))
+    assert lines == ["LDS.128 R56, [R3]"] * count
