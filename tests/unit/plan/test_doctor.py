@@ -2,6 +2,7 @@
 
 import json
 import time
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pynvml
@@ -173,7 +174,7 @@ def test_missing_and_old_libraries_are_found(monkeypatch):
     wanted = [Requirement(text) for text in ("torch>=99", "qerl-has-no-such-library>=1", "numpy")]
     monkeypatch.setattr(doctor, "requirements", lambda extra="": wanted)
     old, missing = unfit_libraries()
-    assert (old.library, old.installed, old.wanted) == ("torch", torch.__version__, ">=99")
+    assert (old.library, old.installed, old.wanted) == ("torch", version("torch"), ">=99")
     assert (missing.library, missing.installed) == ("qerl-has-no-such-library", None)
     assert any("torch is" in problem for problem in diagnose(None, None).problems)
 
