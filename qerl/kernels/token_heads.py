@@ -56,12 +56,12 @@ def rotated(
 
 @triton.jit
 def angles(cos, sin, position, half, DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Cosines and sines of a position [1, D / 2]; 1 and 0 for elements that don't rotate."""
-    turns = half < ROTARY // 2
+    """Cosines and sines of a position [1, D / 2], or of positions [N, 1]; 1 and 0 for elements that don't rotate."""
+    turns = (half < ROTARY // 2)[None, :]
     still: tl.constexpr = 0.0 if ROTARY == DIM else 1.0
-    angle = position * (ROTARY // 2) + half
-    c = tl.load(cos + angle, turns, other=still).to(tl.float32)[None, :]
-    return c, tl.load(sin + angle, turns, other=0.0).to(tl.float32)[None, :]
+    angle = position * (ROTARY // 2) + half[None, :]
+    c = tl.load(cos + angle, turns, other=still).to(tl.float32)
+    return c, tl.load(sin + angle, turns, other=0.0).to(tl.float32)
 
 
 @triton.jit

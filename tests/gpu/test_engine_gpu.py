@@ -196,6 +196,39 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
     assert torch.equal(cache.nan_to_num(7), before.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query", "kv", "together"), [(28, 4, 2), (32, 8, 4), (40, 8, 2)])
+@pytest.mark.usefixtures("dependent_launch")
+def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, together, monkeypatch):
+    from qerl.kernels import attention
+
+    heads, lengths = Heads(query, kv, 128, 128**-0.5), torch.tensor([300, 193, 256, 1000, 257, 640, 321, 400] * 32)
+    state = DecodeState.empty(len(lengths), 1, 16, CUDA)
+    state.position[:-1] = lengths.to(CUDA).int() - 1
+    state.position[[3, 17]] = IDLE
+    state.pages[:-1] = torch.randperm(16 * len(lengths), device=CUDA).view(-1, 16).int() + 1
+    for slot in range(len(lengths)):  # three pages are the prompt's; for every other prompt some rows have a fourth
+        shared = 3 if slot // 8 % 2 or slot % 8 in (1, 2) else 4
+        state.pages[slot, :shared] = state.pages[slot - slot % 8, :shared]
+    cache = torch.randn(1 + 16 * len(lengths), 2, kv, PAGE, 128, device=CUDA).to(dtype)
+    angle = torch.rand(1100, 64, device=CUDA) * 6
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=CUDA)
+    qkv = torch.randn(len(rows), (query + 2 * kv) * 128, device=CUDA).to(dtype)
+    outcomes = []
+    for least, number in ((attention._LEAST_SHARED_PROGRAMS, together), (1e6, 1)):
+        monkeypatch.setattr(attention, "_LEAST_SHARED_PROGRAMS", least)
+        multiprocessors = torch.cuda.get_device_properties(CUDA).multi_processor_count
+        assert attention._rows_together(heads, len(rows), multiprocessors) == number
+        copy = cache.clone()
+        outcomes.append((attention.attend(qkv, KVCache(copy), state, rows, rope, heads, 4), copy))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+    for slot in (0, 1, 2, 8, 11, 255):
+        expected, _, _ = expected_attention(qkv[slot], cache, state, slot, rope, heads)
+        torch.testing.assert_close(outcomes[0][0][slot].double(), expected, **tolerance(dtype))
+
+
 # --- drawing ---
 
 

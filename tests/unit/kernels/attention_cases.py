@@ -39,7 +39,9 @@ HEADS = [
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     """The sizes of a GPU, and what a kernel would read of memory that isn't set."""
-    properties = SimpleNamespace(multi_processor_count=8, shared_memory_per_block_optin=100_000)
+    properties = SimpleNamespace(
+        multi_processor_count=8, shared_memory_per_block_optin=100_000, shared_memory_per_multiprocessor=101_000
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(prompt_attention, "_reads", lambda dim_block, device: (32, 1))
     torch.manual_seed(0)
@@ -122,6 +124,45 @@ def test_steps(shape, least_programs, drafted, fp8, monkeypatch):
     if fp8:
         stored = as_stored(ours, order, monkeypatch)
         expected = reference.attend(qkv, stored, state, rows, rope, heads, splits_of(each), drafted)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+#: For each sequence its length, and its pages: those of a prompt have the same numbers.
+SHARED = [
+    (260, [1, 2, 3, 4, 5]),  # the prompt's three full pages, and more
+    (193, [1, 2, 3, 6]),  # its new token alone begins a page
+    (192, [1, 2, 20]),  # its new token ends a page, which is its own then
+    (450, [1, 2, 3, 7, 8, 9, 10, 11]),
+    (70, [12, 13]),  # nothing in common with the next ones
+    (130, [14, 15, 16]),
+    (129, [14, 15, 17]),
+    (200, [14, 15, 18, 19]),
+]
+
+
+@pytest.mark.parametrize("idle", [None, 1])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [(4, 1), (14, 2), (10, 2)], ids=str)
+def test_rows_that_share_pages(heads, fp8, idle, monkeypatch):
+    """Four or two rows to a program. That bits equal those of each row alone is a case of `tests/gpu`."""
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 0)
+    monkeypatch.setattr(attention, "_LEAST_SHARED_PROGRAMS", 1e-3)
+    (heads, rope), order = heads_of(*heads, 32, 24, None, None, False), kernels_order(32, 24)
+    state = DecodeState.empty(len(SHARED), 1, max(len(pages) for _, pages in SHARED), CPU)
+    for slot, (length, pages) in enumerate(SHARED):
+        state.position[slot] = length - 1
+        state.pages[slot, : len(pages)] = torch.tensor(pages)
+    if idle is not None:
+        state.position[idle] = IDLE
+    ours, plain = both_caches(21, heads, order, fp8)
+    rows = torch.arange(len(SHARED), dtype=torch.int32)
+    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim)
+    assert attention._rows_together(heads, len(rows), 8) == (4 if heads.query == 4 else 2)
+    found = attention.attend(qkv, ours, state, rows, rope, heads, 8)
+    expected = reference.attend(qkv, plain, state, rows, rope, heads, 8)
+    compare(ours, plain, order)
+    if fp8:
+        expected = reference.attend(qkv, as_stored(ours, order, monkeypatch), state, rows, rope, heads, 8)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

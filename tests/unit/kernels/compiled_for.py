@@ -41,7 +41,9 @@ def launches_for(capability, shared_bytes, monkeypatch):
 
     with monkeypatch.context() as patch:
         properties = SimpleNamespace(
-            multi_processor_count=PROCESSORS[capability], shared_memory_per_block_optin=shared_bytes
+            multi_processor_count=PROCESSORS[capability],
+            shared_memory_per_block_optin=shared_bytes,
+            shared_memory_per_multiprocessor=shared_bytes + 1024,
         )
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(launch, "_supported", lambda device: capability >= (9, 0))
