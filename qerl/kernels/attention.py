@@ -3,7 +3,7 @@
 A head is read in two halves whose elements rotate in pairs. Where only some elements rotate, the others make up the
 rest of both halves, and the cache has keys in this order.
 
-A program computes the query heads of one KV head, over a whole sequence or several (`whole_attention`), or over some
+A program computes the query heads of one KV head, over one or two whole sequences (`whole_attention`), or over some
 pages of one where there are few (`split_attention`). A head's sink is added to the sum of its weights in the end. The
 program with the new token rotates its key and appends it to the cache. Rows of one sequence, which verify drafts,
 attend to each other's tokens, so a launch before appends all of them. A sequence's result depends on that sequence and
@@ -32,8 +32,8 @@ from qerl.kernels.whole_attention import attend_whole
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
 _LEAST_PROGRAMS = 0.5
-#: Programs per multiprocessor that are left where each attends to several sequences.
-_LEAST_SHARED_PROGRAMS = 1.9
+#: Programs per multiprocessor that must be left where each attends to two sequences.
+_LEAST_SHARED_PROGRAMS = 6.5
 #: Query heads of a KV head to which a program attends: the least size of a matrix product.
 _MEMBERS = 16
 #: Numbers of pages in shared memory: one being attended to, others being copied.
@@ -62,11 +62,9 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
 
 
 def _rows_together(heads: Heads, batch: int, multiprocessors: int) -> int:
-    """The rows to which one program attends, when it attends to whole sequences."""
-    most = _MEMBERS // (heads.query // heads.kv)
-    programs = batch * heads.kv / (_LEAST_SHARED_PROGRAMS * multiprocessors)
-    fitting = [rows for rows in (4, 2) if rows <= min(most, programs) and batch % rows == 0]
-    return fitting[0] if fitting and heads.window is None else 1
+    """The rows to which one program attends, when it attends to whole sequences: one or two."""
+    fits = 2 * heads.query <= _MEMBERS * heads.kv and batch % 2 == 0 and heads.window is None
+    return 2 if fits and batch * heads.kv >= 2 * _LEAST_SHARED_PROGRAMS * multiprocessors else 1
 
 
 def _pages_ahead(programs: float, page: int, other: int, shared: int) -> int:

@@ -128,7 +128,7 @@ def decode_steps():
     for count, heads, rotary, drafted in (
         (4, HEADS, 128, False),
         (64, HEADS, 128, False),
-        (256, HEADS, 128, False),
+        (2048, HEADS, 128, False),
         (64, normed, 128, False),
         (4, HEADS, 128, True),
         (4, GEMMA, 256, False),
