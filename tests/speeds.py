@@ -42,7 +42,7 @@ def _updates() -> Iterator[dict[str, Any]]:
     """Updates of steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
     for file in sorted(POINTS.glob("step-*.json")):
         [row] = load_steps([file]).to_dict("records")
-        if row["samples"] and not row["cap"] and not row["equal_groups"]:
+        if row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
             engine = "native" if row["system"].startswith("qerl") else "trl"
             completions = row["prompts"] * row["group_size"]
             yield {

@@ -143,6 +143,11 @@ class Work(Part):
     group: int
     prompt_tokens: int
     completion_tokens: int
+    """Tokens of each completion, or of the longest if they have a median."""
+    median: int | None = None
+    """The median length of completions of mixed lengths in tokens."""
+    sigma: float | None = None
+    """The standard deviation of the logarithm of a length; None without a median."""
     rank: int
     equal_groups: float
     """Share of each step's groups whose completions earn the same, so that they have no gradient."""

@@ -198,13 +198,15 @@ def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]
 def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
     if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
         raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
+    if False in grid.correction and grid.system == "qerl":
+        raise ConfigError("shapes: only TRL's steps have correction; remove it from the entry of qerl")
     if "auto" in grid.recompute and grid.system == "trl":
         raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
     policies = product(grid.sizes, grid.weights, grid.ranks)
     batches = product(grid.prompts, grid.group_size, grid.equal_groups)
-    for (size, weights, rank), (prompts, group, equal), kernels, recompute, cap in product(
-        policies, batches, grid.kernels, grid.recompute, caps
+    for (size, weights, rank), (prompts, group, equal), kernels, recompute, correction, cap in product(
+        policies, batches, grid.kernels, grid.recompute, grid.correction, caps
     ):
         _check(grid.system, size, weights, kernels)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
@@ -216,19 +218,26 @@ def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | Tr
             group=group,
             prompt_tokens=grid.prompt,
             completion_tokens=grid.tokens,
+            median=grid.median,
+            sigma=grid.sigma if grid.median else None,
             rank=rank,
             equal_groups=equal,
             repeats=grid.repeats,
         )
         id = _step_id(with_kernels(grid.system, kernels), asked, recompute, cap)
+        id += "" if correction else "-no-correction"
         if grid.system == "qerl":
             yield id, GrpoStepJob(work=asked, settings=_own(grid, kernels, recompute, cap), out=_out(folder, id))
         else:
-            yield id, TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True), out=_out(folder, id))
+            yield (
+                id,
+                TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True, correction), out=_out(folder, id)),
+            )
 
 
 def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:
-    lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{work.completion_tokens}"
+    tokens = f"{work.median}to{work.completion_tokens}" if work.median else work.completion_tokens
+    lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{tokens}"
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     equal = f"equal{work.equal_groups:g}-" if work.equal_groups else ""
     limit = f"-{cap:g}gb" if cap else ""
@@ -248,12 +257,12 @@ def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], ca
     )
 
 
-def _trl(grid: StepGrid, work: Work, recompute: bool) -> TrlStep:
+def _trl(grid: StepGrid, work: Work, recompute: bool, correction: bool) -> TrlStep:
     return TrlStep(
         sampler="vllm",
         micro_batch=min(grid.micro_batch, work.completions),
         recompute=recompute,
-        correction=True,
+        correction=correction,
         liger=False,
         sleep=False,
         vllm_memory=None,

@@ -65,10 +65,11 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: from `speed_readers.load_steps`; steps of other lengths, under a memory cap or with equal rewards are
-        ignored. Returns the measurements of this project that rows lack, as `write_rollout_tables` does.
+    measured: from `speed_readers.load_steps`; steps of other or mixed lengths, under a memory cap or with equal
+        rewards are ignored. Returns the measurements of this project that rows lack, as `write_rollout_tables` does.
     """
-    plain = (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING) & (measured["equal_groups"] == 0)
+    alike = (measured["equal_groups"] == 0) & (measured["median"] == 0)
+    plain = alike & (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
     at_lengths = _at_the_papers_lengths(measured[plain])
     named = at_lengths["system"].str.split().str[0]
     missing = []

@@ -23,6 +23,7 @@ from qerl.results.schema.speed import (
     MixRun,
     PromptsResult,
     RolloutMixResult,
+    StepWork,
 )
 from qerl.settings.models import WeightFormat
 
@@ -163,8 +164,9 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "group_size": work.group,
         "prompt": work.prompt_tokens,
         "tokens": work.completion_tokens,
+        "median": work.median or 0,
         "equal_groups": float(work.equal_groups),
-        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {work.completion_tokens} tokens"
+        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {_completion_tokens(work)} tokens"
         + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
@@ -177,6 +179,10 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,
     }
+
+
+def _completion_tokens(work: StepWork) -> str:
+    return f"{work.median} to {work.completion_tokens}" if work.median else f"{work.completion_tokens}"
 
 
 def _given_up(job: GrpoStepResult) -> dict[str, Any]:

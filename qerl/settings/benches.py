@@ -145,10 +145,17 @@ class StepGrid(Settings):
     prompt: PositiveInt = 128
     """Length of each prompt in tokens."""
     tokens: PositiveInt = 1024
-    """Length of each completion in tokens."""
+    """Length of each completion in tokens, or of the longest with a `median`."""
+    median: PositiveInt | None = None
+    """Median length of completions of mixed lengths in tokens. Lengths are lognormal and equal for all systems."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """The standard deviation of the logarithm of a length, for steps with a `median`."""
     equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
     """Shares of a step's groups whose completions earn the same, so that they have no gradient. These groups are spread
     evenly over the step."""
+    correction: NonEmpty[bool] = [True]
+    """Whether TRL weights tokens by the ratio of its probabilities to vLLM's. That is its default and takes one more
+    forward pass. This project's steps here have no such weights."""
     micro_batch: PositiveInt = 16
     """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
     recomputed. A step with fewer completions has one pass."""

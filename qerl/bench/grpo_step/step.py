@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from qerl.bench.grpo_step.work import (
     WARMUP,
     check_drawn,
+    completion_lengths,
     equal_prompts,
     is_equal,
     memory_of,
@@ -51,11 +52,12 @@ from qerl.settings.run import RunSettings
 
 @dataclass
 class _Watched:
-    """The policy's sampler without stop tokens. It records the memory peak of each sync and rollout, and resets the
-    peak before the update.
+    """The policy's sampler without stop tokens, with `lengths` of completions if they are mixed. It records the memory
+    peak of each sync and rollout, and resets the peak before the update.
     """
 
     sampler: Sampler
+    lengths: tuple[tuple[int, ...], ...] | None
     peaks: list[int] = field(default_factory=list)
 
     @property
@@ -79,7 +81,7 @@ class _Watched:
         self.sampler.sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True))
+        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True, lengths=self.lengths))
         self.peaks.append(peak_memory_bytes())
         reset_peak_memory(collect=False)
         return groups
@@ -171,7 +173,7 @@ def steps_with(
     `base` has an adapter without trained norms.
     """
     policy = _policy(base, settings, folder)
-    watched = _Watched(make_sampler(policy, settings.rollout))
+    watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
     timed = [_step(trainer, watched, work, number) for number in range(1, 1 + steps_of(work))][WARMUP:]

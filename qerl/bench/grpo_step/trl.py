@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.bench.grpo_step.work import (
     WARMUP,
     check_drawn,
+    completion_lengths,
     is_equal,
     memory_of,
     questions,
@@ -68,11 +71,20 @@ class TimedTrainer(GRPOTrainer):
         if self.use_vllm:
             self._untimed_sync = self.vllm_generation.sync_weights
             self.vllm_generation.sync_weights = self._timed_sync  # type: ignore[method-assign]
+            self._generate_alike = self.vllm_generation.llm.generate
+            self.vllm_generation.llm.generate = self._generate_lengths
 
     def _timed_sync(self) -> None:
         with seconds() as taken:
             self._untimed_sync()
         self.syncs.append(taken.value)
+
+    def _generate_lengths(self, prompts: Sequence[Any], sampling_params: Any, **others: Any) -> Any:
+        """Generate completions of the work's lengths, where TRL asks for one length of all."""
+        params = [sampling_params.clone() for _ in prompts]
+        for one, tokens in zip(params, chain(*completion_lengths(self.work)), strict=True):
+            one.min_tokens = one.max_tokens = tokens
+        return self._generate_alike(prompts, params, **others)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any) -> Any:
         if any(len(prompt) != self.work.prompt_tokens for prompt in prompt_ids):
@@ -135,7 +147,8 @@ def _settings(work: Work, asked: TrlStep) -> TrlStepSettings:
 
 def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
     vllm = asked.sampler == "vllm"
-    limits = {"min_tokens": work.completion_tokens, "ignore_eos": True, "detokenize": False}
+    # `TimedTrainer` gives vLLM the lengths.
+    limits = {"ignore_eos": True, "detokenize": False} if vllm else {"min_new_tokens": work.completion_tokens}
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps_of(work),
@@ -156,7 +169,7 @@ def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
         vllm_max_model_length=work.prompt_tokens + work.completion_tokens,
         vllm_enable_sleep_mode=asked.sleep,
         vllm_importance_sampling_correction=asked.correction,
-        generation_kwargs=limits if vllm else {"min_new_tokens": work.completion_tokens},
+        generation_kwargs=limits,
         shuffle_dataset=False,
         logging_steps=1,
         save_strategy="no",
@@ -254,6 +267,8 @@ def _sampler(trainer: TimedTrainer, weights: str) -> str:
 def _check(work: Work, asked: TrlStep) -> None:
     if not trl.__version__.startswith(TRL):
         raise ConfigError(f"TRL is {trl.__version__}, but this bench needs {TRL}x; install trl==1.16.0")
+    if work.median is not None and asked.sampler != "vllm":
+        raise ConfigError("transformers' generate gives all completions one length; use sampler vllm")
     if work.completions % asked.micro_batch:
         raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 

@@ -12,9 +12,11 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qerl.bench.lengths import lognormal_lengths
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.progress import log
@@ -45,9 +47,18 @@ def steps_of(work: Work) -> int:
     return WARMUP + work.repeats
 
 
+def completion_lengths(work: Work) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each completion of each prompt of a step; all steps have the same."""
+    if work.median is None or work.sigma is None:
+        return ((work.completion_tokens,) * work.group,) * work.prompts
+    numbers, shape = np.random.default_rng(0), (work.prompts, work.group)
+    drawn = lognormal_lengths(numbers, work.median, work.sigma, work.completion_tokens, shape)
+    return tuple(map(tuple, drawn))
+
+
 def check_drawn(work: Work, completion_tokens: int) -> None:
     """Raise RuntimeError unless a step drew all its tokens."""
-    wanted = work.completions * work.completion_tokens
+    wanted = sum(map(sum, completion_lengths(work)))
     if completion_tokens != wanted:
         raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from qerl.bench.ceilings import gpu_state
 from qerl.bench.decode.points import IDS
+from qerl.bench.lengths import lognormal_lengths
 from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import Mix, RolloutMixJob
@@ -46,8 +46,8 @@ class Workload:
         numbers = np.random.default_rng(work.seed)
         least, most = work.prompt_tokens
         prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
-        drawn = numbers.lognormal(math.log(work.median), work.sigma, size=(work.prompts, work.group))
-        return Workload(prompts.tolist(), drawn.round().clip(1, work.longest).astype(int).tolist())
+        shape = work.prompts, work.group
+        return Workload(prompts.tolist(), lognormal_lengths(numbers, work.median, work.sigma, work.longest, shape))
 
     def prompts(self, seed: int, round_: int) -> list[list[int]]:
         """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""

@@ -263,6 +263,8 @@ class StepWork(Stored):
     group: int
     prompt_tokens: int
     completion_tokens: int
+    median: int | None = None
+    sigma: Number | None = None
     rank: int
     equal_groups: Number = 0.0
     repeats: int

@@ -162,6 +162,23 @@ def test_steps_of_equal_groups_are_points_of_their_own():
         jobs_of(of(equal_groups=[0.5], prompts=[1]))
 
 
+def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_their_own():
+    trl = STEP | {"system": "trl", "weights": ["bf16"], "median": 300, "sigma": 0.5, "correction": [True, False]}
+    steps = [STEP | {"median": 300}, trl]
+    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": steps}, "grid"))
+    assert list(found) == [
+        "step-qerl-tiny-nvfp4-r16-16x8-128x300to1024-recompute",
+        "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute",
+        "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute-no-correction",
+    ]
+    ours, corrected, plain = found.values()
+    assert (ours.work.median, ours.work.sigma, ours.work.completion_tokens) == (300, 0.8, 1024)
+    assert (corrected.work.sigma, corrected.settings.correction, plain.settings.correction) == (0.5, True, False)
+    refused = parse(ShapesSettings, {"samples": "committed", "steps": [STEP | {"correction": [False]}]}, "grid")
+    with pytest.raises(ConfigError, match="only TRL's steps have correction; remove it from the entry of qerl"):
+        jobs_of(refused)
+
+
 @pytest.mark.parametrize("key", ["memory_gb", "kv_cache_gib", "sleep"])
 def test_trl_has_no_settings_of_our_engine(key):
     value = {"memory_gb": [12], "kv_cache_gib": 1.5, "sleep": True}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl.bench.grpo_step import step as grpo_step
-from qerl.bench.grpo_step.work import questions, text_reward
+from qerl.bench.grpo_step.work import completion_lengths, questions, text_reward
 from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.schema.speed import SECONDS
@@ -68,7 +68,7 @@ def written(tokenizer, monkeypatch):
 
 def test_every_step_has_the_work_that_was_asked_for(measured):
     result, rollouts = measured
-    assert result["work"] == {"size": "tiny", "weights": "nvfp4", **WORK}
+    assert result["work"] == {"size": "tiny", "weights": "nvfp4", "median": None, "sigma": None, **WORK}
     assert len(rollouts) == 3
     for rollout in rollouts:
         assert [len(sample.prompt) for sample in rollout.samples] == [80] * 8
@@ -142,6 +142,29 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     assert given["kv_cache_bytes"] == given["kv_cache_wanted_bytes"] == result["memory"]["kv_cache_bytes"]
     assert (given["recomputed"], given["blocks"]) == (0, 2)
     assert result["steps"][0]["grad_norm"] > 0
+
+
+def test_completions_of_mixed_lengths_are_those_of_the_work(tmp_path, monkeypatch, written):
+    rollouts = []
+
+    class Kept(Collector):
+        def collect(self, *arguments):
+            rollouts.append(super().collect(*arguments))
+            return rollouts[-1]
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "Collector", Kept)
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+    work, out = WORK | {"completion_tokens": 9, "median": 4, "sigma": 0.8}, tmp_path / "out.json"
+    measure(out, repeats=1, work=work)
+    result = json.loads(out.read_text())
+    assert (result["work"]["median"], result["work"]["sigma"]) == (4, 0.8)
+    wanted = completion_lengths(Work(size="tiny", weights="nvfp4", **work))
+    assert len(set(sum(wanted, ()))) > 2
+    assert max(sum(wanted, ())) <= 9
+    for rollout in rollouts:
+        drawn = [len(sample.completion.token_ids) for sample in rollout.samples]
+        assert drawn == [tokens for group in wanted for tokens in group]
 
 
 def test_a_bounded_cache_is_less_than_the_wanted_one(tmp_path, monkeypatch, written):

@@ -5,6 +5,7 @@ import os
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ WORK = {
     "group": 2,
     "prompt_tokens": 80,
     "completion_tokens": 3,
+    "median": None,
+    "sigma": None,
     "rank": 4,
     "equal_groups": 0.5,
     "repeats": 1,
@@ -29,7 +32,11 @@ WORK = {
 ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 
 
-def job(out, weights="bf16", **settings):
+#: Completions of 2, 2, 4 and 2 tokens.
+MIXED = {"completion_tokens": 4, "median": 2, "sigma": 1.0}
+
+
+def job(out, weights="bf16", lengths=None, **settings):
     """A job on the tiny shape."""
     values = {
         "sampler": "vllm",
@@ -40,7 +47,7 @@ def job(out, weights="bf16", **settings):
         "sleep": False,
     }
     own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
-    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK), settings=own, out=out)
+    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
 
 
 def assert_timed(result):
@@ -105,9 +112,10 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     out = tmp_path / "out.json"
     torch.set_num_threads(1)  # a fork has no other threads
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0", "QERL_COMMIT": "test"}
-    run = forks.call(lambda: measure_with_vllm(job(out)), Path.cwd(), {**os.environ, **settings})
+    run = forks.call(lambda: measure_with_vllm(job(out, lengths=MIXED)), Path.cwd(), {**os.environ, **settings})
     assert run.returncode == 0, run.stderr
     result = json.loads(out.read_text())
+    assert result["work"]["median"] == 2
     assert_timed(result)
     assert result["steps"][0]["sync"] > 0
     assert result["sampler"].startswith("vLLM")
@@ -118,6 +126,31 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     assert result["memory"]["kv_cache_bytes"] == 2**30
     # BF16 copies of the same weights, the trainer's and vLLM's.
     assert parts["sampler_weights"] == parts["weights"]
+
+
+def test_vllm_draws_the_lengths_of_the_work():
+    """TRL's own call of vLLM, with what it would generate from as the result."""
+
+    class Params(dict):
+        __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+        def clone(self):
+            return Params(self)
+
+    trainer = SimpleNamespace(work=job("out").work, _generate_alike=lambda *asked, **others: (asked, others))
+    trainer.work = job("out", lengths=MIXED).work
+    asked, others = grpo_step_trl.TimedTrainer._generate_lengths(
+        trainer, ["p", "p", "q", "q"], Params(max_tokens=4, temperature=0.7), use_tqdm=False
+    )
+    prompts, params = asked
+    assert (prompts, others) == (["p", "p", "q", "q"], {"use_tqdm": False})
+    assert [(one["min_tokens"], one["max_tokens"]) for one in params] == [(2, 2), (2, 2), (4, 4), (2, 2)]
+    assert {one["temperature"] for one in params} == {0.7}
+
+
+def test_transformers_generate_has_one_length(tmp_path):
+    with pytest.raises(ConfigError, match="gives all completions one length; use sampler vllm"):
+        grpo_step_trl.measure_step(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
 
 
 def test_vllm_gets_memory_for_all_completions_at_once():
