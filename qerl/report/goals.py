@@ -1,8 +1,9 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
-adapter. They also concern a GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory
-without the KV cache. The last is an update where half of the groups have no gradient.
+adapter. They also concern rollouts of mixed lengths over vLLM's, a GRPO step (16 prompts x 8 completions of 1,024
+tokens) over TRL's, and its memory without the KV cache. The last are an update where half of the groups have no
+gradient, and a step of mixed lengths where that is so, over TRL's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
-_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024, "median": 0}
 #: Decode goals of our NVFP4: size, sequences, vLLM's weight formats (the faster one counts), and the least speed ratio.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),
@@ -29,13 +30,21 @@ _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (256,), ("bf16", "nvfp4"), 2.0),
     ("32B", (1, 8, 32, 64, 256), ("bf16", "nvfp4"), 2.0),
 )
-#: Least speed ratio of our NVFP4's rollout of mixed lengths to the faster of vLLM's, 7B with LoRA r32.
-_MIX = 2.2
+#: By size: the least speed ratio of our NVFP4's rollout of mixed lengths to the faster of vLLM's, with LoRA r32.
+_MIX = {"7B": 2.2, "8B": 2.2, "32B": 2.0}
 #: By LoRA rank: the largest loss of decode speed due to the adapter, in percent, 7B.
 _COST = {16: 8.0, 64: 15.0}
 _COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
-#: By size and TRL's weight format: the least ratio of its step time, with its correction pass, to ours.
-_STEP = {("7B", "bf16"): 3.0, ("7B", "nf4"): 3.0, ("14B", "bf16"): 2.7}
+#: By size, TRL's weight format and whether it has its correction pass: the least ratio of its step time to ours.
+_STEP = {
+    ("7B", "bf16", True): 3.0,
+    ("7B", "bf16", False): 2.4,
+    ("7B", "nf4", True): 3.0,
+    ("14B", "bf16", True): 2.7,
+}
+#: The least ratio of TRL's step time to ours, 7B, 16 x 8 completions of mixed lengths, with `_SILENT_SHARE`.
+_MIXED_STEP = 4.0
+_MIXED_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 256, "tokens": 2048, "median": 300}
 #: The largest time of 7B's update of which `_SILENT_SHARE` of the groups have no gradient, as a share of a whole one's.
 _SILENT, _SILENT_SHARE = 0.55, 0.5
 #: By size: the largest memory without the KV cache, in GB.
@@ -85,22 +94,25 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
 
 
 def _mix_rows(mixes: pd.DataFrame) -> Iterator[Row]:
-    rows = [row for row in mixes.to_dict("records") if (row["size"], row["rank"]) == ("7B", 32)]
-    alike = [row for row in rows if (row["engine"], row["weights"], row["drafts"]) == ("native", "nvfp4", False)]
-    ours = next(iter(alike), None)
-    goal = "7B rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"
-    reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
-    yield _told(goal, _MIX, True, "×", reached, [ours, *(row for row in rows if row["engine"] == "vllm")])
+    for size, limit in _MIX.items():
+        rows = [row for row in mixes.to_dict("records") if (row["size"], row["rank"]) == (size, 32)]
+        alike = [row for row in rows if (row["engine"], row["weights"], row["drafts"]) == ("native", "nvfp4", False)]
+        ours = next(iter(alike), None)
+        goal = f"{size} rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"
+        reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
+        yield _told(goal, limit, True, "×", reached, [ours, *(row for row in rows if row["engine"] == "vllm")])
 
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
-    alike = _alike(steps)
-    for (size, weights), limit in _STEP.items():
-        trl = next((step for step in alike if step["system"].startswith("TRL") and _is(step, size, weights)), None)
+    alike = _alike(steps, _WORK)
+    for (size, weights, corrected), limit in _STEP.items():
         # TRL's time over ours, since these are times and not speeds.
-        name = f"{size} GRPO step, over TRL's {weights.upper()} LoRA"
-        yield _row(name, limit, True, "×", trl, _uncapped(alike, size))
-    both = [_uncapped(_alike(steps, share), "7B") for share in (_SILENT_SHARE, 0)]
+        name = f"{size} GRPO step, over TRL's {weights.upper()} LoRA" + ("" if corrected else " without correction")
+        yield _row(name, limit, True, "×", _trl(alike, size, weights, corrected), _uncapped(alike, size))
+    mixed = _alike(steps, _MIXED_WORK, _SILENT_SHARE)
+    goal = f"7B GRPO step of mixed lengths, {_SILENT_SHARE:.0%} of the groups without a gradient, over TRL's BF16 LoRA"
+    yield _row(goal, _MIXED_STEP, True, "×", _trl(mixed, "7B", "bf16", True), _uncapped(mixed, "7B"))
+    both = [_uncapped(_alike(steps, _WORK, share), "7B") for share in (_SILENT_SHARE, 0)]
     updates = [step and {**step, "samples": step["update_samples"]} for step in both]
     goal = f"7B update, {_SILENT_SHARE:.0%} of the groups without a gradient, over one with all"
     yield _row(goal, _SILENT, False, "×", *updates)
@@ -109,7 +121,7 @@ def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
     for size, limit in _MEMORY.items():
         # The step without a cap, or with the largest: under a tight cap the KV cache is released before the update.
-        step = max(_ours(_alike(steps), size, "true"), key=_cap, default=None)
+        step = max(_ours(_alike(steps, _WORK), size, "true"), key=_cap, default=None)
         reached: float | str = NOT_MEASURED if step is None else step["status"]
         if step is not None and step["status"] == OK:
             reached = step["without KV cache/gb"]
@@ -147,9 +159,15 @@ def _told(
     }
 
 
-def _alike(steps: pd.DataFrame, equal_groups: float = 0) -> list[Row]:
-    work = {**_WORK, "equal_groups": equal_groups}
-    return [step for step in steps.to_dict("records") if all(step[name] == value for name, value in work.items())]
+def _alike(steps: pd.DataFrame, work: dict[str, int], equal_groups: float = 0) -> list[Row]:
+    of = {**work, "equal_groups": equal_groups}
+    return [step for step in steps.to_dict("records") if all(step[name] == value for name, value in of.items())]
+
+
+def _trl(steps: Sequence[Row], size: str, weights: str, corrected: bool) -> Row | None:
+    """TRL's step with its correction pass or without."""
+    of = [step for step in steps if step["system"].startswith("TRL") and _is(step, size, weights)]
+    return next((step for step in of if step["system"].endswith(" without correction") != corrected), None)
 
 
 def _uncapped(steps: Sequence[Row], size: str) -> Row | None:

@@ -56,10 +56,13 @@ def test_ends_of_a_cost_are_in_order(tmp_path):
     assert row["reached_high"] == pytest.approx(100 * (1 - 90 / 102), abs=2)
 
 
+MIXED = ("prompt_tokens", "completion_tokens", "median", "sigma", "equal_groups")
+
+
 def changed(file: Path, **values) -> Path:
     """A file of a step with other settings or work."""
     step = json.loads(file.read_text())
-    for key, names in {"settings": ("memory_gb",), "work": ("weights", "group", "equal_groups")}.items():
+    for key, names in {"settings": ("memory_gb",), "work": ("weights", "group", *MIXED)}.items():
         step[key] |= {name: value for name, value in values.items() if name in names}
     to = file.with_name(f"changed-{len(list(file.parent.iterdir()))}.json")
     to.write_text(json.dumps(step))
@@ -69,16 +72,26 @@ def changed(file: Path, **values) -> Path:
 def test_steps_are_compared_at_the_same_work(tmp_path):
     under_a_cap = changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0, 1.0], "auto"), memory_gb=24)
     trl = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA", "7B", [19.0, 19.0], True)
+    uncorrected = step_file(tmp_path, "TRL 1.16.0 BF16 LoRA without correction", "7B", [17.0, 17.0], True)
+    mixed = {"prompt_tokens": 256, "completion_tokens": 2048, "median": 300, "sigma": 0.8, "equal_groups": 0.5}
     portable = step_file(tmp_path, "qerl-portable NVFP4 LoRA", "7B", [1.0, 1.0], "auto")
-    others = [portable, changed(trl, weights="bf16"), changed(trl, weights="nf4", group=4)]
+    others = [portable, changed(uncorrected, weights="bf16"), changed(trl, weights="bf16")]
+    others += [changed(trl, weights="nf4", group=4), changed(trl, weights="bf16", **mixed)]
+    others += [changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [4.0, 4.0], "auto"), **mixed)]
     # An update takes 0.3 of a step in these files.
     others.append(changed(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [5.0, 5.0], "auto"), equal_groups=0.5))
     own = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
     steps = speed_readers.load_steps([under_a_cap, *reversed(others), own])
-    assert [work for work in steps["work"] if "equal" in work] == ["16 × 8, 128 + 1024 tokens, 50% of the groups equal"]
+    assert [work for work in steps["work"].unique() if "equal" in work] == [
+        "16 × 8, 128 + 1024 tokens, 50% of the groups equal",
+        "16 × 8, 256 + 300 to 2048 tokens, 50% of the groups equal",
+    ]
     found = reached(goals(NOTHING, steps, NOTHING))
     assert found["7B GRPO step, over TRL's BF16 LoRA"] == (1.9, "no")
+    assert found["7B GRPO step, over TRL's BF16 LoRA without correction"] == (1.7, "no")
     assert found["7B GRPO step, over TRL's NF4 LoRA"] == ("–", "–")
+    mixed_goal = "7B GRPO step of mixed lengths, 50% of the groups without a gradient, over TRL's BF16 LoRA"
+    assert found[mixed_goal] == (4.75, "yes")
     assert found["7B update, 50% of the groups without a gradient, over one with all"] == (0.5, "yes")
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
 
@@ -127,5 +140,5 @@ def test_committed_points_have_all_of_it():
     decode, steps, mixes = ([file for file in files if file.name.startswith(kind)] for kind in kinds)
     read = speed_readers.load_points(decode), speed_readers.load_steps(steps), speed_readers.load_mixes(mixes)
     table = goals(*read)
-    assert len(table) == 31
+    assert len(table) == 35
     assert not [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]
