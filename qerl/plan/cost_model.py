@@ -40,9 +40,10 @@ STAND_IN = {"mxfp4": "nvfp4"}
 System = Literal["qerl", "trl"]
 Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
-    "Rollouts run at the engine's best measured rate of the model of the nearest size, among batches that aren't "
-    "larger and ranks that aren't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
-    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 15 % too short to 40 % too long. "
+    "Rollouts run at the engine's measured rate of the model of the nearest size, with the largest batch that isn't "
+    "larger and a rank that isn't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
+    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to 40 % too "
+    "long, where both have the same lengths. "
     f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
     "LoRA's run at the lowest share of the device's bf16 peak at which one of the same system was measured, others at "
     f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."
@@ -107,6 +108,8 @@ class Speed:
     engine: str
     """`native`, `vllm`, or `trl` for updates of TRL."""
     sequences: int
+    tokens: int
+    """Of a sequence, its prompt included."""
     gradient_checkpointing: Recompute | Literal[""]
     """Empty for a rollout."""
     rate: float
@@ -175,7 +178,9 @@ class Costs:
             return math.nan
         distances = {s.model: abs(math.log(self._parameters[s.model] / size)) for s in alike}
         nearest = min(distances, key=distances.__getitem__)
-        return max(s.rate for s in alike if s.model == nearest) * min(1.0, self._parameters[nearest] / size)
+        of_nearest = (s for s in alike if s.model == nearest)
+        chosen = min(of_nearest, key=lambda speed: (-speed.sequences, speed.rank, -speed.tokens))
+        return chosen.rate * min(1.0, self._parameters[nearest] / size)
 
     def _update_rate(self, work: PlannedWork) -> float:
         operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
@@ -196,9 +201,11 @@ def _operations(gradient_checkpointing: str) -> int:
 
 
 def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measured speed of this model, weights, training and engine with the nearest rank and largest fitting batch.
+    """The measured speed of this model, weights, training and engine with the largest fitting batch and nearest rank.
 
-    No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits.
+    No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits. The
+    batch counts first, because rates of batches differ by factors, and those of ranks by percents. Of speeds that
+    differ in lengths alone, that of the longest counts, because long contexts are slow.
     """
     same = [
         speed
@@ -207,7 +214,7 @@ def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
         == (work.model, work.weights, work.method, work.engine)
         and speed.sequences <= work.sequences
     ]
-    return min(same, key=lambda speed: (abs(speed.rank - work.rank), -speed.sequences), default=None)
+    return min(same, key=lambda speed: (-speed.sequences, abs(speed.rank - work.rank), -speed.tokens), default=None)
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -231,6 +238,7 @@ def _speed(row: dict[str, str], phase: str) -> Speed:
         rank=int(row["rank"]),
         engine=row["engine"],
         sequences=int(row["sequences"]),
+        tokens=int(row["tokens"]),
         gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
         rate=rate,
     )

@@ -71,14 +71,28 @@ def test_the_rollout_of_the_readme_is_that_of_the_workflow():
     speeds = [f"{row['tokens_per_second']:,.0f}" for row in (ours, theirs)]
     asked = "7B rollout of mixed lengths"
     assert readme_row(asked) == [[speeds[0]], [speeds[1]], [f"{ours['speedup']:.2f}"]]
+    table = mix_table(load_mixes(sorted(SHAPES.glob("mix-*.json")))).set_index(["engine", "weights", "size"])
+    ours, theirs = (table.loc[key].loc[["8B", "32B"]] for key in (("native", "nvfp4"), ("vllm", "bf16")))
+    speeds = [[f"{speed:,.0f}" for speed in rows["tokens_per_second"]] for rows in (ours, theirs)]
+    assert readme_row("the same of 8B") == [*speeds, [f"{times:.2f}" for times in ours["speedup"]]]
 
 
 def test_the_step_of_the_readme_is_that_of_the_workflow():
-    steps = grid.load_steps(sorted(SHAPES.glob("step-*-14B-*-16x8-128x1024-*.json")))
-    [ours] = steps[(steps["recompute"] == "auto") & (steps["cap"] == "")]["samples"]
-    [trl] = steps[steps["system"].str.startswith("TRL") & (steps["weights"] == "bf16")]["samples"]
-    ours, trl = median(ours), median(trl)
-    assert readme_row("GRPO step of 14B") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
+    def seconds(size, lengths):
+        """Our step and TRL's with its correction, median seconds."""
+        steps = grid.load_steps(sorted(SHAPES.glob(f"step-*-{size}-*-16x8-{lengths}*.json")))
+        uncapped = (steps["recompute"] == "auto") & (steps["cap"] == "")
+        [ours] = steps[uncapped & (steps["equal_groups"] == (0.5 if "to" in lengths else 0))]["samples"]
+        [trl] = steps[(steps["system"] == "TRL 1.16.0 BF16 LoRA")]["samples"]
+        return median(ours), median(trl)
+
+    pairs = [seconds(size, "128x1024") for size in ("7B", "14B")]
+    columns = [*zip(*pairs, strict=True), [trl / ours for ours, trl in pairs]]
+    formats = ("{:.1f}", "{:.1f}", "{:.2f}")
+    shown = [[one.format(value) for value in column] for one, column in zip(formats, columns, strict=True)]
+    assert readme_row("GRPO step of 7B / 14B") == shown
+    ours, trl = seconds("7B", "256x300to2048")
+    assert readme_row("GRPO step of mixed lengths, 7B") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
 
 
 def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
