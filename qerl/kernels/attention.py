@@ -113,7 +113,7 @@ def _shape(
         dim_block=max(16, dim_block),
         half_block=max(16, dim_block // 2),
         page=PAGE,
-        table=triton.next_power_of_2(table),
+        table=triton.next_power_of_2(table) if rows > 1 else 0,
         splits=splits,
         stages=stages,
         normed=heads.q_norm is not None,

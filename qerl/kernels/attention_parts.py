@@ -62,7 +62,7 @@ class Shape:
     dim_block: int  # padded
     half_block: int  # half of the dimension, padded
     page: int
-    table: int  # pages of a slot, padded
+    table: int  # pages of a slot, padded; 0 for one row, since each number is another kernel
     splits: int
     stages: int
     normed: bool
