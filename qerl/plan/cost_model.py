@@ -109,7 +109,7 @@ class Speed:
     """`native`, `vllm`, or `trl` for updates of TRL."""
     sequences: int
     tokens: int
-    """Of a sequence, its prompt included."""
+    """Tokens of each sequence, its prompt included."""
     gradient_checkpointing: Recompute | Literal[""]
     """Empty for a rollout."""
     rate: float

@@ -23,6 +23,8 @@ from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
 from qerl.results.schema.speed import (
     DecodeResult,
+    FamilyDecodeResult,
+    FamilyStepResult,
     GrpoStepResult,
     ProductsResult,
     PromptsResult,
@@ -51,6 +53,8 @@ _BY_NAME: dict[str, Schema] = {
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
 _BENCHES: dict[str, Schema] = {
     "decode": DecodeResult,
+    "family_decode": FamilyDecodeResult,
+    "family_step": FamilyStepResult,
     "grpo_step": GrpoStepResult,
     "prompts": PromptsResult,
     "products": ProductsResult,

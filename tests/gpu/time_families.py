@@ -1,15 +1,16 @@
-"""Decode speed of the engine on models of other families than Qwen2.5, with random weights of their published shapes.
+"""Decode speed on models of other families than Qwen2.5, with random weights of their published shapes.
 
-    python -m tests.gpu.time_families OUT.jsonl --models phi-4-mini,gemma-3-1b --kernels auto
+    python -m tests.gpu.time_families OUT --models phi-4-mini,gemma-3-1b --engine native
 
-Every line of OUT is a JSON object: tokens/s beside the floor's bytes, by which models of different sizes compare with
-those of `config/shapes.yaml` (LoRA r16 on all layers that can have it, prompts of 128 tokens or `--prompt`). `--step`
-times GRPO steps instead, of 16 prompts x 8 completions of 1,024 tokens.
+It writes a file with a stamp for each model to the folder OUT, anew after each number of sequences. Models have LoRA
+r16 on all layers that can have it, and prompts of 128 tokens or `--prompt`. `--engine vllm` times stock vLLM on the
+same shape. `--step` times GRPO steps instead, of 16 prompts x 8 completions of 1,024 tokens.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,9 +20,12 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Tokenizer
 
-from qerl.bench.decode.points import timed
+from qerl.bench.ceilings import gpu_state
+from qerl.bench.decode.points import Draw, timed
 from qerl.bench.grpo_step.step import run_settings, steps_with
+from qerl.bench.stock_vllm import description
 from qerl.formats.codecs import quantize
+from qerl.host.progress import log
 from qerl.jobs.shapes import GrpoStep, Work
 from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Float32Router
@@ -29,11 +33,15 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import Structure, structure_of
 from qerl.policy.policy import Policy, use_own_modules
 from qerl.random_models.policy import adapted, fill_model, random_weight
-from qerl.results.schema.speed import SECONDS
+from qerl.results.files import write
+from qerl.results.schema.speed import EngineStepSettings, FamilyDecodeResult, FamilyStepResult, GpuStates
+from qerl.results.schema.stored import Provenance
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.models import WeightFormat
 from qerl.settings.rollout import Kernels, NativeSettings
 from tests.families import FAMILIES, LEFT_OUT
+from tests.gpu import family_on_vllm
 
 DEVICE = torch.device("cuda")
 RANK = 16
@@ -168,8 +176,8 @@ def random_mixture(config: PreTrainedConfig, structure: Structure, weights: str,
     return lm
 
 
-def time_step(model: str, weights: str, kernels: Kernels, recompute: bool, experts: bool) -> dict[str, Any]:
-    """The parts of a GRPO step, medians of two after a warm-up, and its memory."""
+def time_step(model: str, weights: WeightFormat, kernels: Kernels, recompute: bool, experts: bool) -> FamilyStepResult:
+    """Two GRPO steps after a warm-up, and their memory."""
     work = Work(
         size=model, weights=weights, prompts=16, group=8, prompt_tokens=128, completion_tokens=1024, rank=RANK,
         equal_groups=0.0, repeats=2,
@@ -180,16 +188,66 @@ def time_step(model: str, weights: str, kernels: Kernels, recompute: bool, exper
     )  # fmt: skip
     policy = random_family(*MODELS[model], weights, train_norms=False, experts=experts)
     with TemporaryDirectory() as folder:
-        served, steps, memory, _ = steps_with(policy, work, run_settings(work, asked), Path(folder))
-    parts = {part: round(median(getattr(step, part) for step in steps), 3) for part in SECONDS}
-    point = {"model": model, "weights": weights, "kernels": kernels, "experts": experts, "served": served}
-    return {**point, **parts, **memory.model_dump()}
+        sampler, steps, memory, _ = steps_with(policy, work, run_settings(work, asked), Path(folder))
+    return FamilyStepResult(
+        bench="family_step",
+        model=model,
+        **work.model_dump(include={"weights", "rank", "prompts", "group", "prompt_tokens", "completion_tokens"}),
+        settings=EngineStepSettings(**asked.model_dump()),
+        experts=experts,
+        sampler=sampler,
+        steps=tuple(steps),
+        memory=memory,
+        provenance=Provenance.of_now(),
+    )
+
+
+def native(model: str, weights: WeightFormat, settings: NativeSettings, experts: bool) -> Callable[[int], Engine]:
+    """Takes a number of sequences, and starts this project's engine for so many."""
+    policy, vocabulary = random_family(*MODELS[model], weights, experts=experts), MODELS[model][1]["vocab_size"]
+    held = sum(buffer.nbytes for buffer in policy.lm.buffers()) + sum(p.nbytes for p in policy.lm.parameters())
+
+    def start(count: int) -> Engine:
+        sampler = EngineSampler(policy, settings, count)
+
+        def draw(prompts: list[list[int]], most: int, seed: int) -> int:
+            prompts = [[token % vocabulary for token in prompt] for prompt in prompts]
+            groups = sampler.generate(prompts, SamplingParams(max_tokens=most, seed=seed, ignore_eos=True))
+            return sum(len(completion.token_ids) for group in groups for completion in group)
+
+        return Engine(draw, sampler.served, held, sampler.release)
+
+    return start
+
+
+def stock(model: str, weights: WeightFormat, counts: Sequence[int], folder: Path) -> Callable[[int], Engine]:
+    """Takes a number of sequences, and returns vLLM, which serves all `counts`."""
+    family, shape = MODELS[model]
+    config = FAMILIES[family].config(**shape)
+    draw = family_on_vllm.start(folder, config, structure_of(config), weights, RANK, counts)
+    vocabulary = shape["vocab_size"]
+
+    def of_vocabulary(prompts: list[list[int]], most: int, seed: int) -> int:
+        return draw([[token % vocabulary for token in prompt] for prompt in prompts], most, seed)
+
+    return lambda _: Engine(of_vocabulary, description(weights), 0, lambda: None)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What draws tokens, its description, the bytes of its weights, 0 if unknown, and what frees its cache."""
+
+    draw: Draw
+    served: str
+    weight_bytes: int
+    release: Callable[[], None]
 
 
 def main(
     out: Path,
     models: Annotated[str, typer.Option(help="Keys of MODELS, with commas.")] = ",".join(MODELS),
     sequences: Annotated[str, typer.Option(help="Numbers of sequences, with commas.")] = "1,8,32,128",
+    engine: Annotated[str, typer.Option(help="native or vllm; vllm takes one model a call.")] = "native",
     tokens: int = 256,
     weights: str = "nvfp4",
     kernels: str = "auto",
@@ -201,37 +259,33 @@ def main(
 ) -> None:
     """Time each model at each number of sequences, as `qerl.bench.decode` does, or its GRPO step."""
     settings = NativeSettings.model_validate({"kv_cache_gib": 8, "kernels": kernels, "kv_cache_dtype": kv_cache_dtype})
+    format_: Any = weights
+    others = [kernels] * (kernels != "auto") + ["experts"] * experts + [kv_cache_dtype] * (kv_cache_dtype != "auto")
     for model in models.split(","):
+        name = "-".join([model, weights, f"r{RANK}", *others])
         if step:
-            with out.open("a") as file:
-                print(
-                    json.dumps(time_step(model, weights, settings.kernels, recompute, experts)), file=file, flush=True
-                )
+            found = time_step(model, format_, settings.kernels, recompute, experts)
+            write(out / f"step-{name}{'-recompute' * recompute}.json", found)
             continue
-        policy, vocabulary = random_family(*MODELS[model], weights, experts=experts), MODELS[model][1]["vocab_size"]
-        held = sum(buffer.nbytes for buffer in policy.lm.buffers()) + sum(p.nbytes for p in policy.lm.parameters())
-        for count in map(int, sequences.split(",")):
-            sampler = EngineSampler(policy, settings, count)
-
-            def draw(
-                prompts: list[list[int]],
-                most: int,
-                seed: int,
-                sampler: EngineSampler = sampler,
-                vocabulary: int = vocabulary,
-            ) -> int:
-                prompts = [[token % vocabulary for token in prompt] for prompt in prompts]
-                groups = sampler.generate(prompts, SamplingParams(max_tokens=most, seed=seed, ignore_eos=True))
-                return sum(len(completion.token_ids) for group in groups for completion in group)
-
-            timing = timed(draw, count, prompt, tokens)
-            point = {"model": model, "weights": weights, "kernels": kernels, "sequences": count, "bytes": held}
-            point |= {"kv_cache_dtype": kv_cache_dtype, "prompt": prompt, "experts": experts}
-            point |= {"tokens_per_s": round(median(timing.samples), 1), "served": sampler.served}
-            point["prompt_s"] = round(median(timing.prompt_samples), 4)
-            with out.open("a") as file:
-                print(json.dumps(point), file=file, flush=True)
-            sampler.release()
+        counts, points = [*map(int, sequences.split(","))], []
+        with TemporaryDirectory() as folder:
+            if engine == "vllm":
+                start = stock(model, format_, counts, Path(folder))
+            else:
+                start = native(model, format_, settings, experts)
+            for count in counts:
+                before, served = gpu_state(), start(count)
+                timing = timed(served.draw, count, prompt, tokens)
+                points.append(timing.point(count, served.served, served.weight_bytes, None))
+                served.release()
+                result = FamilyDecodeResult(
+                    bench="family_decode", engine=engine, model=model, weights=format_, rank=RANK,
+                    kernels=settings.kernels, kv_cache_dtype=kv_cache_dtype, experts=experts, prompt=prompt,
+                    tokens=tokens, gpu=GpuStates(before=before, after=gpu_state()), points=points,
+                    provenance=Provenance.of_now(),
+                )  # fmt: skip
+                write(out / f"decode-{engine}-{name}-{prompt}x{tokens}.json", result)
+                log.info("%s, %d sequences: %.1f tokens a second", name, count, median(timing.samples))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,28 @@ class DecodeResult(Stored):
         return with_kernels(self.engine, self.kernels)
 
 
+# --- other families --------------------------------------------------------------------------------------------------
+
+
+class FamilyDecodeResult(Stored):
+    """families/decode-*.json: decode speed of a published shape of another family, by `tests.gpu.time_families`."""
+
+    bench: Literal["family_decode"]
+    engine: Engine
+    model: str
+    weights: WeightFormat
+    rank: int
+    kernels: Kernels
+    kv_cache_dtype: str
+    experts: bool
+    """Whether experts have adapters, too."""
+    prompt: int
+    tokens: int
+    gpu: GpuStates | None = None
+    points: list[DecodePoint]
+    provenance: Provenance
+
+
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +372,26 @@ class GrpoStepResult(Stored):
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
+    provenance: Provenance
+
+
+class FamilyStepResult(Stored):
+    """families/step-*.json: GRPO steps of a published shape of another family, by `tests.gpu.time_families`."""
+
+    bench: Literal["family_step"]
+    model: str
+    weights: WeightFormat
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    settings: EngineStepSettings
+    experts: bool
+    """Whether experts have adapters, too."""
+    sampler: str
+    steps: tuple[TimedStep, ...]
+    memory: StepMemory
     provenance: Provenance
 
 
