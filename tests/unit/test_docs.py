@@ -71,7 +71,9 @@ def test_the_rollout_of_the_readme_is_that_of_the_workflow():
     speeds = [f"{row['tokens_per_second']:,.0f}" for row in (ours, theirs)]
     asked = "7B rollout of mixed lengths"
     assert readme_row(asked) == [[speeds[0]], [speeds[1]], [f"{ours['speedup']:.2f}"]]
-    table = mix_table(load_mixes(sorted(SHAPES.glob("mix-*.json")))).set_index(["engine", "weights", "size"]).sort_index()
+    table = (
+        mix_table(load_mixes(sorted(SHAPES.glob("mix-*.json")))).set_index(["engine", "weights", "size"]).sort_index()
+    )
     ours, theirs = (table.loc[key].loc[["8B", "32B"]] for key in (("native", "nvfp4"), ("vllm", "bf16")))
     speeds = [[f"{speed:,.0f}" for speed in rows["tokens_per_second"]] for rows in (ours, theirs)]
     assert readme_row("the same of 8B") == [*speeds, [f"{times:.2f}" for times in ours["speedup"]]]
