@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
+from qerl.host.profiling import free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import track
 from qerl.results.schema.stored import NO_MEMORY
 
@@ -38,9 +37,7 @@ def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -
     """
     for group in [list(points)] if interleave else [[point] for point in points]:
         _run_together(group, repeats)
-        gc.collect()  # a policy's modules refer to each other in cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()  # a policy's modules refer to each other in cycles
     return list(points)
 
 

@@ -96,6 +96,13 @@ def peak_memory_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
+def free_memory() -> None:
+    """Free what nothing refers to, cycles included, and return PyTorch's unused memory to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def reset_peak_memory(collect: bool = True) -> None:
     """Reset `peak_memory_bytes` to the present memory.
 

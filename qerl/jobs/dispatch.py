@@ -62,7 +62,7 @@ FUNCTIONS: dict[type[Job], str] = {
     EvaluateJob: "qerl.evals.job:evaluate_policy",
     RolloutJob: "qerl.bench.rollout:bench_rollout",
     StepJob: "qerl.bench.step:bench_step",
-    GrpoStepJob: "qerl.bench.grpo_step.step:measure_step",
+    GrpoStepJob: "qerl.bench.grpo_step.step:measure_steps",
     TrlStepJob: "qerl.bench.grpo_step.trl:measure_step",
     PromptsJob: "qerl.bench.prompts:measure_prompts",
     TableJob: "qerl.report.job:write_table",

@@ -174,12 +174,27 @@ class GrpoStep(Part):
     """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 
 
-class GrpoStepJob(PointJob):
-    """Measure a whole GRPO step of this project."""
+class StepPart(Part):
+    """A file of a job of steps."""
 
-    kind: Literal["grpo_step"] = "grpo_step"
+    file: str
     work: Work
     settings: GrpoStep
+
+
+class GrpoStepJob(PointJob):
+    """Measure whole GRPO steps of this project on one size and weight format, and under one cap of memory or none.
+
+    `out` is the folder of the parts' files.
+    """
+
+    kind: Literal["grpo_step"] = "grpo_step"
+    parts: list[StepPart]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the job writes."""
+        return [self.out / part.file for part in self.parts]
 
     @property
     def joins_free_memory(self) -> bool:

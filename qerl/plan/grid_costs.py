@@ -61,10 +61,13 @@ class GridCosts:
         if isinstance(job, DecodeJob):
             points = [self._point(part.work, count) for part in job.parts for count in part.sequences]
             return _once(START[job.engine], measured=True) + total(points)
-        if isinstance(job, GrpoStepJob | TrlStepJob):
-            if isinstance(job, TrlStepJob):
-                return self._steps(job.work, "trl", "vllm")
-            return self._steps(job.work, "qerl", with_kernels("native", job.settings.kernels))
+        if isinstance(job, TrlStepJob):
+            return _once(START["trl"], measured=True) + self._steps(job.work, "trl", "vllm")
+        if isinstance(job, GrpoStepJob):
+            parts = (
+                self._steps(part.work, "qerl", with_kernels("native", part.settings.kernels)) for part in job.parts
+            )
+            return _once(START["qerl"], measured=True) + total(parts)
         asked, times, engine = _whole(job)
         return _once(START[engine], measured=True) + total(self._price(piece, times) for piece in asked)
 
@@ -75,7 +78,7 @@ class GridCosts:
         rollout = Timed(f"decode {engine}", *policy, work.completions)
         decoded = self._price(rollout, work.completion_tokens, grows=False)
         step = decoded + self._price(Timed(f"update {system}", *policy, tokens))
-        return _once(START[system], measured=True) + total([step] * (1 + work.repeats))
+        return total([step] * (1 + work.repeats))
 
     def _point(self, work: Decoding, sequences: int) -> Hours:
         """The hours of a decode point: a warm-up and repeats, beside each of which the prompts are timed alone."""

@@ -19,6 +19,7 @@ from qerl.jobs.shapes import (
     Prompting,
     PromptsJob,
     RolloutMixJob,
+    StepPart,
     TrlStep,
     TrlStepJob,
     Work,
@@ -43,13 +44,13 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
 
     A job writes its files to `folder`/ID, and continues those of an earlier attempt. The entries of `decode` that share
-    a set-up are one job, at the place of the first.
+    a set-up are one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
     by_id: dict[str, PointJob] = {}
     for id, job in (
         *(j for grid in settings.mixes for j in _mixes(grid, folder)),
         *_decodes(settings.decode, folder),
-        *(j for grid in settings.steps for j in _steps(grid, folder)),
+        *_steps(settings.steps, folder),
         *(j for grid in settings.prompts for j in _prompts(grid, folder)),
     ):
         if id in by_id:
@@ -96,7 +97,7 @@ def state(job: PointJob, settings: ShapesSettings) -> str:
 def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
     """The job without the files that have all its points, or None if no file is left."""
     left = {file for file, _ in _missing(job, settings)}
-    if isinstance(job, DecodeJob) and left:
+    if isinstance(job, DecodeJob | GrpoStepJob) and left:
         return job.model_copy(update={"parts": [part for part in job.parts if job.out / part.file in left]})
     return job if left else None
 
@@ -109,7 +110,9 @@ def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object
 
 def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
     """The points of a job, each with its file and its key in there. Steps and rollouts have one without a key."""
-    if isinstance(job, DecodeJob):
+    if isinstance(job, GrpoStepJob):
+        yield from ((file, None) for file in job.files)
+    elif isinstance(job, DecodeJob):
         yield from ((job.out / part.file, count) for part in job.parts for count in part.sequences)
     else:
         yield from ((job.out, key) for key in (job.points if isinstance(job, PromptsJob) else [None]))
@@ -195,7 +198,25 @@ def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]
         yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
 
 
-def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
+def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
+    """A job for each step of TRL and each cap of memory, and one for all other steps with the same weights."""
+    shared: dict[str, dict[str, StepPart]] = {}
+    for grid in grids:
+        for id, one in _steps_of(grid, folder):
+            if isinstance(one, TrlStepJob):
+                yield id, one
+                continue
+            work, asked = one.work, one.settings
+            policy = f"step-{with_kernels('qerl', asked.kernels)}-{work.size}-{work.weights}-r{work.rank}"
+            parts = shared.setdefault(policy if asked.memory_gb is None else id, {})
+            if id in parts:
+                raise _twice(id)
+            parts[id] = one
+    for id, of_job in shared.items():
+        yield id, GrpoStepJob(parts=[*of_job.values()], out=folder / id)
+
+
+def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | TrlStepJob]]:
     if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
         raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
     if False in grid.correction and grid.system == "qerl":
@@ -227,12 +248,10 @@ def _steps(grid: StepGrid, folder: Path) -> Iterator[tuple[str, GrpoStepJob | Tr
         id = _step_id(with_kernels(grid.system, kernels), asked, recompute, cap)
         id += "" if correction else "-no-correction"
         if grid.system == "qerl":
-            yield id, GrpoStepJob(work=asked, settings=_own(grid, kernels, recompute, cap), out=_out(folder, id))
+            yield id, StepPart(file=_file_of(id), work=asked, settings=_own(grid, kernels, recompute, cap))
         else:
-            yield (
-                id,
-                TrlStepJob(work=asked, settings=_trl(grid, asked, recompute is True, correction), out=_out(folder, id)),
-            )
+            settings = _trl(grid, asked, recompute is True, correction)
+            yield id, TrlStepJob(work=asked, settings=settings, out=_out(folder, id))
 
 
 def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:

@@ -55,13 +55,13 @@ def adapted(base: Policy, rank: int, train_norms: bool = True, experts: bool = F
 
 
 @contextmanager
-def with_random_adapter(base: Policy, rank: int) -> Iterator[Policy]:
+def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> Iterator[Policy]:
     """A context in which the base has an adapter of `rank` (0: none); afterwards it is the base again."""
     if not rank:
         yield base
         return
     dtypes = {name: parameter.dtype for name, parameter in base.lm.named_parameters()}
-    policy = adapted(base, rank)
+    policy = adapted(base, rank, train_norms)
     try:
         yield policy
     finally:

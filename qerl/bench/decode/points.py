@@ -6,7 +6,6 @@ measures only the points that are missing. The prompts' time, that of drawing on
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import ceilings, gpu_state
-from qerl.host.profiling import reset_peak_memory, seconds
+from qerl.host.profiling import free_memory, reset_peak_memory, seconds
 from qerl.host.progress import log, track
 from qerl.jobs.shapes import Decoding, enough_runs
 from qerl.policy.policy import choose_device
@@ -157,9 +156,7 @@ def unless_out_of_memory(action: Callable[[], T]) -> T | None:
             raise
         log.warning("%s: %s", NO_MEMORY, str(error))  # only its text, since a log may keep the error and its frames
     # The error has been deleted, and with it the frames that referenced tensors.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return None
 
 

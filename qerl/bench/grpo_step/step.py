@@ -6,8 +6,10 @@ steps are those of `qerl.rl.trainer`; completions end only at their token limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,15 +31,25 @@ from qerl.bench.grpo_step.work import (
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
 from qerl.data.records import Problem
-from qerl.host.profiling import cap_memory, peak_memory_bytes, reset_peak_memory
+from qerl.host.profiling import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import log
-from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
+from qerl.jobs.shapes import GrpoStep, GrpoStepJob, StepPart, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
-from qerl.random_models.policy import random_policy
+from qerl.provenance.stamp import machine
+from qerl.random_models.policy import random_policy, with_random_adapter
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
+from qerl.results.files import read
 from qerl.results.names import with_kernels
 from qerl.results.paths import METRICS
-from qerl.results.schema.speed import SECONDS, EngineStepSettings, GivenUp, StepMemory, TimedStep
+from qerl.results.schema.speed import (
+    SECONDS,
+    EngineStepSettings,
+    GivenUp,
+    GrpoStepResult,
+    StepMemory,
+    StepWork,
+    TimedStep,
+)
 from qerl.rl.activation_checkpointing import blocks
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, problem_index
@@ -182,17 +194,57 @@ def steps_with(
     return watched.served, timed, memory, _given_up(trainer, watched.sampler)
 
 
-def measure_step(job: GrpoStepJob) -> None:
+def measure_steps(job: GrpoStepJob) -> None:
+    """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
+    first = job.parts[0]
+    if first.settings.memory_gb is not None:
+        cap_memory(first.settings.memory_gb)
+    base = cache(lambda: random_policy(first.work.size, first.work.weights, 0, choose_device()))
+    for part in job.parts:
+        out = job.out / part.file
+        if _measured(out, part):
+            log.info("%s is measured; delete it to measure it again", out)
+        else:
+            _measure_part(base, part, out)
+            free_memory()
+
+
+def _measured(out: Path, part: StepPart) -> bool:
+    """Whether the file has this part's steps on this machine."""
+    if not out.exists():
+        return False
+    result = read(GrpoStepResult, out)
+    same = (result.work, result.settings) == (StepWork(**part.work.model_dump()), _stored(part.settings))
+    return same and result.provenance.machine.label == machine()["label"]
+
+
+def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
-    work, asked = job.work, job.settings
-    if asked.memory_gb is not None:
-        cap_memory(asked.memory_gb)
-    settings = EngineStepSettings(**asked.model_dump())
+    work, asked = part.work, part.settings
+    settings = _stored(asked)
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA"
     try:
-        with TemporaryDirectory() as folder:
-            policy = random_policy(work.size, work.weights, work.rank, choose_device(), train_norms=False)
+        shared = base()
+        torch.manual_seed(0)  # adapters are those of a part alone
+        with (
+            TemporaryDirectory() as folder,
+            with_random_adapter(shared, work.rank, train_norms=False) as policy,
+            _checkpointing_off_afterwards(policy),
+        ):
             sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
-        return write_out_of_memory(job.out, system, work, settings, error)
-    write_steps(job.out, system, sampler, work, settings, steps, memory, given_up)
+        return write_out_of_memory(out, system, work, settings, error)
+    write_steps(out, system, sampler, work, settings, steps, memory, given_up)
+
+
+def _stored(asked: GrpoStep) -> EngineStepSettings:
+    return EngineStepSettings(**asked.model_dump())
+
+
+@contextmanager
+def _checkpointing_off_afterwards(policy: Policy) -> Iterator[None]:
+    """The next part's steps decide for themselves which blocks recompute their activations."""
+    try:
+        yield
+    finally:
+        policy.lm.gradient_checkpointing_disable()

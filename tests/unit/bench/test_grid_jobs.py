@@ -64,8 +64,9 @@ def test_kernels_are_jobs_of_their_own():
     assert {id: job for id, job in both.items() if "portable" not in id} == alone
     decoding, stepping = (job for id, job in both.items() if id not in alone)
     assert [file.name for file in decoding.files] == ["decode-native-portable-tiny-nvfp4-r4-128x256.json"]
-    assert decoding.parts[0].work.kernels == stepping.settings.kernels == "portable"
-    assert stepping.out.stem == "step-qerl-portable-tiny-nvfp4-r16-16x8-128x1024-recompute"
+    assert decoding.parts[0].work.kernels == stepping.parts[0].settings.kernels == "portable"
+    assert stepping.out.name == "step-qerl-portable-tiny-nvfp4-r16"
+    assert stepping.files == [stepping.out / "step-qerl-portable-tiny-nvfp4-r16-16x8-128x1024-recompute.json"]
     assert parse_job(stepping.model_dump_json()) == stepping
 
 
@@ -137,11 +138,14 @@ def test_steps_are_jobs_by_recomputation_and_cap():
         "grid",
     )
     found = jobs_of(settings)
-    assert next(iter(found)) == "step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute-12gb"
-    capped = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-no-recompute-24.5gb"]
+    assert [*found][:2] == [
+        "step-trl-tiny-bf16-r16-16x8-128x1024-recompute",
+        "step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute-12gb",
+    ]
+    [capped] = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-no-recompute-24.5gb"].parts
     assert (capped.settings.memory_gb, capped.settings.recompute) == (24.5, False)
     assert capped.settings.micro_batch_tokens == RunSettings.model_fields["micro_batch_tokens"].default
-    chosen = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].settings
+    chosen = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].parts[0].settings
     assert (chosen.recompute, chosen.micro_batch_tokens) == ("auto", 16 * (128 + 1024))
     trl = found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"]
     assert (trl.kind, trl.settings.micro_batch, trl.settings.recompute) == ("trl_step", 16, True)
@@ -152,26 +156,46 @@ def test_steps_of_equal_groups_are_points_of_their_own():
     of = lambda **changes: parse(  # noqa: E731
         ShapesSettings, {"samples": "committed", "decode": [], "steps": [STEP | changes]}, "grid"
     )
-    found = jobs_of(of(equal_groups=[0, 0.5]))
-    whole, half = found.values()
-    assert list(found) == [f"step-qerl-tiny-nvfp4-r16-16x8-128x1024{equal}-recompute" for equal in ("", "-equal0.5")]
+    [job] = jobs_of(of(equal_groups=[0, 0.5])).values()
+    whole, half = job.parts
+    assert [file.stem for file in job.files] == [
+        f"step-qerl-tiny-nvfp4-r16-16x8-128x1024{equal}-recompute" for equal in ("", "-equal0.5")
+    ]
     assert (whole.work.equal_groups, half.work.equal_groups) == (0, 0.5)
-    assert parse_job(half.model_dump_json()) == half
+    assert parse_job(job.model_dump_json()) == job
     assert len(jobs_of(of(equal_groups=[0.7], prompts=[10]))) == 1
     with pytest.raises(ConfigError, match=r"equal_groups=0.5 of 1 prompts is no whole number; change either"):
         jobs_of(of(equal_groups=[0.5], prompts=[1]))
+
+
+def test_steps_of_the_same_weights_are_one_job_whose_measured_files_are_left_out(tmp_path):
+    steps = [STEP | {"recompute": [True, False]}, STEP | {"prompts": [2], "memory_gb": [12]}, STEP | {"prompts": [2]}]
+    settings = parse(ShapesSettings, {"samples": str(tmp_path), "steps": steps}, "grid")
+    shared, capped = jobs_of(settings).values()
+    assert [file.stem.partition("-r16-")[2] for file in shared.files] == [
+        "16x8-128x1024-recompute",
+        "16x8-128x1024-no-recompute",
+        "2x8-128x1024-recompute",
+    ]
+    assert [file.stem for file in capped.files] == ["step-qerl-tiny-nvfp4-r16-2x8-128x1024-recompute-12gb"]
+    (tmp_path / shared.files[1].name).touch()
+    assert remaining(shared, settings).files == [shared.files[0], shared.files[2]]
+    assert state(shared, settings) == "committed, 2 of 3 points missing"
+    with pytest.raises(ConfigError, match="step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute occurs twice"):
+        jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": [STEP, STEP]}, "grid"))
 
 
 def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_their_own():
     trl = STEP | {"system": "trl", "weights": ["bf16"], "median": 300, "sigma": 0.5, "correction": [True, False]}
     steps = [STEP | {"median": 300}, trl]
     found = jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": steps}, "grid"))
-    assert list(found) == [
-        "step-qerl-tiny-nvfp4-r16-16x8-128x300to1024-recompute",
+    assert [file.stem for job in found.values() for file in job.files] == [
         "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute",
         "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute-no-correction",
+        "step-qerl-tiny-nvfp4-r16-16x8-128x300to1024-recompute",
     ]
-    ours, corrected, plain = found.values()
+    corrected, plain, shared = found.values()
+    [ours] = shared.parts
     assert (ours.work.median, ours.work.sigma, ours.work.completion_tokens) == (300, 0.8, 1024)
     assert (corrected.work.sigma, corrected.settings.correction, plain.settings.correction) == (0.5, True, False)
     refused = parse(ShapesSettings, {"samples": "committed", "steps": [STEP | {"correction": [False]}]}, "grid")
@@ -184,7 +208,8 @@ def test_trl_has_no_settings_of_our_engine(key):
     value = {"memory_gb": [12], "kv_cache_gib": 1.5, "sleep": True}
     ours = parse(ShapesSettings, {"samples": "committed", "steps": [STEP | value]}, "grid")
     [job] = jobs_of(ours).values()
-    assert (job.settings.memory_gb, job.settings.kv_cache_gib, job.settings.sleep) == (12, 1.5, True)
+    [part] = job.parts
+    assert (part.settings.memory_gb, part.settings.kv_cache_gib, part.settings.sleep) == (12, 1.5, True)
     steps = [STEP | {"system": "trl", "weights": ["bf16"], key: value[key]}]
     with pytest.raises(ConfigError, match=f"only this project's steps have {key}"):
         jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": steps}, "grid"))
@@ -337,7 +362,11 @@ def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
 def test_caps_have_settings_that_fit():
     """Each size under each cap, by settings of which the memory model says what config/cards.yaml does."""
     jobs = [
-        job for job in jobs_of(committed_grid("cards")).values() if job.kind == "grpo_step" and job.settings.memory_gb
+        part
+        for job in jobs_of(committed_grid("cards")).values()
+        if job.kind == "grpo_step"
+        for part in job.parts
+        if part.settings.memory_gb
     ]
     verdicts = {}
     for job in jobs:
@@ -356,8 +385,9 @@ def test_caps_have_settings_that_fit():
 
 
 def test_the_committed_grid_begins_with_rollouts_and_has_the_papers_steps():
-    names = list(jobs_of(committed_grid()))
-    assert [id.partition("-r32")[0] for id in names[:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
+    jobs = jobs_of(committed_grid())
+    names = {file.stem for job in jobs.values() for file in job.files}
+    assert [id.partition("-r32")[0] for id in [*jobs][:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
     for table in ("table3", "table5", "table6", "table7"):
         for cell in read_cells(FOLDER / f"{table}.csv"):
             if cell.kind == "step":

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from qerl.bench.grpo_step import step as grpo_step
 from qerl.bench.grpo_step.work import completion_lengths, questions, text_reward
-from qerl.jobs.shapes import GrpoStep, GrpoStepJob, Work
+from qerl.jobs.shapes import GrpoStep, GrpoStepJob, StepPart, Work
+from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
 from qerl.results.schema.speed import SECONDS
 from qerl.rl import trainer
@@ -27,12 +28,17 @@ WORK = {
 }
 
 
-def measure(out, repeats=2, work=WORK, **settings):
-    """Do a job on the tiny shape."""
+def part(file, repeats=2, work=WORK, **settings):
+    """Steps on the tiny shape."""
     values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
     values |= {"kv_cache_gib": None, "sleep": False, "memory_gb": None}
     work = Work(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
-    grpo_step.measure_step(GrpoStepJob(work=work, settings=GrpoStep(**values | settings), out=out))
+    return StepPart(file=file, work=work, settings=GrpoStep(**values | settings))
+
+
+def measure(out, *settings, **more):
+    """Do a job of one file."""
+    grpo_step.measure_steps(GrpoStepJob(parts=[part(out.name, *settings, **more)], out=out.parent))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +148,39 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     assert given["kv_cache_bytes"] == given["kv_cache_wanted_bytes"] == result["memory"]["kv_cache_bytes"]
     assert (given["recomputed"], given["blocks"]) == (0, 2)
     assert result["steps"][0]["grad_norm"] > 0
+
+
+def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, written):
+    """The base is shared, and what the steps before did to it isn't seen. A killed job goes on with the next file."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    asked = [part("all.json", repeats=1, recompute=True), part("none.json", repeats=1, recompute=False)]
+    asked += [part("other.json", repeats=1, work=WORK | {"prompts": 3, "rank": 2}, micro_batch_tokens=120)]
+    norms = lambda file: [step["grad_norm"] for step in json.loads(file.read_text())["steps"]]  # noqa: E731
+    for one in asked:
+        grpo_step.measure_steps(GrpoStepJob(parts=[one], out=tmp_path / "alone"))
+    together, drawn = tmp_path / "together", []
+    monkeypatch.setattr(grpo_step, "random_policy", lambda *of: drawn.append(random_policy(*of)) or drawn[-1])
+    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    assert len(drawn) == 1
+    for file in sorted(together.iterdir()):
+        assert norms(file) == norms(tmp_path / "alone" / file.name)
+        assert min(norms(file)) > 0
+    assert not any(module.gradient_checkpointing for module in grpo_step.blocks(drawn[0].lm))
+    assert not any("lora" in name for name, _ in drawn[0].lm.named_parameters())
+    assert json.loads((together / "other.json").read_text())["work"]["rank"] == 2
+    before = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
+    (together / "none.json").unlink()
+    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    after = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"none.json"}
+
+
+def test_a_file_of_other_work_is_measured_again(tmp_path, monkeypatch, written):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    out = tmp_path / "out.json"
+    for rank in (4, 2):
+        measure(out, repeats=1, work=WORK | {"rank": rank})
+        assert json.loads(out.read_text())["work"]["rank"] == rank
 
 
 def test_completions_of_mixed_lengths_are_those_of_the_work(tmp_path, monkeypatch, written):
