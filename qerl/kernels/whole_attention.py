@@ -32,6 +32,42 @@ def _shared_pages(tables, slots, positions, shape: tl.constexpr, stride):
 
 
 @triton.jit
+def _new_tokens(
+    qkv, cache, sequences, rope, norms, q1, q2, row_of, slots, positions, first_row, head, scale, shape: tl.constexpr
+):  # fmt: skip
+    """Append the rows' new tokens to the cache, and begin the sums of each query head with that of its row."""
+    ROWS: tl.constexpr = shape.rows
+    half, width = tl.arange(0, shape.half_block), (shape.query + 2 * shape.kv) * shape.dim
+    highest = tl.full([shape.members], float("-inf"), tl.float32)
+    total = tl.full([shape.members], 0.0, tl.float32)
+    summed = tl.full([shape.members, shape.dim_block], 0.0, tl.float32)
+    for row in tl.static_range(ROWS):
+        position, table = positions[row], sequences.pages + slots[row] * sequences.pages_stride
+        if position >= 0:
+            token, of_it = qkv + (first_row + row) * width, row_of == row
+            c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
+            n1, n2, value = append(token, cache, table, head, position, c, s, norms, shape, shape.appends)
+            products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
+            highest = tl.where(of_it, tl.sum(products, axis=1) * scale, highest)
+            total = tl.where(of_it, 1.0, total)
+            summed = tl.where(of_it[:, None], value.to(tl.float32)[None, :], summed)
+    return highest, total, summed
+
+
+@triton.jit
+def _page_at(number, starts, slots, positions, shared, base, shape: tl.constexpr):
+    """The row that has a page, or -1 for all rows, its slot, its number there, and the end of its tokens."""
+    ROWS: tl.constexpr = shape.rows
+    owner, slot, page, end = -1, slots[0], number, shared * shape.page
+    for row in tl.static_range(ROWS):
+        its = number >= starts[row]
+        owner, slot = tl.where(its, row, owner), tl.where(its, slots[row], slot)
+        page = tl.where(its, number - starts[row] + shared + base, page)
+        end = tl.where(its, positions[row], end)
+    return owner, slot, page, end
+
+
+@triton.jit
 def attend_whole(
     qkv, cache, out, sequences, rope, norms, sinks, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -66,32 +102,18 @@ def attend_whole(
         query, in_half, half, c, s, norms.query, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
     )  # fmt: skip
-    highest = tl.full([shape.members], float("-inf"), tl.float32)
-    total = tl.full([shape.members], 0.0, tl.float32)
-    summed = tl.full([shape.members, shape.dim_block], 0.0, tl.float32)
+    highest, total, summed = _new_tokens(
+        qkv, cache, sequences, rope, norms, q1, q2, row_of, slots, positions, first_row, head, scale, shape
+    )
     # `starts` has the number of pages before the first one of each row's own.
     starts, pages = (), shared
     for row in tl.static_range(ROWS):
-        position, table = positions[row], sequences.pages + slots[row] * sequences.pages_stride
-        if position >= 0:
-            token, of_it = qkv + (first_row + row) * width, row_of == row
-            its_c, its_s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
-            n1, n2, value = append(token, cache, table, head, position, its_c, its_s, norms, shape, shape.appends)
-            products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
-            highest = tl.where(of_it, tl.sum(products, axis=1) * scale, highest)
-            total = tl.where(of_it, 1.0, total)
-            summed = tl.where(of_it[:, None], value.to(tl.float32)[None, :], summed)
         starts = starts + (pages,)
-        pages += tl.cdiv(tl.maximum(position, 0), shape.page) - base - shared
+        pages += tl.cdiv(tl.maximum(positions[row], 0), shape.page) - base - shared
 
     token_in_page = tl.arange(0, shape.page)
     for number in tl.range(0, pages, num_stages=shape.stages):
-        owner, slot, page, end = -1, slots[0], number, shared * shape.page
-        for row in tl.static_range(ROWS):
-            its = number >= starts[row]
-            owner, slot = tl.where(its, row, owner), tl.where(its, slots[row], slot)
-            page = tl.where(its, number - starts[row] + shared + base, page)
-            end = tl.where(its, positions[row], end)
+        owner, slot, page, end = _page_at(number, starts, slots, positions, shared, base, shape)
         table, first = sequences.pages + slot * sequences.pages_stride, page * shape.page
         k1, k2, v = load_page(cache, table, head, first, end, shape)
         k_scale, v_scale = load_scales(cache, table, head, first, end, shape)
