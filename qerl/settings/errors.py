@@ -192,7 +192,8 @@ def sentence(error: ValidationError, settings: type[BaseModel], written: Callabl
     # A misspelt key also causes an error about a missing one, so the unknown key comes first.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     location = first["loc"]
-    of_key = bool(location) and location[-1] == _OF_KEY
+    # A user's unknown key may be called so, too.
+    of_key = bool(location) and location[-1] == _OF_KEY and first["type"] != "extra_forbidden"
     place = _place(settings, location[:-2] if of_key else location)
     key, kind = written(place.dotted), first["type"]
     if kind in ("extra_forbidden", "invalid_key"):

@@ -55,6 +55,7 @@ def assert_same_when_read_again(settings):
 @example({"protocol": "upstream-scripts", "name": "x", "protocols": {"upstream-scripts": None}})
 @example({"protocol": [], "name": "x", "protocols": {"a": {}}})
 @example({"protocol": "paper\n", "name": "x", "protocols": {1: {}}})
+@example({"[key]": None})
 @pytest.mark.parametrize("settings", [Config, RunSettings, RunFile, Experiment, DatasetSettings, TaskSettings])
 def test_any_mapping_is_settings_or_one_sentence(settings, values):
     fields = settings.model_fields
