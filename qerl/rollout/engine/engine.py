@@ -12,14 +12,14 @@ from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.geometry import PAGE
 from qerl.kernels.kv_cache import FP8, page_bytes
 from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.policy import Policy
+from qerl.policy.policy import Policy, weight_bytes
 from qerl.rollout.engine.cuda_graphs import DecodeGraphs, bucket_of
 from qerl.rollout.engine.decoder import Decoder
 from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
 from qerl.rollout.engine.paging import Pages, slots_for
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
-from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
+from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for, steps_between_looks
 from qerl.rollout.engine.speculation import DraftCounts, Speculation, step_sizes
 from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
@@ -215,7 +215,8 @@ class EngineSampler:
         whole = self.settings.batch_invariant
         steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory, states)
         pages, prefill = Pages(cache.pages, PAGE), Prefill(decoder, cache, memory, states)
-        return Pool(decoder, state, cache, pages, sampling, steps, prefill, None, memory, states)
+        look_every = steps_between_looks(weight_bytes(self.policy))
+        return Pool(decoder, state, cache, pages, sampling, steps, prefill, look_every, None, memory, states)
 
     def _cache_bytes(self) -> int:
         """The largest allowed size of the cache in bytes."""

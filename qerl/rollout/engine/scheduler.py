@@ -27,15 +27,29 @@ from qerl.rollout.engine.transfer import Download, upload
 from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams
 
-#: Decode steps between two checks for finished sequences; a check's result arrives while the next steps run.
-CHECK_EVERY = 8
+#: The most decode steps between two looks for finished sequences; a look's result arrives while the next steps run.
+MOST_STEPS = 8
+#: Bytes of weights that steps read between two looks. They take an H200 some 3 ms, and a look takes the host 0.5 ms
+#: (docs/lab/rollouts.md).
+_LOOK_BYTES = 10e9
+
+
+def steps_between_looks(weight_bytes: int) -> int:
+    """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
+    below 1.3 GB.
+
+    A finished sequence keeps its slot until a look's result is read, and the host mustn't be slower than the steps. The
+    number depends on no clock, so a rollout can be repeated to the bit.
+    """
+    return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
 
 
 @dataclass(frozen=True)
 class Pool:
     """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it.
 
-    `memory` is the graphs' memory pool. `verify` is there only for drafts, and `states` only for delta nets.
+    `memory` is the graphs' memory pool, and `look_every` the number of decode steps between two looks. `verify` is
+    there only for drafts, and `states` only for delta nets.
     """
 
     decoder: Decoder
@@ -45,6 +59,7 @@ class Pool:
     sampling: SamplingState
     steps: DecodeGraphs
     prefill: Prefill
+    look_every: int
     verify: VerifyGraphs | None
     memory: Any
     states: DeltaStates | None = None
@@ -233,7 +248,8 @@ class Scheduler:
     def _decode(self) -> None:
         """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
         speculation, verifier, active = self._speculation, self._verifier, len(self._active)
-        steps = speculation.plain_steps(active, CHECK_EVERY) if speculation else CHECK_EVERY
+        every = self._pool.look_every
+        steps = speculation.plain_steps(active, every) if speculation else every
         left = max((self._params.max_tokens - sequence.sure for sequence in self._active.values()), default=0)
         count = min(steps, left)
         self._grow(count)

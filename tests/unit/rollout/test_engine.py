@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.host.profiling import seconds
 from qerl.layers import delta_net
-from qerl.policy.policy import load_policy, trained_in_full, with_adapter
+from qerl.policy.policy import load_policy, trained_in_full, weight_bytes, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
@@ -401,7 +401,14 @@ def test_completions_end_at_their_lengths(policy, slots, pages):
         assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, lengths, strict=True)]
 
 
-def test_phases_count_the_steps_of_a_rollout(policy):
+@pytest.mark.parametrize(("gigabytes", "steps"), [(0.05, 8), (1.2, 8), (2.2, 5), (5.9, 2), (9.9, 1), (65.0, 1)])
+def test_larger_policies_are_looked_at_after_fewer_steps(gigabytes, steps):
+    assert scheduler.steps_between_looks(int(gigabytes * 1e9)) == steps
+
+
+@pytest.mark.parametrize("every", [1, 3, scheduler.MOST_STEPS])
+def test_phases_count_the_steps_of_a_rollout(policy, every, monkeypatch):
+    monkeypatch.setattr(scheduler, "_LOOK_BYTES", every * weight_bytes(policy))
     sampler = sampler_of(policy, max_sequences=3)
     with seconds() as elapsed:
         sampler.generate(PROMPTS, SamplingParams(max_tokens=70, count=2, seed=4, lengths=LENGTHS))
@@ -411,7 +418,7 @@ def test_phases_count_the_steps_of_a_rollout(policy):
     # A sequence's first token is drawn behind its prompt, and it may stay for up to two looks after its end.
     drawn = sum(map(sum, LENGTHS)) - 8
     steps = sum(decode.sequences for decode in phases.decode.values())
-    assert drawn <= steps <= drawn + 8 * 2 * scheduler.CHECK_EVERY
+    assert drawn <= steps <= drawn + 8 * 2 * every
     timed = phases.prefill + phases.between + sum(decode.seconds for decode in phases.decode.values())
     assert 0 < phases.prefill < timed <= elapsed.value
 
