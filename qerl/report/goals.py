@@ -1,9 +1,9 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
-adapter. They also concern rollouts of mixed lengths over vLLM's, a GRPO step (16 prompts x 8 completions of 1,024
-tokens) over TRL's, and its memory without the KV cache. The last are an update where half of the groups have no
-gradient, and a step of mixed lengths where that is so, over TRL's.
+adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a GRPO step (16 prompts x 8
+completions of 1,024 tokens) over TRL's, and its memory without the KV cache. The last are an update where half of the
+groups have no gradient, and a step of mixed lengths where that is so, over TRL's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (256,), ("bf16", "nvfp4"), 2.0),
     ("32B", (1, 8, 32, 64, 256), ("bf16", "nvfp4"), 2.0),
 )
+#: The least tokens/s of our NVFP4 at 512 sequences, 7B.
+_FRONT, _FRONT_RATE = 512, 45000.0
 #: By size: the least speed ratio of our NVFP4's rollout of mixed lengths to the faster of vLLM's, with LoRA r32.
 _MIX = {"7B": 2.2, "8B": 2.2, "32B": 2.0}
+#: The same of 7B's rollout that replays a trace and verifies drafts.
+_REPLAY = 3.0
 #: By LoRA rank: the largest loss of decode speed due to the adapter, in percent, 7B.
 _COST = {16: 8.0, 64: 15.0}
 _COST_SEQUENCES = (1, 8, 32, 64, 128, 256)
@@ -87,6 +91,8 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
             ours = cells.get(("native", size, "nvfp4", 16, count))
             base = faster([cells.get(("vllm", size, weights, 16, count)) for weights in bases])
             yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
+    front = cells.get(("native", "7B", "nvfp4", 16, _FRONT))
+    yield _told(f"7B decode, {_sequences(_FRONT)}", _FRONT_RATE, True, "tokens/s", _rate(front), [front])
     for rank, limit in _COST.items():
         for count in _COST_SEQUENCES:
             ours, base = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
@@ -94,13 +100,21 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
 
 
 def _mix_rows(mixes: pd.DataFrame) -> Iterator[Row]:
+    rows = mixes.to_dict("records")
+    drawn, replayed = ([row for row in rows if bool(row["trace"]) == traced] for traced in (False, True))
     for size, limit in _MIX.items():
-        rows = [row for row in mixes.to_dict("records") if (row["size"], row["rank"]) == (size, 32)]
-        alike = [row for row in rows if (row["engine"], row["weights"], row["drafts"]) == ("native", "nvfp4", False)]
-        ours = next(iter(alike), None)
-        goal = f"{size} rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"
-        reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
-        yield _told(goal, limit, True, "×", reached, [ours, *(row for row in rows if row["engine"] == "vllm")])
+        yield _mix_goal(f"{size} rollout of mixed lengths", limit, size, drawn, drafts=False)
+    yield _mix_goal("7B rollout that replays a trace, drafts verified", _REPLAY, "7B", replayed, drafts=True)
+
+
+def _mix_goal(name: str, limit: float, size: str, rows: Sequence[Row], drafts: bool) -> Row:
+    """A goal of our NVFP4's rollout over the faster of vLLM's, both with LoRA r32."""
+    rows = [row for row in rows if (row["size"], row["rank"]) == (size, 32)]
+    alike = [row for row in rows if (row["engine"], row["weights"], row["drafts"]) == ("native", "nvfp4", drafts)]
+    ours = next(iter(alike), None)
+    reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
+    files = [ours, *(row for row in rows if row["engine"] == "vllm")]
+    return _told(f"{name}, LoRA r32, over the faster of vLLM's BF16 and NVFP4", limit, True, "×", reached, files)
 
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
@@ -127,6 +141,13 @@ def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
             reached = step["without KV cache/gb"]
         name = f"{size} GRPO step, memory without the KV cache, all recomputed"
         yield _told(name, limit, False, "GB", (reached, np.nan, np.nan), [step])
+
+
+def _rate(point: Row | None) -> tuple[float | str, float, float]:
+    """A point's tokens/s, or the reason why there is none."""
+    if point is None or point["status"] != OK:
+        return NOT_MEASURED if point is None else point["status"], np.nan, np.nan
+    return float(point["tokens_per_second"]), np.nan, np.nan
 
 
 def _row(goal: str, limit: float, least: bool, unit: str, above: Row | None, below: Row | None) -> Row:
@@ -208,4 +229,6 @@ def _reached(row: Row) -> str:
 
 
 def _text(value: float, unit: str) -> str:
+    if unit == "tokens/s":
+        return f"{value:,.0f} {unit}"
     return times(value) if unit == "×" else f"{value:.1f} {unit}"

@@ -60,7 +60,7 @@ def mix_speedup(row: Row, rows: list[Row]) -> tuple[float | str, float, float]:
 
 
 def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of the median rollout, with a row per weight format and phase, and the phase's share in %."""
+    """Seconds of the median rollout, with a row per rollout and phase, and the phase's share in %."""
     measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
     return pd.DataFrame([phase for row in measured for phase in _phases(row)])
 
@@ -107,7 +107,7 @@ def _same(row: Row, other: Row) -> bool:
 
 def _phases(row: Row) -> Iterator[Row]:
     phases, whole = row["phases"], row["phase_seconds"]
-    key = {name: row[name] for name in ("size", "weights", "rank")}
+    key = {name: row[name] for name in ("size", "weights", "rank", "work")}
     parts: list[Row] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
     for decode in reversed(phases.decode):
         figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}

@@ -88,6 +88,7 @@ def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
         "work": f"{work.prompts} × {work.group}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
         + (", drafts" if work.drafts else ""),
         "drafts": work.drafts,
+        "trace": work.trace or "",
         "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
         "status": job.status,
         "samples": samples,

@@ -35,6 +35,7 @@ def test_decode_is_over_what_each_goal_names(points):
     assert found["7B decode, 8 sequences, over vLLM's NVFP4"] == ("native NVFP4: out of memory", "–")
     assert found["7B decode, 64 sequences, over the faster of vLLM's BF16 and NVFP4"] == (0.9, "no")
     assert found["7B decode, 128 sequences, over the faster of vLLM's BF16 and NVFP4"] == ("–", "–")
+    assert found["7B decode, 512 sequences"] == ("–", "–")
 
 
 def test_an_adapter_costs_percent_of_the_speed_without(points):
@@ -128,6 +129,14 @@ def test_the_table_tells_limit_and_interval(tmp_path, points):
         assert shown in text
 
 
+def test_the_rate_of_many_sequences_is_absolute(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {512: [36000.0, 46000.0, 45500.0]})
+    points = speed_readers.load_points([file])
+    assert reached(goals(points, NOTHING, NOTHING))["7B decode, 512 sequences"] == (45500.0, "yes")
+    write_goals(points, NOTHING, NOTHING, tmp_path / "goals")
+    assert "45,500 tokens/s" in (tmp_path / "goals.md").read_text()
+
+
 def test_nothing_measured_is_no_table(tmp_path):
     other = decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, prompt=1024)
     write_goals(speed_readers.load_points([other]), NOTHING, NOTHING, tmp_path / "goals")
@@ -140,5 +149,5 @@ def test_committed_points_have_all_of_it():
     decode, steps, mixes = ([file for file in files if file.name.startswith(kind)] for kind in kinds)
     read = speed_readers.load_points(decode), speed_readers.load_steps(steps), speed_readers.load_mixes(mixes)
     table = goals(*read)
-    assert len(table) == 35
+    assert len(table) == 37
     assert not [row["goal"] for row in table.to_dict("records") if isinstance(row["reached"], str)]

@@ -21,7 +21,7 @@ PHASES = {
 }
 
 
-def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, **changes):
+def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, trace=None, **changes):
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group": 2}
     work |= {
@@ -31,7 +31,7 @@ def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, **ch
         "longest": 400,
         "sequences": 4,
         "seed": 0,
-        "trace": None,
+        "trace": trace,
         "drafts": drafts,
     }
     phases = PHASES if engine == "native" else None
@@ -126,6 +126,22 @@ def test_the_goal_is_over_the_faster(files):
     table = goals.goals(nothing, nothing, speed_readers.load_mixes(files)).set_index("goal")
     row = table.loc["7B rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"]
     assert (row["reached"], row["met"]) == (2.0, "no")
+
+
+def test_a_replayed_rollout_has_a_goal_of_its_own(tmp_path, files):
+    """It counts with drafts, and the goal of mixed lengths ignores it."""
+    replayed = {"lengths": [[1, 2]], "trace": "trace.jsonl"}
+    traced = [
+        mix_file(tmp_path, "native", "nvfp4", [1.0], drafts=True, **replayed),
+        mix_file(tmp_path, "vllm", "bf16", [4.0], **replayed),
+        mix_file(tmp_path, "vllm", "nvfp4", [3.5], **replayed),
+    ]
+    nothing = pd.DataFrame()
+    table = goals.goals(nothing, nothing, speed_readers.load_mixes([*files, *traced])).set_index("goal")
+    over = "LoRA r32, over the faster of vLLM's BF16 and NVFP4"
+    assert table.loc[f"7B rollout of mixed lengths, {over}", "reached"] == 2.0
+    row = table.loc[f"7B rollout that replays a trace, drafts verified, {over}"]
+    assert (row["reached"], row["met"]) == (3.5, "yes")
 
 
 def test_files_of_rollouts_alone_make_tables(tmp_path, files):
