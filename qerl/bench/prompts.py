@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode.points import IDS, unless_out_of_memory
+from qerl.bench.decode.points import unless_out_of_memory
+from qerl.checkpoints.published import prompt_ids
 from qerl.host.profiling import seconds
 from qerl.host.progress import log, track
 from qerl.jobs.shapes import PromptsJob
@@ -45,7 +46,8 @@ def _ready_sampler(job: PromptsJob) -> EngineSampler:
     work = job.work
     sampler = EngineSampler(random_policy(work.size, work.weights, work.rank, choose_device()), _SETTINGS)
     most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
-    sampler.generate([[IDS[0]] * longest] * most, SamplingParams(max_tokens=1))
+    first, _ = prompt_ids(sampler.policy.lm.config.vocab_size)
+    sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))
     return sampler
 
 
@@ -66,7 +68,7 @@ def measure(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> 
 
 def _call(sampler: EngineSampler, prompts: int, tokens: int, round_: int) -> float:
     numbers = np.random.default_rng([prompts, tokens, round_])
-    ids = numbers.integers(*IDS, size=(prompts, tokens)).tolist()
+    ids = numbers.integers(*prompt_ids(sampler.policy.lm.config.vocab_size), size=(prompts, tokens)).tolist()
     with seconds() as elapsed:
         sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
     return elapsed.value

@@ -1,4 +1,4 @@
-"""Stock vLLM on random weights of Qwen2.5's shapes, with an adapter on all seven projections, as a baseline.
+"""Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 
 vLLM fills bf16 and nvfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without scales, so
 vLLM quantizes a random bfloat16 checkpoint with bitsandbytes while loading, as for a QLoRA user. That checkpoint is
@@ -17,10 +17,17 @@ import torch
 from safetensors.torch import save_file
 
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
+from qerl.checkpoints.published import PUBLISHED
+from qerl.layers.empty_model import empty_model
+from qerl.layers.structure import structure_of
 from qerl.policy.policy import choose_device
-from qerl.random_models.checkpoint import model_config, write_checkpoint
+from qerl.random_models.checkpoint import QUANTIZATION, model_config, write_checkpoint
+from qerl.random_models.published import published_config
 from qerl.random_models.tokenizer import TEXTS
 
+#: Layers of published shapes that stay in bfloat16 in this project's files, too: routers, gates of one number and delta
+#: nets.
+_DENSE = ("lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
 #: Texts of vLLM's ValueErrors if its weights leave no memory for the cache, or other processes too little for vLLM.
 _NO_ROOM = (
     "No available memory for the cache blocks",
@@ -59,22 +66,46 @@ def write_model(folder: Path, size: str, weights: str) -> dict[str, str]:
         write_checkpoint(folder, size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config(size, weights)), encoding="utf-8")
+    content = _published(size, weights) if size in PUBLISHED else model_config(size, weights)
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return {"load_format": "dummy"}
 
 
+def _published(size: str, weights: str) -> dict[str, Any]:
+    """The content of config.json of a published shape."""
+    config = published_config(size)
+    content = config.to_dict() | {"architectures": [type(empty_model(config, torch.bfloat16)).__name__]}
+    content["torch_dtype"] = "bfloat16"
+    if weights == "nvfp4":
+        content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE]}
+    return content
+
+
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
-    shapes, tensors = linear_shapes(size), {}
+    shapes, tensors = adapted_shapes(size), {}
     device = choose_device()  # drawing large matrices on a CPU is slow
-    for layer in range(ARCHITECTURES[size].layers):
-        for name, (outputs, inputs) in shapes.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, device=device) * 0.01).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, device=device) * 0.01).bfloat16()
+    for name, (outputs, inputs) in shapes.items():
+        key = f"base_model.model.{name}"
+        tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, device=device) * 0.01).bfloat16()
+        tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, device=device) * 0.01).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
-    config |= {"target_modules": [name.split(".")[-1] for name in shapes], "base_model_name_or_path": "random"}
+    config["target_modules"] = sorted({name.split(".")[-1] for name in shapes})
+    config["base_model_name_or_path"] = "random"
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """[out, in] of the layers that the adapter is on, by name: those that this project's policy adapts."""
+    if size not in PUBLISHED:
+        blocks, shapes = range(ARCHITECTURES[size].layers), linear_shapes(size)
+        return {f"model.layers.{block}.{name}": shape for block in blocks for name, shape in shapes.items()}
+    config = published_config(size)
+    structure, layers = structure_of(config), dict(empty_model(config, torch.bfloat16).named_modules())
+    names = [
+        f"{structure.blocks}.{block}.{name}" for block in range(len(structure.windows)) for name in structure.linears
+    ]
+    return {name: (layers[name].out_features, layers[name].in_features) for name in names if name in layers}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.checkpoints.published import PUBLISHED, SIZES
 from qerl.jobs.shapes import (
     DecodeJob,
     DecodePart,
@@ -36,6 +36,8 @@ from qerl.settings.run import RunSettings
 MISSING = "missing"
 #: By system, the weight formats that it doesn't support, or not with random weights.
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
+#: Systems that are timed on Qwen2.5's sizes alone.
+_QWEN_ALONE = ("transformers", "trl")
 #: Keys of a step that only this project has.
 _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
 
@@ -290,8 +292,10 @@ def _trl(grid: StepGrid, work: Work, recompute: bool, correction: bool) -> TrlSt
 
 
 def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> None:
-    if size not in ARCHITECTURES:
-        raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(ARCHITECTURES)}")
+    if size not in SIZES:
+        raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
+    if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
+        raise ConfigError(f"shapes: {system} has no random {weights} weights of {size}; remove it from that entry")
     if weights in _MISSING.get(system, ()):
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
     if kernels != "auto" and system not in ("native", "qerl"):

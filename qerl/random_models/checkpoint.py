@@ -99,11 +99,12 @@ def model_config(size: str, weights_format: str) -> dict[str, Any]:
         "vocab_size": vocabulary,
     }
     if weights_format == "nvfp4":
-        config["quantization_config"] = _QUANTIZATION
+        config["quantization_config"] = QUANTIZATION
     return config
 
 
-_QUANTIZATION = {
+#: `quantization_config` of a checkpoint in NVFP4, as llmcompressor writes it.
+QUANTIZATION: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
     "quantization_status": "compressed",

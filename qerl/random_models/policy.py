@@ -11,28 +11,24 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from qerl.checkpoints.architectures import FUSED
+from qerl.checkpoints.published import PUBLISHED
 from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy, add_adapter, use_own_modules
 from qerl.random_models.checkpoint import model_config
+from qerl.random_models.published import published_config, published_model
+from qerl.random_models.weights import STD, fill_model, random_weight
 from qerl.settings.training import AdapterSettings, ExpertLayer, Layer
 
-#: Standard deviation of the weights, with which logits are similar to a trained model's and hidden states neither
-#: vanish nor explode.
-_STD = 0.02
 WEIGHTS = ("bf16", *PACKED_FORMATS)
 
 
 def random_policy(
     size: str, weights: str, rank: int, device: torch.device, seed: int = 0, train_norms: bool = True
 ) -> Policy:
-    """A policy of a shape with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
+    """A policy of a size with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
     torch.manual_seed(seed)
-    lm = empty_model(size)
-    for layer in lm.model.layers:
-        for names in FUSED:
-            _fill_fused(layer, names, weights, device)
-    fill_model(lm, device)
+    lm = published_model(published_config(size), weights, device) if size in PUBLISHED else _qwen(size, weights, device)
     use_own_modules(lm)
     lm.requires_grad_(False)
     base = Policy(lm.eval(), Qwen2Tokenizer())
@@ -71,29 +67,21 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
             parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])
 
 
+def _qwen(size: str, weights: str, device: torch.device) -> PreTrainedModel:
+    lm = empty_model(size)
+    for layer in lm.model.layers:
+        for names in FUSED:
+            _fill_fused(layer, names, weights, device)
+    fill_model(lm, device)
+    return lm
+
+
 def empty_model(size: str) -> PreTrainedModel:
-    """The bfloat16 model of a shape on the meta device, without weights."""
+    """The bfloat16 model of a size of Qwen2.5 on the meta device, without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**model_config(size, "bf16")), dtype=torch.bfloat16
         )
-
-
-def fill_model(lm: PreTrainedModel, device: torch.device) -> None:
-    """Give `lm` frozen random weights where it still has none."""
-    for module in lm.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                setattr(module, name, nn.Parameter(random_weight(parameter.shape, device), requires_grad=False))
-    lm.model.rotary_emb = type(lm.model.rotary_emb)(lm.config).to(device)
-    lm.tie_weights()
-
-
-def random_weight(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Normal bfloat16 values; a vector, which is a norm's weight, has ones."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    return torch.randn(shape, device=device).mul_(_STD).bfloat16()  # in place: a head needs gigabytes in float32
 
 
 def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
@@ -103,7 +91,7 @@ def _fill_fused(block: nn.Module, names: Sequence[str], weights: str, device: to
     scale = nvfp4_global_scale(*tensors) if weights == "nvfp4" else None
     for name, layer, tensor in zip(names, dense, tensors, strict=True):
         assert isinstance(layer, nn.Linear)
-        bias = None if layer.bias is None else random_weight(layer.bias.shape, device) * _STD
+        bias = None if layer.bias is None else random_weight(layer.bias.shape, device) * STD
         if weights == "bf16":
             layer.weight = nn.Parameter(tensor)
             layer.bias = None if bias is None else nn.Parameter(bias)

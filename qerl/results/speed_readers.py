@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.checkpoints.published import SIZES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
 from qerl.results.schema.speed import (
@@ -61,7 +62,7 @@ def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """
     if not paths:
         raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
-    jobs = sorted((read(GrpoStepResult, path) for path in paths), key=lambda job: [*ARCHITECTURES].index(job.work.size))
+    jobs = sorted((read(GrpoStepResult, path) for path in paths), key=lambda job: SIZES.index(job.work.size))
     return pd.DataFrame([_step_row(job) for job in jobs])
 
 
@@ -72,7 +73,7 @@ def load_mixes(paths: Sequence[Path]) -> pd.DataFrame:
     `phase_seconds`. Without runs numbers are NaN.
     """
     jobs = [read(RolloutMixResult, path) for path in paths]
-    orders = {"size": [*ARCHITECTURES], "engine": ENGINES, "weights": get_args(WeightFormat)}
+    orders = {"size": SIZES, "engine": ENGINES, "weights": get_args(WeightFormat)}
     jobs.sort(key=lambda job: [order.index(getattr(job.work, key)) for key, order in orders.items()])
     return pd.DataFrame([_mix_row(job) for job in jobs])
 
@@ -145,7 +146,7 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
 
 
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
-    if job.ceilings is None:
+    if job.ceilings is None or job.size not in ARCHITECTURES:  # the floor's bytes are counted for Qwen2.5's blocks
         return np.nan
     context = mean_context(job.prompt, job.tokens)
     moved = step_bytes(job.size, job.weights, job.rank, sequences, context)
@@ -213,7 +214,7 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
-    orders = {"size": [*ARCHITECTURES], "engine": SERVING, "weights": get_args(WeightFormat)}
+    orders = {"size": SIZES, "engine": SERVING, "weights": get_args(WeightFormat)}
     numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
     return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
 

@@ -1,4 +1,4 @@
-"""Decode speed of the native engine on random weights of Qwen2.5's shapes, in tokens/s by number of sequences.
+"""Decode speed of the native engine on random weights of known shapes, in tokens/s by number of sequences.
 
 `qerl.bench.decode.points` does the timing and writes the result. Weights are never written to disk.
 """
@@ -31,7 +31,7 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int, kernels: K
         groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
-    timing = timed(draw, sequences, prompt, tokens)
+    timing = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)
     sampler.release()
     return timing.point(sequences, sampler.served, weight_bytes(policy), peak_memory_bytes())
 

@@ -22,8 +22,9 @@ from qerl.bench.memory import nbytes
 from qerl.host.profiling import peak_memory_bytes
 from qerl.jobs.shapes import DecodeJob, Decoding
 from qerl.policy.policy import choose_device
-from qerl.random_models.policy import empty_model, fill_model, random_weight
+from qerl.random_models.policy import empty_model
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS
+from qerl.random_models.weights import fill_model, random_weight
 from qerl.results.schema.speed import DecodePoint
 from qerl.settings.training import AdapterSettings
 
@@ -84,7 +85,7 @@ def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, toke
         drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
         return drawn[:, prompt:].numel()
 
-    timing = timed(draw, sequences, prompt, tokens)
+    timing = timed(draw, sequences, prompt, tokens, lm.config.vocab_size)
     sampler = f"transformers {transformers.__version__}"
     if weights == "nf4":
         sampler += f", bitsandbytes {bitsandbytes.__version__}"

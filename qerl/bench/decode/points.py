@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import ceilings, gpu_state
+from qerl.checkpoints.published import prompt_ids
 from qerl.host.profiling import free_memory, reset_peak_memory, seconds
 from qerl.host.progress import log, track
 from qerl.jobs.shapes import Decoding, enough_runs
@@ -29,9 +30,6 @@ from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
 
 T = TypeVar("T")
-
-#: Token ids that every shape's vocabulary has, none of them special.
-IDS = (1000, 100000)
 
 #: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]
@@ -179,11 +177,17 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
         raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
 
 
-def timed(draw: Draw, sequences: int, prompt: int, tokens: int) -> Timing:
-    """Time decoding, after subtracting the median time of the prompts alone."""
+def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int) -> Timing:
+    """Time decoding, after subtracting the median time of the prompts alone, whose ids a `vocabulary` of so many tokens
+    has.
+    """
 
     def taken(count: int, round_: int) -> float:
-        prompts = np.random.default_rng([sequences, round_]).integers(*IDS, size=(sequences, prompt)).tolist()
+        prompts = (
+            np.random.default_rng([sequences, round_])
+            .integers(*prompt_ids(vocabulary), size=(sequences, prompt))
+            .tolist()
+        )
         with seconds() as elapsed:
             drawn = draw(prompts, count, round_)
         if drawn != sequences * count:

@@ -1,7 +1,7 @@
-"""Decode speed of stock vLLM on random weights of Qwen2.5's shapes: the baseline for `qerl.bench.decode.engine`.
+"""Decode speed of stock vLLM on random weights of known shapes: the baseline for `qerl.bench.decode.engine`.
 
-The adapter is on all seven projections. Prefix caching is off, and CUDA graphs are captured for every requested number
-of sequences.
+The adapter is on all layers outside of experts. Prefix caching is off, and CUDA graphs are captured for every requested
+number of sequences.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from qerl.bench.decode.points import DecodePoints, Measure, check_room, timed
 from qerl.bench.memory import nbytes
 from qerl.bench.stock_vllm import description, start_engine
+from qerl.checkpoints.published import vocabulary
 from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
 from qerl.results.schema.speed import DecodePoint
 
@@ -63,7 +64,7 @@ def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> Decod
     cache = engine.llm_engine.vllm_config.cache_config
     # vLLM reserves one block for itself.
     check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
-    timing = timed(draw, sequences, work.prompt, work.tokens)
+    timing = timed(draw, sequences, work.prompt, work.tokens, vocabulary(work.size))
     return timing.point(sequences, description(work.weights), engine.apply_model(_weight_bytes)[0], None)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from qerl.bench.ceilings import gpu_state
-from qerl.bench.decode.points import IDS
 from qerl.bench.lengths import lognormal_lengths
+from qerl.checkpoints.published import prompt_ids, vocabulary
 from qerl.host.profiling import seconds
 from qerl.host.progress import log
 from qerl.jobs.shapes import Mix, RolloutMixJob
@@ -32,8 +32,12 @@ from qerl.settings.base import ConfigError
 
 @dataclass(frozen=True)
 class Workload:
-    """The number of tokens of each prompt and of each of its completions; with a trace also the tokens."""
+    """The number of tokens of each prompt and of each of its completions; with a trace also the tokens.
 
+    Random prompts have ids from the first of `ids` to the one before the second.
+    """
+
+    ids: tuple[int, int]
     prompt_tokens: list[int]
     completion_tokens: list[list[int]]
     trace: list[TraceRow] | None = None
@@ -47,14 +51,15 @@ class Workload:
         least, most = work.prompt_tokens
         prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
         shape = work.prompts, work.group
-        return Workload(prompts.tolist(), lognormal_lengths(numbers, work.median, work.sigma, work.longest, shape))
+        lengths = lognormal_lengths(numbers, work.median, work.sigma, work.longest, shape)
+        return Workload(prompt_ids(vocabulary(work.size)), prompts.tolist(), lengths)
 
     def prompts(self, seed: int, round_: int) -> list[list[int]]:
         """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""
         if self.trace is not None:
             return [row.prompt for row in self.trace]
         numbers = np.random.default_rng([seed, round_])
-        return [numbers.integers(*IDS, size=tokens).tolist() for tokens in self.prompt_tokens]
+        return [numbers.integers(*self.ids, size=tokens).tolist() for tokens in self.prompt_tokens]
 
     def check(self, drawn: list[list[int]]) -> None:
         """Raise RuntimeError unless all completions have the requested lengths."""
@@ -71,7 +76,8 @@ def _traced(work: Mix, trace: Path) -> Workload:
         )
     cut = [[ids[: work.longest] for ids in row.completions[: work.group]] for row in rows]
     kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
-    return Workload([len(row.prompt) for row in rows], [[len(ids) for ids in group] for group in cut], kept)
+    ids, lengths = prompt_ids(vocabulary(work.size)), [[len(ids) for ids in group] for group in cut]
+    return Workload(ids, [len(row.prompt) for row in rows], lengths, kept)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.checkpoints.published import SIZES
 from qerl.results.names import with_kernels
 from qerl.results.schema.stored import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.settings.models import WeightFormat
@@ -19,8 +19,8 @@ SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get
 
 
 def _known_shape(size: str) -> str:
-    if size not in ARCHITECTURES:
-        raise ValueError(f"size {size!r} is unknown; use one of {', '.join(ARCHITECTURES)}")
+    if size not in SIZES:
+        raise ValueError(f"size {size!r} is unknown; use one of {', '.join(SIZES)}")
     return size
 
 

@@ -262,6 +262,8 @@ def test_prompts_of_several_lengths_are_files_of_a_job():
         ({"sizes": ["9B"]}, "size '9B' is unknown"),
         ({"engine": "vllm", "weights": ["mxfp4"]}, "vllm doesn't support mxfp4"),
         ({"engine": "transformers", "weights": ["nvfp4"]}, "transformers doesn't support nvfp4"),
+        ({"engine": "transformers", "sizes": ["mistral-7b"]}, "transformers has no random bf16 weights of mistral-7b"),
+        ({"engine": "vllm", "sizes": ["phi-4"], "weights": ["nf4"]}, "vllm has no random nf4 weights of phi-4"),
         ({"engine": "vllm", "kernels": ["portable"]}, "vllm has no portable kernels"),
         ({"ranks": [4, 4]}, "occurs twice"),
     ],

@@ -14,12 +14,12 @@ from qerl.plan.memory_model import StepSettings, kept_of_experts, step_memory
 from qerl.plan.model_shape import ModelShape
 from qerl.policy.policy import with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.random_models.published import published_config
 from qerl.rl.activation_checkpointing import saved_for_backward
 from qerl.rollout.engine.decoder import Decoder
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings
 from tests.families import FAMILIES
-from tests.gpu.time_families import MODELS
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
@@ -70,8 +70,7 @@ def test_what_a_mixture_keeps_for_the_gradients_of_its_adapters(chosen):
 
 def test_a_step_of_qwen3_30b_a3b_with_adapters_of_experts():
     """830 million numbers of rank 16: docs/lab/mixtures.md states them."""
-    family, values = MODELS["qwen3-30b-a3b"]
-    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    shape = ModelShape.of(published_config("qwen3-30b-a3b").to_dict())
     asked = StepSettings("nvfp4", 16, 16, 8, 128, 1024, recompute="auto", experts=True)
     memory, without = step_memory(shape, asked, 80e9), step_memory(shape, replace(asked, experts=False), 80e9)
     numbers = 48 * 128 * 16 * 3 * (2048 + 768)

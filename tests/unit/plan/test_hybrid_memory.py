@@ -13,8 +13,8 @@ from qerl.layers.empty_model import empty_model
 from qerl.plan.memory_model import StepSettings, cache_bytes, step_memory, weight_bytes
 from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
+from qerl.random_models.published import published_config
 from tests.families import FAMILIES
-from tests.gpu.time_families import MODELS
 
 #: Widths that differ from each other, so that none can stand for another.
 CONFIG = FAMILIES["qwen3_5"].config(
@@ -105,8 +105,7 @@ def test_a_hybrid_of_experts_has_the_weights_of_its_model():
 
 def test_a_step_of_qwen3_5_35b_a3b():
     """docs/lab/hybrids.md has these numbers."""
-    family, values = MODELS["qwen3.5-35b-a3b"]
-    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    shape = ModelShape.of(published_config("qwen3.5-35b-a3b").to_dict())
     assert weight_numbers(shape) == pytest.approx(34.6e9, rel=0.005)
     assert shape.nets.state_bytes == 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
     memory = step_memory(shape, replace(ASKED, recompute="auto"), 80e9)

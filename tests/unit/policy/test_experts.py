@@ -17,10 +17,10 @@ from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import trained_in_full, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.random_models.published import published_config
 from qerl.rl.activation_checkpointing import saved_for_backward
 from qerl.settings.training import AdapterSettings
 from tests.families import FAMILIES
-from tests.gpu.time_families import MODELS
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
@@ -103,8 +103,7 @@ def test_the_memory_model_has_what_a_mixture_keeps_for_its_backward_pass(chosen,
 
 
 def test_a_step_of_qwen3_30b_a3b_fits_into_40_gb():
-    family, values = MODELS["qwen3-30b-a3b"]
-    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    shape = ModelShape.of(published_config("qwen3-30b-a3b").to_dict())
     assert shape.layers * sum(a * b for a, b in shape.projections) == pytest.approx(29.9e9, rel=0.01)
     asked = StepSettings("nvfp4", 16, 16, 8, 128, 1024, recompute="auto")
     assert step_memory(shape, asked, 40e9).verdict == "fits"
@@ -125,8 +124,7 @@ def test_a_mixture_that_was_trained_in_full_is_saved_in_the_hubs_layout(name, tm
 
 
 def test_a_step_of_gpt_oss_20b_has_the_weights_of_its_files():
-    family, values = MODELS["gpt-oss-20b"]
-    shape = ModelShape.of(FAMILIES[family].config(**values).to_dict())
+    shape = ModelShape.of(published_config("gpt-oss-20b").to_dict())
     assert weight_bytes(shape, "mxfp4") == pytest.approx(13.76e9 + 0.226e9, rel=0.005)  # and zeros after 2,880 columns
     asked = StepSettings("mxfp4", 16, 16, 8, 128, 1024, recompute="auto")
     assert step_memory(shape, asked, 40e9).verdict == "fits"

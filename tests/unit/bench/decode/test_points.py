@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.bench import stock_vllm
@@ -17,12 +18,17 @@ from qerl.bench.decode import hf as decode_hf
 from qerl.bench.decode import points as decode_points
 from qerl.bench.decode import vllm as decode_vllm
 from qerl.bench.decode.points import Timing
+from qerl.checkpoints.published import PUBLISHED, SIZES
 from qerl.host.profiling import Seconds
 from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding, enough_runs
+from qerl.layers.structure import structure_of
 from qerl.policy.policy import choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
+from qerl.results import speed_readers
+from qerl.results.schema import speed
 from qerl.results.schema.speed import GpuState
 from qerl.settings.base import ConfigError
+from tests.families import FAMILIES
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
 NAMES = {"bench", "engine", "weights", *SETTINGS, "ceilings", "gpu", "points", "provenance"}
@@ -101,6 +107,34 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
     assert_job(result, "native", weights, [1])
     assert len(result["sync_seconds"]) == 20
     assert ("bfloat16" if weights == "bf16" else weights) in result["points"][0]["sampler"]
+
+
+def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
+    """A mixture's, in small; its vocabulary bounds the prompts."""
+    monkeypatch.setitem(PUBLISHED, "mixture", FAMILIES["qwen3_moe"].config(vocab_size=256).to_dict())
+    for module in (speed, speed_readers):
+        monkeypatch.setattr(module, "SIZES", (*SIZES, "mixture"))
+    out = tmp_path / "out.json"
+    work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
+    decode.measure_points(DecodeJob(parts=[DecodePart(file=out.name, work=work, sequences=[2])], out=tmp_path))
+    result = read(out)
+    assert (result["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
+    points = speed_readers.load_points([out])
+    assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
+
+
+@pytest.mark.parametrize("tokens", [100, 32000, 151936])
+def test_ids_of_prompts_are_in_the_vocabulary(clock, tokens):
+    seen = []
+
+    def draw(prompts, count, seed):
+        seen.extend(prompts)
+        return clock(prompts, count, seed)
+
+    decode_points.timed(draw, 3, 50, 5, tokens)
+    ids = [one for prompt in seen for one in prompt]
+    assert min(1000, tokens // 2) <= min(ids)
+    assert tokens // 3 <= max(ids) < min(100000, tokens)
 
 
 def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
@@ -259,7 +293,7 @@ def test_prompts_do_not_count(clock):
         lengths.update((len(prompts), len(prompt)) for prompt in prompts)
         return clock(prompts, count, seed)
 
-    assert decode_points.timed(draw, 6, 10, 5) == Timing([24.0] * 3, [2.0] * 3)
+    assert decode_points.timed(draw, 6, 10, 5, 100) == Timing([24.0] * 3, [2.0] * 3)
     assert lengths == {(6, 10)}
 
 
@@ -272,7 +306,7 @@ def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
         return clock(prompts, count, seed)
 
     # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
-    timing = decode_points.timed(draw, 6, 10, 5)
+    timing = decode_points.timed(draw, 6, 10, 5, 100)
     assert timing == Timing([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
     assert timing.point(6, "s", weight_bytes=1, peak_memory_bytes=2).prompt_seconds == 2.0
 
@@ -282,7 +316,7 @@ def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
         clock(prompts, 1, seed)
         return clock(prompts, count, seed)
 
-    assert decode_points.timed(draw, 6, 10, 5).samples == [24.0] * 3
+    assert decode_points.timed(draw, 6, 10, 5, 100).samples == [24.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -294,18 +328,18 @@ def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, ru
 
 def test_a_long_run_is_timed_once(clock):
     """By that clock, 33 tokens take 10 s, the first one with the prompts."""
-    assert decode_points.timed(clock, 6, 10, 32).samples == [24.0]
-    assert decode_points.timed(clock, 6, 10, 31).samples == [24.0] * 3
+    assert decode_points.timed(clock, 6, 10, 32, 100).samples == [24.0]
+    assert decode_points.timed(clock, 6, 10, 31, 100).samples == [24.0] * 3
 
 
 def test_work_that_was_not_done_is_not_timed(clock):
     with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
-        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5)
+        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5, 100)
 
 
 def test_time_within_that_of_the_prompts_is_no_speed(clock):
     with pytest.raises(RuntimeError, match="decode more of them"):
-        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5)
+        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5, 100)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nf4"])
@@ -343,6 +377,29 @@ def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
     assert dense.dtype == torch.bfloat16
     assert dense.model.layers[1].mlp.down_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "phi3"])
+def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatch, family):
+    config = FAMILIES[family].config()
+    monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
+    stock_vllm._write_adapter(tmp_path, "small", 4)
+    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(tmp_path))
+    structure = structure_of(config)
+    adapted = [value for name, value in policy.named_parameters() if "lora_B" in name]
+    assert len(adapted) == len(structure.windows) * len(structure.linears)
+    assert all(value.abs().sum() > 0 for value in adapted)  # an adapter that PEFT misses stays 0
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
+def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, weights):
+    monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
+    assert stock_vllm.write_model(tmp_path / "model", "small", weights) == {"load_format": "dummy"}
+    stored = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert stored["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert AutoConfig.from_pretrained(tmp_path / "model").num_experts == 4
+    assert ("re:.*mlp.gate$" in stored["quantization_config"]["ignore"]) if weights == "nvfp4" else True
+    assert ("quantization_config" in stored) == (weights == "nvfp4")
 
 
 def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
