@@ -19,7 +19,8 @@ from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
 from qerl.rollout.engine.paging import Pages, slots_for
 from qerl.rollout.engine.phases import RolloutPhases
 from qerl.rollout.engine.prefill import Prefill
-from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for, steps_between_looks
+from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
+from qerl.rollout.engine.sequences import steps_between_looks
 from qerl.rollout.engine.speculation import DraftCounts, Speculation, step_sizes
 from qerl.rollout.engine.verification import VerifyGraphs
 from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens

@@ -10,6 +10,22 @@ from torch import Tensor
 from qerl.kernels.decode_state import IDLE
 from qerl.rollout.engine.transfer import Download
 
+#: The most decode steps between two looks for finished sequences; a look's result arrives while the next steps run.
+MOST_STEPS = 8
+#: Bytes of weights that steps read between two looks. They take an H200 some 3 ms, and a look takes the host 0.5 ms
+#: (docs/lab/rollouts.md).
+_LOOK_BYTES = 10e9
+
+
+def steps_between_looks(weight_bytes: int) -> int:
+    """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
+    below 1.3 GB.
+
+    A finished sequence keeps its slot until a look's result is read, and the host mustn't be slower than the steps. The
+    number depends on no clock, so a rollout can be repeated to the bit.
+    """
+    return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
+
 
 @dataclass
 class DecodedSequence:
