@@ -163,12 +163,13 @@ def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, s
 def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
     """The smallest logit [B] that top-k and top-p keep; equal logits are kept or dropped together.
 
-    A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
+    A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p. The
+    whole mass is that of the tokens that top-k keeps, as in vLLM and transformers.
     """
     ordered = logits.float().sort(dim=-1, descending=True).values
-    probs = torch.softmax(ordered * sampling.scale[0], dim=-1)
-    kept = (probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1)
-    kept &= torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
+    first = torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
+    probs = torch.softmax((ordered * sampling.scale[0]).masked_fill(~first, -torch.inf), dim=-1)
+    kept = first & ((probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1))
     return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
 
 

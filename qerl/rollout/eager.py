@@ -44,27 +44,30 @@ def _logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p == 1 and not params.top_k:
         return _search(probs.cumsum(-1), uniform)
-    sorted_probs, order = _ranked(probs, params.top_p)
-    cumulative = sorted_probs.cumsum(-1)
+    sorted_probs, order = _ranked(probs, params)
+    whole: torch.Tensor | float = 1.0
+    if params.top_k:  # top-p is a share of what top-k keeps, as in vLLM and transformers
+        sorted_probs[:, params.top_k :] = 0
+        whole = sorted_probs.sum(-1, keepdim=True)
     # A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
-    kept = (cumulative - sorted_probs) < params.top_p
-    if params.top_k:
-        kept[:, params.top_k :] = False
+    kept = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * whole
     position = _search((sorted_probs * kept).cumsum(-1), uniform)
     return order.gather(-1, position[:, None])[:, 0]
 
 
-def _ranked(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _ranked(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens.
 
-    A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW` if they hold more
-    than `top_p` in every row; the margin is that of rounding. `topk` leaves the order of equal values open.
+    A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
+    if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
+    open.
     """
-    if not probs.is_cuda and probs.shape[-1] > _FEW:
-        top, tokens = probs.topk(_FEW)
+    few = max(_FEW, params.top_k)
+    if not probs.is_cuda and probs.shape[-1] > few:
+        top, tokens = probs.topk(few)
         before = top.cumsum(-1) - top
-        equal = (top[:, 1:] == top[:, :-1]) & (before[:, :-1] < top_p)
-        if (before[:, -1] > top_p + 1e-9).all() and not equal.any():
+        equal = (top[:, 1:] == top[:, :-1]) & (before[:, :-1] < params.top_p)
+        if (before[:, -1] > params.top_p + 1e-9).all() and not equal.any():
             return top, tokens
     return probs.sort(dim=-1, descending=True, stable=True)
 

@@ -33,7 +33,7 @@ class SamplingParams:
     """Parameters for drawing `count` completions of each prompt.
 
     Completion c of prompt p depends only on the policy and on (seed, first + index of p, c), so a batch may be drawn
-    in parts. `temperature=0` is greedy.
+    in parts. `temperature=0` is greedy. With `top_k`, `top_p` is a share of the mass that top-k keeps.
     """
 
     max_tokens: int

@@ -59,11 +59,12 @@ def test_noise_is_a_function_of_its_keys_alone():
 
 
 def expected_probs(logits, temperature, top_p, top_k):
-    """Exact probabilities by the definition, in float64: the smallest set that reaches top_p, of the top_k."""
+    """Exact probabilities by the definition, in float64: of the top_k, the smallest set that reaches top_p of them."""
     probs = np.exp(logits / temperature - np.max(logits / temperature))
-    probs /= probs.sum()
+    first = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or len(probs)]
+    probs /= probs[first].sum()
     kept, mass = [], 0.0
-    for token in sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or len(probs)]:
+    for token in first:
         if mass < top_p:
             kept.append(token)
         mass += probs[token]
@@ -73,7 +74,8 @@ def expected_probs(logits, temperature, top_p, top_k):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.75, 0), (1.0, 1.0, 3), (1.3, 0.9, 5)]
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.75, 0), (1.0, 1.0, 3), (1.3, 0.9, 5), (1.0, 0.55, 3)],
 )
 def test_draws_follow_the_distribution(temperature, top_p, top_k):
     logits = np.random.default_rng(1).normal(size=12) * 1.5

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
@@ -121,7 +122,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.2, 3.0, 30.0], ids=["all equal", "flat", "peaked", "certain"])
-@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_k", [0, 5, 100])
 def test_draws_by_top_p_are_those_of_the_whole_sorted_vocabulary(scale, top_k):
     torch.manual_seed(0)
     logits = (torch.randn(64, 300) * scale).round(decimals=1 if scale == 3 else 6)  # with equal values among the first
@@ -131,10 +132,20 @@ def test_draws_by_top_p_are_those_of_the_whole_sorted_vocabulary(scale, top_k):
     for row, number in zip(torch.log_softmax(logits / 0.6, -1).double().exp().numpy(), uniform.tolist(), strict=True):
         order = np.argsort(-row, kind="stable")
         before = np.cumsum(row[order]) - row[order]
-        chosen = (before < 0.95) & (np.arange(300) < (top_k or 300))
+        first = np.arange(300) < (top_k or 300)
+        chosen = first & (before < 0.95 * (row[order][first].sum() if top_k else 1))
         mass = np.cumsum(row[order] * chosen)
         expected.append(order[np.searchsorted(mass, number * mass[-1], side="right")])
     assert draw(logits, uniform, params)[0].tolist() == expected
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 0.5), (3, 0.8), (4, 0.9), (9, 0.35), (100, 0.7)])
+def test_top_k_comes_before_top_p_as_in_transformers(top_k, top_p):
+    logits = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])).repeat(1, 40) / 2
+    logits -= torch.arange(200) / 500  # without equal values
+    kept = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits)).isfinite()
+    found = frequencies(logits[0], SamplingParams(1, top_p=top_p, top_k=top_k), count=200000)
+    assert torch.equal(found > 0, kept[0])
 
 
 def test_logprobs_of_truncated_draws_are_those_of_the_whole_distribution():
