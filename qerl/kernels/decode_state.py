@@ -84,7 +84,7 @@ class SamplingState:
             )
         self.scale.copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
         self.seed.fill_(as_signed(seed))
-        self.top_p.fill_(top_p)
+        self.top_p.fill_(max(top_p, torch.finfo(torch.float32).tiny))  # rounded to 0 it would keep no token
         self.top_k.fill_(top_k or torch.iinfo(torch.int64).max)
         padded = [*sorted(stops), *[-1] * (MAX_STOPS - len(stops))]
         self.stops.copy_(torch.tensor(padded, dtype=torch.int32))

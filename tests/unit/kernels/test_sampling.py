@@ -91,6 +91,12 @@ def test_draws_follow_the_distribution(temperature, top_p, top_k):
     )
 
 
+def test_the_smallest_top_p_keeps_the_likeliest_token():
+    logits = torch.randn(6, 50)
+    state = drawn(logits, sampling_of(top_p=1e-60), truncated=True)
+    assert state.tokens[:-1, 0].tolist() == logits.argmax(-1).tolist()
+
+
 def test_greedy_takes_the_largest_logit_with_its_probability_at_temperature_1():
     logits = torch.randn(6, 50)
     state = drawn(logits, sampling_of(temperature=0))
