@@ -49,6 +49,8 @@ _DELIMITED = re.compile(
 #: The most nested delimiters around an answer.
 _MOST_DELIMITERS = 4
 _BOXED = "\\boxed{"
+#: A box without braces, as a few solutions of MATH have it; lm-eval too reads it up to the dollar sign.
+_UNBRACED = re.compile(r"\\boxed\s+([^\s{}$\\]+)\$")
 _BEFORE_BOX = re.compile(r"(?:[\s$*]|\\[(\[])*")
 _AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -68,7 +70,7 @@ def gold(solution: str, record_format: RecordFormat) -> str | None:
     if record_format == "gsm8k":
         match = _GOLD_HASHES.search(after_thinking(solution))
         return match.group(1) if match else None
-    return extract(solution, record_format)
+    return extract(_UNBRACED.sub(r"\\boxed{\1}$", solution), record_format)
 
 
 def extract(

@@ -128,3 +128,17 @@ def test_extract_returns_the_answer_as_written():
 def test_the_answer_of_a_record(solution, answer):
     """Read more leniently than a completion's; but a fraction isn't its numerator."""
     assert gold(solution, "gsm8k") == answer
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("our answer is $\\boxed 2$.", "2"),
+        ("not \\boxed{3}, but $x = \\boxed 12$", "12"),
+        ("\\boxed{3}, and $\\boxed x + 1$", "3"),
+    ],
+)
+def test_the_answer_of_a_record_in_a_box_without_braces(solution, answer):
+    """Two solutions of MATH's training problems have one; a completion's box needs its braces."""
+    assert gold(solution, "math") == answer
+    assert extract("$\\boxed 2$", "math") is None
