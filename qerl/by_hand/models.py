@@ -11,6 +11,7 @@ from qerl.checkpoints.folder import (
     CheckpointError,
     check_base,
     check_checkpoint,
+    check_no_file,
     check_tokenizer,
     weights_format_of,
 )
@@ -61,6 +62,7 @@ def model_folder(model: str) -> Path:
     """The folder of a model. A model of the hub is downloaded to the hub's cache."""
     if (folder := Path(model)).is_dir():
         return folder
+    check_no_file(folder)
     named = HUB_MODEL.fullmatch(model)
     # If the parent folder exists, the name is a misspelt folder and not a model of the hub.
     if named is None or not (named["revision"] or not folder.parent.is_dir()):

@@ -168,12 +168,19 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
         yield f"{folder}: {len(layers)} layers such as {layers[0]} are unpacked: {gigabytes:.3g} GB as bfloat16"
 
 
+def check_no_file(path: Path) -> None:
+    """Raise `CheckpointError` if the path of a checkpoint is that of a file, such as its weights."""
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file, and a model is a folder in the hub's layout; give such a folder")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or not that of a decoder of text.
 
     That of a model of images and text is the text model's (`qerl.checkpoints.text_models`).
     Whether the model's structure is handled is known to `qerl.policy.loading.checkpoint_structure`.
     """
+    check_no_file(folder)
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
     _check_kind(folder)

@@ -182,6 +182,12 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
             "run.yaml: `out` is missing; give a path (A new folder for all that the run makes)",
         ),
         (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),
+        (["sample", "model/config.json", "hello"], "model/config.json is a file, and a model is a folder"),
+        (["sample", __file__, "hello"], "test_commands.py is a file, and a model is a folder"),
+        (
+            ["plan", str(ROOT / "config/own.yaml"), f"model={__file__}"],
+            "test_commands.py is a file, and a model is a folder",
+        ),
         (["sample", "model"], "nothing to sample from"),
         (["sample", "model", "hello", "--seed", "-5"], "`--seed` must be a whole number from 0 to 4294967295, not"),
         (["sample", "model", "hello", "--temperature", "-1"], "`--temperature` must be a number of at least 0, not"),
