@@ -17,7 +17,7 @@ from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine import sequences
+from qerl.rollout.engine import scheduler, sequences
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
