@@ -68,13 +68,14 @@ class GateSettings(Settings):
 
 
 class DecodeGrid(Settings):
-    """Decode speed of an engine on random weights of Qwen2.5's shapes.
+    """Decode speed of an engine on random weights of known shapes.
 
     Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
-    """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.architectures`)."""
+    """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.architectures`), or published shapes of
+    other families such as `mistral-7b` (`qerl.checkpoints.published`)."""
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""
