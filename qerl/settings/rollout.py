@@ -19,9 +19,14 @@ class SamplingSettings(Settings):
     """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits. 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Tokens are drawn from the fewest likeliest ones that have this share of the probability that `top_k` keeps. 1
+    keeps all."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Tokens are drawn from this many likeliest ones. 0 keeps all."""
     max_tokens: PositiveInt = 4096
+    """The most tokens of a completion."""
 
     @model_validator(mode="after")
     def _logits_do_not_overflow(self) -> SamplingSettings:
