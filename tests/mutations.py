@@ -107,8 +107,8 @@ MUTATIONS = {
     ),
     "top-p that the draw ignores": Mutation(
         "qerl/rollout/eager.py",
-        "kept = (cumulative - sorted_probs) < params.top_p",
-        "kept = torch.ones_like(cumulative, dtype=torch.bool)",
+        "kept = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * whole",
+        "kept = torch.ones_like(sorted_probs, dtype=torch.bool)",
         ("completions, stored policy",),
     ),
     "a grader of evaluations that finds the answer anywhere": Mutation(
