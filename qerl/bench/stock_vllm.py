@@ -82,7 +82,7 @@ def _published(size: str, weights: str) -> dict[str, Any]:
 
 
 def _write_adapter(folder: Path, size: str, rank: int) -> None:
-    shapes, tensors = adapted_shapes(size), {}
+    shapes, tensors = _adapted_shapes(size), {}
     device = choose_device()  # drawing large matrices on a CPU is slow
     for name, (outputs, inputs) in shapes.items():
         key = f"base_model.model.{name}"
@@ -95,7 +95,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
+def _adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
     """[out, in] of the layers that the adapter is on, by name: those that this project's policy adapts."""
     if size not in PUBLISHED:
         blocks, shapes = range(ARCHITECTURES[size].layers), linear_shapes(size)

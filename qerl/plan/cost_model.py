@@ -42,8 +42,9 @@ Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
     "Rollouts run at the engine's measured rate of the model of the nearest size, with the largest batch that isn't "
     "larger and a rank that isn't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
-    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 22 % too short to 40 % too "
-    "long, where both have the same lengths. "
+    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to 40 % too "
+    "long, where both have the same lengths, and 22 % too short for 14B in NVFP4 at 256 sequences, whose points "
+    "precede faster kernels. "
     f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
     "LoRA's run at the lowest share of the device's bf16 peak at which one of the same system was measured, others at "
     f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."

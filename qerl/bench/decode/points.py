@@ -183,11 +183,8 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int)
     """
 
     def taken(count: int, round_: int) -> float:
-        prompts = (
-            np.random.default_rng([sequences, round_])
-            .integers(*prompt_ids(vocabulary), size=(sequences, prompt))
-            .tolist()
-        )
+        numbers = np.random.default_rng([sequences, round_])
+        prompts = numbers.integers(*prompt_ids(vocabulary), size=(sequences, prompt)).tolist()
         with seconds() as elapsed:
             drawn = draw(prompts, count, round_)
         if drawn != sequences * count:

@@ -76,8 +76,8 @@ def _traced(work: Mix, trace: Path) -> Workload:
         )
     cut = [[ids[: work.longest] for ids in row.completions[: work.group]] for row in rows]
     kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
-    ids, lengths = prompt_ids(vocabulary(work.size)), [[len(ids) for ids in group] for group in cut]
-    return Workload(ids, [len(row.prompt) for row in rows], lengths, kept)
+    lengths = [[len(tokens) for tokens in group] for group in cut]
+    return Workload(prompt_ids(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class DecodeResult(Stored):
 
 
 class FamilyDecodeResult(Stored):
-    """families/decode-*.json: decode speed of a published shape of another family, by `tests.gpu.time_families`."""
+    """options/decode-*.json: decode speed with options that the speed grid lacks, by `tests.gpu.time_families`."""
 
     bench: Literal["family_decode"]
     engine: Engine
@@ -376,7 +376,7 @@ class GrpoStepResult(Stored):
 
 
 class FamilyStepResult(Stored):
-    """families/step-*.json: GRPO steps of a published shape of another family, by `tests.gpu.time_families`."""
+    """options/step-*.json: GRPO steps with options that the speed grid lacks, by `tests.gpu.time_families`."""
 
     bench: Literal["family_step"]
     model: str

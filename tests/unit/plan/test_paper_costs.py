@@ -168,6 +168,9 @@ def test_estimates_are_told_from_measurements():
     assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
 
 
+OLD = ["qwen2.5-14b", "nvfp4", "native", "256"]
+
+
 @pytest.mark.parametrize(
     ("model", "lengths"), [("qwen2.5-14b", "128x256"), ("qwen2.5-14b", "256x2048"), ("qwen2.5-32b", "128x256")]
 )
@@ -181,8 +184,9 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
         asked = {name: row[name] for name in ("model", "weights", "method", "engine")}
         hours = Costs("h200").rollout(work(**asked, rank=int(row["rank"]), sequences=int(row["sequences"])))
         assert hours.measured == 0
-        # 14B's NVFP4 at 256 sequences precedes the faster products with which 7B and 32B were measured.
-        assert 0.78 < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
+        # These points precede the faster products with which 7B and 32B were measured.
+        old = [row[name] for name in ("model", "weights", "engine", "sequences")] == OLD
+        assert (0.78 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
