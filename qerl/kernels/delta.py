@@ -18,8 +18,9 @@ from qerl.kernels.delta_state import DeltaHeads, DeltaState
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.prompts import PromptRow
 
-#: Columns of a head's state that a program of one warp has in registers.
-_COLUMNS = 16
+#: Columns of a head's state that a program has in registers, and its warps. A step reads and writes whole states once,
+#: so that memory bounds it. A prompt's tokens follow each other, and a program of one warp waits for no other.
+_STEP, _PROMPT = (64, 4), (16, 1)
 _IDLE = tl.constexpr(IDLE)
 _EPS = tl.constexpr(LENGTH_EPS)
 
@@ -92,10 +93,11 @@ def _recur(
     KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PROMPTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The recurrence of one head's columns over the tokens of a sequence."""
-    piece = tl.program_id(0)
+    # Programs of neighbouring columns, which share lines of memory, follow each other.
+    piece = tl.program_id(2)
     head = tl.program_id(1)
     row = tl.arange(0, KEY_BLOCK)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rate = tl.exp(tl.load(log_rate + head).to(tl.float32))
     bias = tl.load(rate_bias + head).to(tl.float32)
     begin(PDL)
@@ -193,12 +195,13 @@ def _run(
     last: Tensor, out: Tensor, prompts: bool,
 ) -> None:  # fmt: skip
     """Write the recurrence's outputs [n, H * V] float32 to `out`, and the states after it to `net`."""
-    columns = min(_COLUMNS, triton.next_power_of_2(heads.value_dim))
+    most, warps = _PROMPT if prompts else _STEP
+    columns = min(most, triton.next_power_of_2(heads.value_dim))
     assert b.stride(0) == a.stride(0)
-    _recur[(len(slots), heads.value, triton.cdiv(heads.value_dim, columns))](
+    _recur[(triton.cdiv(heads.value_dim, columns), heads.value, len(slots))](
         convolved, b, a, b.stride(0), heads.log_rate, heads.rate_bias, net.recurrent, positions, slots, last, out,
         **_sizes(heads), KEY_BLOCK=triton.next_power_of_2(heads.key_dim), COLUMNS=columns, PROMPTS=prompts,
-        num_warps=1, **dependent(convolved.device),
+        num_warps=warps, **dependent(convolved.device),
     )  # fmt: skip
 
 

@@ -16,6 +16,42 @@ MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
 _BLOCK = 1024
+#: Tokens up to which one launch computes a router's scores, and those of a program of it.
+MOST_SCORED = 128
+_SCORED_TOGETHER = 8
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _scores(
+    x, weight, bias, out, tokens, experts, width,
+    BIASED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores of one expert for some tokens."""
+    expert = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    w = tl.load(weight + expert * width + column, column < width, other=0.0)
+    begin(PDL)
+    inside = (token < tokens)[:, None] & (column < width)[None, :]
+    read = tl.load(x + token[:, None] * width + column[None, :], inside, other=0.0)
+    total = tl.sum(read.to(tl.float32) * w[None, :], 1)
+    if BIASED:
+        total += tl.load(bias + expert)
+    tl.store(out + token * experts + expert, total, token < tokens)
+
+
+def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `mixture_reference.scores`. Products of more tokens than `MOST_SCORED` are cuBLAS's."""
+    (tokens, width), experts = x.shape, len(weight)
+    if tokens > MOST_SCORED:
+        return mixture_reference.scores(x, weight, bias)
+    out = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    size, block = min(triton.next_power_of_2(tokens), _SCORED_TOGETHER), triton.next_power_of_2(width)
+    _scores[(experts, triton.cdiv(tokens, size))](
+        x, weight, weight if bias is None else bias, out, tokens, experts, width,
+        BIASED=bias is not None, TOKENS=size, BLOCK=block, num_warps=4 if block <= 2048 else 8, **dependent(x.device),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -85,7 +121,7 @@ def _group(
 def group(numbers: Tensor, experts: int) -> Groups:
     """See `mixture_reference.group`."""
     (tokens, chosen), device = numbers.shape, numbers.device
-    count, size = tokens * chosen, block_size(tokens)
+    count, size = tokens * chosen, block_size(tokens, chosen, experts)
     if count > MOST_PAIRS:
         return mixture_reference.group(numbers, experts)
     blocks = most_blocks(tokens, chosen, experts, size)

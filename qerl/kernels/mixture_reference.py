@@ -13,6 +13,11 @@ from torch import Tensor
 from qerl.kernels.groups import Groups, block_size, most_blocks
 
 
+def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Scores [T, E] of the experts for x [T, H] in float32, by a router's weight [E, H] and bias [E] in float32."""
+    return torch.nn.functional.linear(x.float(), weight, bias)
+
+
 def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """Numbers int32 [T, k] and weights float32 [T, k] of the experts with the highest scores [T, E], in float32.
 
@@ -25,7 +30,7 @@ def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor
 def group(numbers: Tensor, experts: int) -> Groups:
     """The pairs of tokens and their experts `numbers` [T, k], in blocks. Doesn't wait for the device."""
     tokens, chosen = numbers.shape
-    count, size = tokens * chosen, block_size(tokens)
+    count, size = tokens * chosen, block_size(tokens, chosen, experts)
     blocks = most_blocks(tokens, chosen, experts, size)
     expert, order = numbers.flatten().long().sort(stable=True)
     every = torch.arange(experts + 1, device=numbers.device)

@@ -125,10 +125,6 @@ class Float32Router(nn.Module):
         """Whether the weights of a token's experts add up to 1."""
         return bool(getattr(self, "norm_topk_prob", True))
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Scores [T, E] of the experts for hidden [T, H], in float32."""
-        return nn.functional.linear(hidden.float(), self.weight, getattr(self, "bias", None))
-
     def forward(self, hidden: Tensor) -> Any:
         """Scores of the experts for hidden [..., H], as the class computes them: float32, also in an autocast."""
         kind = hidden.device.type

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda")
 EXPERTS, CHOSEN, HIDDEN, WIDE = 16, 4, 2048, 768
 #: Tokens of every size of block; 1,000 have more pairs than one launch groups.
-TOKENS = (1, 8, 13, 100, 1000, 2000)
+TOKENS = (1, 8, 30, 50, 100, 200, 1000, 2000)
 
 
 def layer(weights, rows, columns):
@@ -131,6 +131,17 @@ def test_a_captured_graph_has_the_adapters_that_were_synced_last():
     assert torch.equal(out, after)
 
 
+def test_scores_are_near_those_of_float64():
+    torch.manual_seed(5)
+    weight, bias = torch.randn(128, HIDDEN, device=DEVICE) / HIDDEN**0.5, torch.randn(128, device=DEVICE)
+    for tokens in (1, 6, 32, 100):
+        x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+        for one in (None, bias):
+            found = mixture_operations(DEVICE).scores(x, weight, one)
+            expected = x.double() @ weight.double().T + (0 if one is None else one.double())
+            assert (found.double() - expected).norm() < 1e-6 * expected.norm()
+
+
 def test_routes_groups_and_sums_are_those_of_pytorch():
     torch.manual_seed(1)
     operations = mixture_operations(DEVICE)
@@ -145,7 +156,7 @@ def test_routes_groups_and_sums_are_those_of_pytorch():
         assert torch.equal(groups.pairs[exact.experts >= 0], exact.pairs[exact.experts >= 0])
         y = torch.randn(tokens * 8, HIDDEN, device=DEVICE)
         torch.testing.assert_close(weighted_sum(y, weights), (y.view(tokens, 8, -1) * weights[..., None]).sum(1))
-    assert {block_size(tokens) for tokens in TOKENS} == {*BLOCK_SIZES}
+    assert {block_size(tokens, CHOSEN, EXPERTS) for tokens in TOKENS} == {*BLOCK_SIZES}
 
 
 def test_a_captured_graph_follows_another_choice_of_experts():

@@ -67,7 +67,7 @@ def multiply(
     x [T, columns] has a row a token, or [pairs, columns] a row a pair. x and out are contiguous, of one dtype, bfloat16
     or float32, which is that of dense weights and of `lora`. `tile` replaces that of `grouped_tile_for`.
     """
-    tile = tile or grouped_tile_for(groups.size, isinstance(operands.weights, Words), x.element_size())
+    tile = tile or grouped_tile_for(groups.size, x.element_size())
     (codes, scales, factors), all_rows, decode = operands.arguments()
     width = operands.rows // 2 if silu else operands.rows
     tiles = triton.cdiv(width, tile.n // 2 if silu else tile.n)
@@ -109,7 +109,7 @@ def input_gradient(
 def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
     """See `mixture_reference.dense_product`."""
     rows = weights.shape[1]
-    tile = grouped_tile_for(groups.size, False, x.element_size())
+    tile = grouped_tile_for(groups.size, x.element_size())
     narrow = replace(tile, n=min(tile.n, max(triton.next_power_of_2(rows), 32)))  # for rows that are ranks
     multiply(GroupedOperands(weights.flatten(0, 1), rows, None, None), x, groups, out, tile=narrow)
 

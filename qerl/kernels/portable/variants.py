@@ -109,29 +109,30 @@ class WeightGradientTile:
     stages: int
 
 
-#: Of grouped products, by the pairs of a block: with packed weights and with dense ones. Not timed on a GPU yet.
+#: Of grouped products, by the pairs of a block: the fastest of those timed with Qwen3-30B-A3B's shapes on an H200, with
+#: packed weights and with dense ones (docs/lab/mixtures.md).
 _GROUPED = {
-    8: (Tile(32, 8, 2, 5), Tile(32, 8, 2, 4)),
-    16: (Tile(64, 16, 4, 4), Tile(64, 16, 4, 4)),
-    32: (Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
-    64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2)),
+    8: Tile(128, 8, 4, 4),
+    16: Tile(128, 16, 2, 4),
+    32: Tile(128, 32, 8, 4),
+    64: Tile(128, 64, 4, 4),
+    128: Tile(128, 128, 8, 3),
 }
 _GRADIENTS = {
     8: GradientTile(64, 4, 3),
     16: GradientTile(64, 4, 3),
     32: GradientTile(64, 4, 3),
-    64: GradientTile(64, 4, 2),
-    128: GradientTile(64, 8, 2),
+    64: GradientTile(64, 4, 3),
+    128: GradientTile(64, 4, 3),
 }
 
 
-def grouped_tile_for(pairs: int, packed: bool, itemsize: int = 2) -> Tile:
-    """The tile of a grouped product whose blocks have this many pairs, with packed or dense weights.
+def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
+    """The tile of a grouped product whose blocks have this many pairs.
 
     `itemsize` is that of x: float32 takes twice the shared memory, so that it has small tiles and no pipeline.
     """
-    tile = _GROUPED[pairs][0 if packed else 1]
+    tile = _GROUPED[pairs]
     return tile if itemsize == 2 else replace(tile, n=min(tile.n, 64), stages=1)
 
 

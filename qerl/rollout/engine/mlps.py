@@ -88,7 +88,8 @@ class MixtureMlp:
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """See `Mlp`."""
         router, products = self._router, self._products
-        numbers, weights = self._mixture.route(router.scores(x), router.top_k, router.normalised)
+        scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
+        numbers, weights = self._mixture.route(scores, router.top_k, router.normalised)
         groups = self._mixture.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)

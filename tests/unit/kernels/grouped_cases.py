@@ -16,7 +16,7 @@ from qerl.layers.packed_linear import PackedLinear
 
 EXPERTS, ROWS = 5, 40
 #: Tokens of one block size after the other; expert 3 is never chosen.
-TOKENS = (1, 3, 12, 30, 129, 1030)
+TOKENS = (1, 12, 30, 70, 129, 300)
 
 
 def chosen(tokens):
@@ -172,7 +172,17 @@ def assert_close(out, expected):
 
 
 def test_every_size_of_blocks_has_a_case():
-    assert {block_size(tokens) for tokens in TOKENS} == {*BLOCK_SIZES}
+    assert {block_size(tokens, 2, EXPERTS) for tokens in TOKENS} == {*BLOCK_SIZES}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_scores_are_those_of_float64(biased):
+    """Of tokens that one launch computes, and of more."""
+    for tokens in (1, 3, 9, mixture.MOST_SCORED + 1):
+        x, weight, bias = torch.randn(tokens, 72), torch.randn(EXPERTS, 72), torch.randn(EXPERTS) if biased else None
+        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        for one in (mixture, mixture_reference):
+            assert_close(one.scores(x, weight, bias), expected)
 
 
 @pytest.mark.parametrize("normalised", [False, True])

@@ -88,7 +88,9 @@ def mixtures():
     packed = grouped_launches.GroupedOperands(words, 128, ones, None)
     biased = grouped_launches.GroupedOperands(layout.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
     dense_weights = grouped_launches.GroupedOperands(zeros(256, 256), 128, None, None)
-    for tokens in (8, 16, 128, 1024, 1025):
+    for bias in (None, torch.zeros(128)):
+        mixture.scores(zeros(4, 256), torch.zeros(128, 256), bias)
+    for tokens in (128, 256, 512, 1024, 1025):
         mixture.route(torch.zeros(tokens, 128), 8, True)
         groups = mixture.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
         x, pairs = zeros(tokens, 256), 8 * tokens
@@ -98,7 +100,7 @@ def mixtures():
             grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
         adapters_of_experts(packed, x, groups, torch.bfloat16)
         mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
-        if tokens in (8, 1025):  # float32, which has other tiles
+        if tokens in (128, 1025):  # float32, which has other tiles
             adapters_of_experts(packed, x.float(), groups, torch.float32)
             adapters_of_experts(biased, x, groups, torch.bfloat16)
             for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
