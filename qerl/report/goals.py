@@ -1,7 +1,7 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
-The goals concern decode speed with LoRA r16 on all projections over vLLM's on the same shape, and the cost of an
-adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a GRPO step (16 prompts x 8
+The goals concern decode speed with LoRA r16 on all projections, or on all outside of experts, over vLLM's on the same
+shape, and the cost of an adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a GRPO step (16 prompts x 8
 completions of 1,024 tokens) over TRL's, and its memory without the KV cache. The last are an update where half of the
 groups have no gradient, and a step of mixed lengths where that is so, over TRL's.
 """
@@ -29,6 +29,10 @@ _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (64, 128), ("bf16", "nvfp4"), 1.0),
     ("7B", (256,), ("bf16", "nvfp4"), 2.0),
     ("32B", (1, 8, 32, 64, 256), ("bf16", "nvfp4"), 2.0),
+    ("qwen3-30b-a3b", (1, 8), ("bf16", "nvfp4"), 2.0),
+    ("qwen3-30b-a3b", (32,), ("bf16", "nvfp4"), 1.7),
+    ("qwen3-30b-a3b", (128,), ("bf16", "nvfp4"), 1.3),
+    ("qwen3.5-27b", (1, 8, 32), ("bf16", "nvfp4"), 1.8),
 )
 #: The least tokens/s of our NVFP4 at 512 sequences, 7B.
 _MANY, _MANY_RATE = 512, 45000.0
@@ -53,7 +57,19 @@ _MIXED_WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 256, "token
 _SILENT, _SILENT_SHARE = 0.55, 0.5
 #: By size: the largest memory without the KV cache, in GB.
 _MEMORY = {"7B": 12.0, "14B": 18.0, "32B": 32.0}
-_COLUMNS = ["goal", "at_least", "at_most", "unit", "reached", "reached_low", "reached_high", "met", "machine", "commit"]
+_COLUMNS = [
+    "size",
+    "goal",
+    "at_least",
+    "at_most",
+    "unit",
+    "reached",
+    "reached_low",
+    "reached_high",
+    "met",
+    "machine",
+    "commit",
+]
 _TITLE = (
     "Goals beside the measured values: decoding with LoRA, prompts of 128 tokens, 256 tokens decoded; GRPO steps "
     "of 16 prompts × 8 completions of 1,024 tokens. 95 % intervals: percentile bootstrap of the medians over the "
@@ -64,17 +80,20 @@ _TITLE = (
 def goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame) -> pd.DataFrame:
     """One row per goal: the limit, the value `reached` with its interval (or why none), and whether it is `met`.
 
+    Goals of sizes that no frame has are left out.
+
     points, steps and mixes come from `qerl.results.speed_readers`; each may be empty. The median, in `unit`, decides
     whether a goal is met. `commit` and `machine` are those of the files with the value.
     """
     rows = [*_decode_rows(points), *_mix_rows(mixes), *_step_rows(steps), *_memory_rows(steps)]
-    return pd.DataFrame(rows, columns=_COLUMNS)
+    sizes = {size for frame in (points, steps, mixes) if len(frame) for size in frame["size"]}
+    return pd.DataFrame([row for row in rows if row["size"] in sizes], columns=_COLUMNS)
 
 
 def write_goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame, stem: Path) -> None:
     """Write the table of goals if at least one of them is measured."""
     table = goals(points, steps, mixes)
-    if set(table["reached"]) == {NOT_MEASURED}:
+    if set(table["reached"]) <= {NOT_MEASURED}:
         return
     texts = [{"limit": _limit(row), "reached": _reached(row)} for row in table.to_dict("records")]
     shown = pd.concat([table["goal"], pd.DataFrame(texts), table[["met", "commit"]]], axis=1)
@@ -90,13 +109,13 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
         for count in counts:
             ours = cells.get(("native", size, "nvfp4", 16, count))
             base = faster([cells.get(("vllm", size, weights, 16, count)) for weights in bases])
-            yield _row(f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
+            yield _row(size, f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
     many = cells.get(("native", "7B", "nvfp4", 16, _MANY))
-    yield _told(f"7B decode, {_sequences(_MANY)}", _MANY_RATE, True, "tokens/s", _rate(many), [many])
+    yield _told("7B", f"7B decode, {_sequences(_MANY)}", _MANY_RATE, True, "tokens/s", _rate(many), [many])
     for rank, limit in _COST.items():
         for count in _COST_SEQUENCES:
             ours, base = (cells.get(("native", "7B", "nvfp4", one, count)) for one in (rank, 0))
-            yield _row(f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", ours, base)
+            yield _row("7B", f"cost of LoRA r{rank}, 7B decode, {_sequences(count)}", limit, False, "%", ours, base)
 
 
 def _mix_rows(mixes: pd.DataFrame) -> Iterator[Row]:
@@ -114,7 +133,8 @@ def _mix_goal(name: str, limit: float, size: str, rows: Sequence[Row], drafts: b
     ours = next(iter(alike), None)
     reached = mix_speedup(ours, rows) if ours else (NOT_MEASURED, np.nan, np.nan)
     files = [ours, *(row for row in rows if row["engine"] == "vllm")]
-    return _told(f"{name}, LoRA r32, over the faster of vLLM's BF16 and NVFP4", limit, True, "×", reached, files)
+    goal = f"{name}, LoRA r32, over the faster of vLLM's BF16 and NVFP4"
+    return _told(size, goal, limit, True, "×", reached, files)
 
 
 def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
@@ -122,14 +142,14 @@ def _step_rows(steps: pd.DataFrame) -> Iterator[Row]:
     for (size, weights, corrected), limit in _STEP.items():
         # TRL's time over ours, since these are times and not speeds.
         name = f"{size} GRPO step, over TRL's {weights.upper()} LoRA" + ("" if corrected else " without correction")
-        yield _row(name, limit, True, "×", _trl(alike, size, weights, corrected), _uncapped(alike, size))
+        yield _row(size, name, limit, True, "×", _trl(alike, size, weights, corrected), _uncapped(alike, size))
     mixed = _alike(steps, _MIXED_WORK, _SILENT_SHARE)
     goal = f"7B GRPO step of mixed lengths, {_SILENT_SHARE:.0%} of the groups without a gradient, over TRL's BF16 LoRA"
-    yield _row(goal, _MIXED_STEP, True, "×", _trl(mixed, "7B", "bf16", True), _uncapped(mixed, "7B"))
+    yield _row("7B", goal, _MIXED_STEP, True, "×", _trl(mixed, "7B", "bf16", True), _uncapped(mixed, "7B"))
     both = [_uncapped(_alike(steps, _WORK, share), "7B") for share in (_SILENT_SHARE, 0)]
     updates = [step and {**step, "samples": step["update_samples"]} for step in both]
     goal = f"7B update, {_SILENT_SHARE:.0%} of the groups without a gradient, over one with all"
-    yield _row(goal, _SILENT, False, "×", *updates)
+    yield _row("7B", goal, _SILENT, False, "×", *updates)
 
 
 def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
@@ -140,7 +160,7 @@ def _memory_rows(steps: pd.DataFrame) -> Iterator[Row]:
         if step is not None and step["status"] == OK:
             reached = step["without KV cache/gb"]
         name = f"{size} GRPO step, memory without the KV cache, all recomputed"
-        yield _told(name, limit, False, "GB", (reached, np.nan, np.nan), [step])
+        yield _told(size, name, limit, False, "GB", (reached, np.nan, np.nan), [step])
 
 
 def _rate(point: Row | None) -> tuple[float | str, float, float]:
@@ -150,14 +170,15 @@ def _rate(point: Row | None) -> tuple[float | str, float, float]:
     return float(point["tokens_per_second"]), np.nan, np.nan
 
 
-def _row(goal: str, limit: float, least: bool, unit: str, above: Row | None, below: Row | None) -> Row:
+def _row(size: str, goal: str, limit: float, least: bool, unit: str, above: Row | None, below: Row | None) -> Row:
     value, low, high = ratio(above, below)
     if unit == "%" and not isinstance(value, str):
         value, low, high = (100 * (1 - one) for one in (value, high, low))
-    return _told(goal, limit, least, unit, (value, low, high), [above, below])
+    return _told(size, goal, limit, least, unit, (value, low, high), [above, below])
 
 
 def _told(
+    size: str,
     goal: str,
     limit: float,
     least: bool,
@@ -169,6 +190,7 @@ def _told(
     met = NOT_MEASURED if isinstance(value, str) else "yes" if (value >= limit if least else value <= limit) else "no"
     of = [file for file in files if file is not None and value != NOT_MEASURED]
     return {
+        "size": size,
         "goal": goal,
         "at_least" if least else "at_most": limit,
         "unit": unit,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
 from qerl.report.caps import write_caps
@@ -63,7 +64,8 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
     steps, memory, caps, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without
-    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and paper-missing.
+    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and of its models
+    paper-missing.
     Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
@@ -84,8 +86,9 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     if steps:
         measured = load_steps(steps)
         _write_steps(measured, out)
-    lacking = write_rollout_tables(points, out) if len(points) else []
-    lacking += write_step_tables(measured, out) if len(measured) else []
+    of_paper = [frame[frame["size"].isin(ARCHITECTURES)] if len(frame) else frame for frame in (points, measured)]
+    lacking = write_rollout_tables(of_paper[0], out) if len(of_paper[0]) else []
+    lacking += write_step_tables(of_paper[1], out) if len(of_paper[1]) else []
     write_missing(lacking, out)
     write_goals(points, measured, rollouts, out / "goals")
 

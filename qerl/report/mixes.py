@@ -43,7 +43,7 @@ def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
         write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
     drafts = draft_table(mixes)
     if not drafts.empty:
-        write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records))
+        write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records), drafts.map(_text))
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
 
 ROOT = Path(__file__).parents[2]
-SHAPES, CARDS = (ROOT / "results/reference/h200" / name for name in ("shapes", "cards"))
+SHAPES, CARDS, FAMILIES = (ROOT / "results/reference/h200" / name for name in ("shapes", "cards", "families"))
 #: Most words of a sentence.
 WORDS = 30
 
@@ -52,6 +52,18 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
         [f"{max(vllm[count]):,.0f}" for count in counts],
         [f"{ratios.loc[('nvfp4', 'faster of BF16, NVFP4'), count]:.2f}" for count in counts],
     ]
+
+
+def test_speeds_of_another_family_in_the_readme_are_those_of_the_workflow():
+    points = grid.load_points(sorted(FAMILIES.glob("decode-*-qwen3-30b-a3b-*.json")))
+    speeds = grid.decode_table(points, "qwen3-30b-a3b").set_index(["engine", "weights"])
+    text = " ".join((ROOT / "README.md").read_text().split())
+    [told] = re.findall(
+        r"Qwen3-30B-A3B decodes (.*?) at 1, 8, 32 and 128 sequences, and with vLLM in BF16 (.*?)\.", text
+    )
+    for found, key in zip(told, (("native", "nvfp4"), ("vllm", "bf16")), strict=True):
+        expected = [f"{speeds.loc[key, count]:,.0f}" for count in ("1", "8", "32", "128")]
+        assert re.findall(r"\d[\d,]*\d", found) == expected
 
 
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])

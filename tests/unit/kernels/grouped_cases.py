@@ -177,7 +177,7 @@ def test_every_size_of_blocks_has_a_case():
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_scores_are_those_of_float64(biased):
-    """Of tokens that one launch computes, and of more."""
+    """Some tokens are computed by one launch, and more of them by cuBLAS."""
     for tokens in (1, 3, 9, mixture.MOST_SCORED + 1):
         x, weight, bias = torch.randn(tokens, 72), torch.randn(EXPERTS, 72), torch.randn(EXPERTS) if biased else None
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())

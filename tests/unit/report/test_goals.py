@@ -38,6 +38,20 @@ def test_decode_is_over_what_each_goal_names(points):
     assert found["7B decode, 512 sequences"] == ("–", "–")
 
 
+def test_a_published_shape_has_its_goals(tmp_path):
+    shape = "qwen3-30b-a3b"
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [400.0] * 3, 32: [3600.0] * 3}, size=shape),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0] * 3}, size=shape),
+        decode_file(tmp_path, "vllm", "bf16", {1: [160.0] * 3, 32: [2000.0] * 3}, size=shape),
+    ]
+    found = reached(goals(speed_readers.load_points(files), NOTHING, NOTHING))
+    of = "over the faster of vLLM's BF16 and NVFP4"
+    assert found[f"{shape} decode, 1 sequence, {of}"] == (2.5, "yes")
+    assert found[f"{shape} decode, 32 sequences, {of}"] == ("–", "–")  # NVFP4 may be faster
+    assert all(goal.startswith(shape) for goal in found)
+
+
 def test_an_adapter_costs_percent_of_the_speed_without(points):
     table = goals(points, NOTHING, NOTHING)
     found = reached(table)
@@ -105,7 +119,7 @@ def test_memory_is_that_of_a_step_that_recomputes(tmp_path):
     found = reached(goals(NOTHING, speed_readers.load_steps(files), NOTHING))
     assert found["7B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
     assert found["32B GRPO step, memory without the KV cache, all recomputed"] == (12.0, "yes")
-    assert found["14B GRPO step, memory without the KV cache, all recomputed"] == ("–", "–")
+    assert not any(goal.startswith("14B") for goal in found)  # of which nothing is measured
 
 
 @pytest.mark.parametrize("caps", [[40, 80], [80, 40], [40, 80, None]])

@@ -281,6 +281,12 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
     assert "0.62× [0.62×, 0.62×]" in (tmp_path / "out/caps.md").read_text()
 
 
+def test_a_published_shape_has_neither_floors_nor_rows_of_the_papers_tables(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0] * 3}, size="qwen3-30b-a3b")
+    grid.write_all([file], tmp_path / "out")
+    assert {path.stem for path in (tmp_path / "out").glob("*.md")} == {"decode-qwen3-30b-a3b-128x256"}
+
+
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]

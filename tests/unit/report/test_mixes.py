@@ -102,6 +102,9 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     [drafts] = mixes.draft_table(frame).to_dict("records")
     assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
     assert (drafts["rows a step"], drafts["tokens a verification"]) == (6.0, 2.5)
+    mixes.write_mixes(frame, tmp_path / "out")
+    cells = (tmp_path / "out/mix-drafts.md").read_text().splitlines()[2].split("|")
+    assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
 
 
 def test_phases_add_up_to_the_rollout(files):
