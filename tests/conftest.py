@@ -18,8 +18,9 @@ PROFILE = "QERL_TEST_PROFILE"
 #: The number of modules when objects were last exempted from garbage collection, and by how many more it is done again.
 MODULES, MANY = pytest.StashKey[int](), 50
 
-# `make test ARGS=...` hands its variables to each make that a test starts.
-os.environ.pop("MAKEFLAGS", None)
+# `make test ARGS=...` hands its options to each make that a test starts, by both.
+for _name in ("MAKEFLAGS", "ARGS"):
+    os.environ.pop(_name, None)
 # What hypothesis looks up in the sources is kept out of the working tree.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
 # Times on a busy machine say nothing of an example; the whole test has pytest's limit.

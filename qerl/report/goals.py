@@ -1,9 +1,9 @@
 """The project's goals of speed and memory on one H200, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections, or on all outside of experts, over vLLM's on the same
-shape, and the cost of an adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a GRPO step (16 prompts x 8
-completions of 1,024 tokens) over TRL's, and its memory without the KV cache. The last are an update where half of the
-groups have no gradient, and a step of mixed lengths where that is so, over TRL's.
+shape, and the cost of an adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a
+GRPO step (16 prompts x 8 completions of 1,024 tokens) over TRL's, and its memory without the KV cache. The last are an
+update where half of the groups have no gradient, and a step of mixed lengths where that is so, over TRL's.
 """
 
 from __future__ import annotations
