@@ -55,9 +55,8 @@ class Packed:
     tensors: dict[str, Tensor]
 
 
-def halves(packed: Packed) -> list[Packed]:
-    """The upper and the lower half of the rows of an NVFP4 or MXFP4 weight, without a copy."""
-    rows = packed.shape[0] // 2
+def split_rows(packed: Packed, rows: int) -> list[Packed]:
+    """Parts of so many rows of an NVFP4 or MXFP4 weight, without a copy; their number divides the weight's."""
     by_row = {name: tensor.split(rows) for name, tensor in packed.tensors.items() if len(tensor) == packed.shape[0]}
     return [
         Packed(
@@ -65,7 +64,7 @@ def halves(packed: Packed) -> list[Packed]:
             (rows, packed.shape[1]),
             {**packed.tensors, **{name: parts[number] for name, parts in by_row.items()}},
         )
-        for number in range(2)
+        for number in range(packed.shape[0] // rows)
     ]
 
 

@@ -16,9 +16,9 @@ MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
 _BLOCK = 1024
-#: Tokens up to which one launch computes a router's scores, and those of a program of it.
+#: Tokens up to which one launch computes a router's scores, and the numbers of them that a program has in registers.
 MOST_SCORED = 128
-_SCORED_TOGETHER = 8
+_SCORED_NUMBERS = 8 * 2048
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -46,10 +46,11 @@ def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if tokens > MOST_SCORED:
         return mixture_reference.scores(x, weight, bias)
     out = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    size, block = min(triton.next_power_of_2(tokens), _SCORED_TOGETHER), triton.next_power_of_2(width)
+    block = triton.next_power_of_2(width)
+    size = min(triton.next_power_of_2(tokens), max(_SCORED_NUMBERS // block, 1))
     _scores[(experts, triton.cdiv(tokens, size))](
         x, weight, weight if bias is None else bias, out, tokens, experts, width,
-        BIASED=bias is not None, TOKENS=size, BLOCK=block, num_warps=4 if block <= 2048 else 8, **dependent(x.device),
+        BIASED=bias is not None, TOKENS=size, BLOCK=block, num_warps=4, **dependent(x.device),
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl.formats import tiles as layout
-from qerl.formats.codecs import halves
+from qerl.formats.codecs import split_rows
 from qerl.formats.tiles import Tiles
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
 from qerl.layers.adapters import Lora, unwrap
@@ -84,7 +84,7 @@ def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
     tiles = bases[0].tiles
     if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
-        tiles = layout.pack(halves(bases[0].packed), interleaved)
+        tiles = layout.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
         bases[0].use_tiles(tiles, 0, 1)
     elif not isinstance(tiles, Tiles):
         tiles = layout.pack([base.packed for base in bases], interleaved)

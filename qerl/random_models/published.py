@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qerl.checkpoints.published import PUBLISHED
-from qerl.formats.codecs import quantize
+from qerl.formats.codecs import quantize, split_rows
 from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Float32Router
 from qerl.layers.packed_linear import PackedLinear
@@ -18,6 +20,7 @@ from qerl.random_models.weights import fill_model, random_weight
 
 #: Kinds of models whose published files have packed experts alone.
 _EXPERTS_ALONE = ("gpt_oss",)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def published_config(size: str) -> PreTrainedConfig:
@@ -28,8 +31,8 @@ def published_config(size: str) -> PreTrainedConfig:
 def published_model(config: PreTrainedConfig, weights: str, device: torch.device) -> PreTrainedModel:
     """A model of the configuration, in bfloat16 or with the layers packed that `quantize` packs.
 
-    Layers are made and packed one by one, as a dense copy of all may not fit. Only a model with buffers of its own,
-    such as Gemma's scale of embeddings, is made whole first.
+    Layers are made and packed one after the other, as a dense copy of all may not fit. Only a model with buffers of
+    its own, such as Gemma's scale of embeddings, is made whole first.
     """
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
@@ -39,8 +42,8 @@ def published_model(config: PreTrainedConfig, weights: str, device: torch.device
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
         with torch.device(device):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name in packed:
-        lm.set_submodule(name, _packed(lm.get_submodule(name), weights, device, ".experts." not in name))
+    for names in _alike(packed):
+        _pack(lm, names, weights, device)
     if any(parameter.is_meta for parameter in lm.parameters()):
         fill_model(lm, device)
     for module in lm.modules():
@@ -49,11 +52,28 @@ def published_model(config: PreTrainedConfig, weights: str, device: torch.device
     return lm
 
 
-def _packed(layer: nn.Module, weights: str, device: torch.device, keepable: bool) -> PackedLinear:
-    """A packed layer of the same shape, with the layer's weights where it has some."""
-    assert isinstance(layer, nn.Linear)
-    dense = random_weight(layer.weight.shape, device) if layer.weight.is_meta else layer.weight.data
-    bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=torch.bfloat16, device=device)
-    made = PackedLinear.from_packed(quantize(dense, weights), bias)
-    made.keepable = keepable
-    return made
+def _alike(names: Sequence[str]) -> Iterator[list[str]]:
+    """The same layer of all experts of a block together, and every other layer alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_EXPERT.sub(".experts.", name), []).append(name)
+    yield from groups.values()
+
+
+def _pack(lm: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
+    """Replace layers of one shape by packed ones, with their weights where they have some.
+
+    They are quantized as one weight, because thousands of experts take a minute one by one.
+    """
+    layers = [cast(nn.Linear, lm.get_submodule(name)) for name in names]
+    rows, columns = layers[0].weight.shape
+    if layers[0].weight.is_meta:
+        dense = random_weight((len(layers) * rows, columns), device)
+    else:
+        dense = torch.cat([layer.weight.data for layer in layers])
+    parts = [quantize(dense, weights)] if len(layers) == 1 else split_rows(quantize(dense, weights), rows)
+    for name, layer, part in zip(names, layers, parts, strict=True):
+        bias = None if layer.bias is None else torch.zeros(rows, dtype=torch.bfloat16, device=device)
+        made = PackedLinear.from_packed(part, bias)
+        made.keepable = ".experts." not in name
+        lm.set_submodule(name, made)

@@ -85,8 +85,8 @@ class NativeSettings(Settings):
     drafts: bool = False
     """Let a step verify several guessed tokens of each sequence where few sequences are left. Guesses come from the
     prompt, the completion so far, and other completions of the prompt. The tokens are those without guesses, except
-    where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same, also in a run that was
-    killed and has forgotten the completions of its earlier steps.
+    where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same, also in a run that
+    was killed and has forgotten the completions of its earlier steps.
     Models with delta nets have no drafts, because their states can't be rolled back."""
     kernels: Kernels = "auto"
     """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those that were written for the GPU's

@@ -139,7 +139,8 @@ def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
 def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
     """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
     tile = _GRADIENTS[pairs]
-    return tile if itemsize == 2 else replace(tile, stages=1)
+    # Sums and operands in float32 of 128 pairs take more registers than four warps have.
+    return tile if itemsize == 2 else replace(tile, warps=max(tile.warps, pairs // 16), stages=1)
 
 
 def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:

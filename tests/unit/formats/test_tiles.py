@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.formats import tiles as layout
-from qerl.formats.codecs import dequantize, halves, joined, quantize
+from qerl.formats.codecs import dequantize, joined, quantize, split_rows
 from qerl.formats.errors import FormatError
 from qerl.layers.packed_linear import PackedLinear
 
@@ -92,7 +92,7 @@ def test_a_fused_layer_has_its_halves_interleaved_and_keeps_its_products(weights
     layer = PackedLinear.from_packed(joined(two))
     x = torch.randn(3, 256)
     before, weight = layer(x), layer.packed
-    tiles = layout.pack(halves(weight), interleaved=True)
+    tiles = layout.pack(split_rows(weight, 24), interleaved=True)
     assert torch.equal(tiles.data, layout.pack(two, interleaved=True).data)
     layer.use_tiles(tiles, 0, 1)
     assert torch.equal(layer(x), before)

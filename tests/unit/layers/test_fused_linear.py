@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qerl.formats.codecs import PACKED_FORMATS, halves, quantize
+from qerl.formats.codecs import PACKED_FORMATS, quantize, split_rows
 from qerl.layers import fused_linear
 from qerl.layers.fused_linear import fuse, product_class
 from qerl.layers.lora import register_lora
@@ -106,7 +106,7 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
     both.anchor = nn.Linear(1, 1)
     both.gate_up_proj = PackedLinear.from_packed(quantize(torch.randn(48, 256), weights_format))
     weight = both.gate_up_proj.packed
-    two = [PackedLinear.from_packed(half) for half in halves(weight)]
+    two = [PackedLinear.from_packed(half) for half in split_rows(weight, 24)]
     get_peft_model(both, register_lora(LoraConfig(r=4, lora_alpha=6, target_modules=["gate_up_proj"])))
     nn.init.normal_(both.gate_up_proj.lora_B["default"].weight)
     fused, apart = W4Linear([both.gate_up_proj], interleaved=True), W4Linear(two, interleaved=True)
