@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.checkpoints.model_shape import ModelShape
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA_ROPE = {
@@ -98,6 +99,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _shape(
         "gpt_oss", 2880, 24, 64, 8, 2880, 201088, head_dim=64, sliding_window=128, num_local_experts=32,
         num_experts_per_tok=4, max_position_embeddings=131072, attention_bias=True, rope_parameters=_GPT_OSS_ROPE,
+        layer_types=_every("full_attention", "sliding_attention", 2, 24),
     ),
     # Qwen3.6-27B has this shape, too.
     "qwen3.5-27b": _shape("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, **_hybrid(64, 48)),
@@ -121,3 +123,12 @@ def prompt_ids(tokens: int) -> tuple[int, int]:
     is special.
     """
     return min(1000, tokens // 2), min(100000, tokens)
+
+
+def shape_of(size: str) -> ModelShape:
+    """The shape of a size of Qwen2.5 or of a published model."""
+    if size in PUBLISHED:
+        return ModelShape.of(PUBLISHED[size])
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = ARCHITECTURES[size]
+    narrow = hidden // heads * kv_heads
+    return ModelShape(hidden, layers, hidden, narrow, heads, intermediate, vocabulary, tied, biased=True)

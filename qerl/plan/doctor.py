@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from qerl.by_hand.models import HUB_MODEL
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.checkpoints.folder import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
 from qerl.host.hub import hub_unreachable
 from qerl.host.imports import extras, installed_version, requirements
@@ -30,7 +31,6 @@ from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
-from qerl.plan.model_shape import ModelShape
 from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import DTYPES

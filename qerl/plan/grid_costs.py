@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
-from qerl.checkpoints.published import PUBLISHED
+from qerl.checkpoints.published import shape_of
 from qerl.jobs.shapes import (
     DecodeJob,
     Decoding,
@@ -27,7 +26,6 @@ from qerl.jobs.shapes import (
     enough_runs,
 )
 from qerl.plan.cost_model import STAND_IN, Hours, total
-from qerl.plan.model_shape import ModelShape
 from qerl.results.files import read
 from qerl.results.names import with_kernels
 from qerl.results.schema.speed import DecodeResult, GrpoStepResult, Kind, PromptsResult, RolloutMixResult
@@ -125,13 +123,8 @@ def _distance(known: Timed, piece: Timed) -> tuple[float, ...]:
 
 def _parameters(size: str) -> int:
     """The elements of the projections that a token takes, and of the head."""
-    if size in PUBLISHED:
-        shape = ModelShape.of(PUBLISHED[size])
-        experts = shape.mixture.chosen * shape.layers if shape.mixture else 0
-        products = [*shape.packable, *shape.dense, *(shape.expert_linears * experts)]
-        return sum(map(math.prod, products)) + shape.vocabulary * shape.hidden
-    hidden, layers, *_, vocabulary, _ = ARCHITECTURES[size]
-    return layers * sum(map(math.prod, linear_shapes(size).values())) + vocabulary * hidden
+    shape = shape_of(size)
+    return shape.products + shape.vocabulary * shape.hidden
 
 
 def _whole(job: PointJob) -> tuple[list[Timed], int, str]:

@@ -13,11 +13,12 @@ from typing import Literal
 
 import torch
 
+from qerl.checkpoints.model_shape import HALF, ModelShape
 from qerl.formats.codecs import tensor_specs
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.kv_cache import FP8, page_bytes
 from qerl.layers.linear_logprobs import COLUMNS, ROWS
-from qerl.plan.model_shape import HALF, ModelShape
+from qerl.plan.kept_activations import kept_bytes
 from qerl.rl.activation_checkpointing import USABLE, recomputed_blocks
 from qerl.rl.sequence_packing import Sample, row_tokens, split
 from qerl.rollout.engine.cuda_graphs import bucket_of
@@ -330,7 +331,7 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
     layers = max(len(shape.linears), len(shape.linears[4:] + shape.net_linears))
-    kept = tokens * (shape.kept_bytes + HALF * layers * settings.rank + kept_of_experts(shape, settings))
+    kept = tokens * (kept_bytes(shape) + HALF * layers * settings.rank + kept_of_experts(shape, settings))
     of_input = tokens * HALF * shape.hidden
     logits, tile = tokens * shape.vocabulary * HALF, ROWS * COLUMNS * HALF
 

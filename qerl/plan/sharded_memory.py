@@ -12,6 +12,7 @@ from typing import Any
 
 from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.checkpoints.folder import read_config
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.plan.memory_model import (
     CONTEXT,
     WORKSPACE,
@@ -23,7 +24,6 @@ from qerl.plan.memory_model import (
     prefill_bytes,
     weight_bytes,
 )
-from qerl.plan.model_shape import ModelShape
 from qerl.random_models.checkpoint import model_config
 from qerl.rl.activation_checkpointing import USABLE
 from qerl.rollout.engine.engine import FREE_SHARE

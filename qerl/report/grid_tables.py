@@ -29,9 +29,8 @@ def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
 
 
 def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Percent of the floor for one size, with a row per (engine, weights, rank); no row without any floor."""
-    of_size = _of_size(points, size)
-    return _value_table(of_size, "percent_of_floor") if of_size["percent_of_floor"].notna().any() else pd.DataFrame()
+    """Percent of the floor for one size, with a row per (engine, weights, rank)."""
+    return _value_table(_of_size(points, size), "percent_of_floor")
 
 
 def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:

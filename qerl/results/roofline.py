@@ -1,18 +1,21 @@
 """The floor of a decode step: its least time, by the bytes that it must move and the FLOPs that it must compute.
 
-Each byte counts once, as if caches were perfect. Writes other than to the KV cache (activations, logits) don't count.
-Both counts are therefore lower bounds for any engine.
+Each byte counts once, as if caches were perfect. Writes other than to the KV cache and delta nets' states (activations,
+logits) don't count. Both counts are therefore lower bounds for any engine. Experts count as often as tokens take them
+that choose at random; the bytes of a less even choice are fewer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
+from qerl.checkpoints.model_shape import HALF, ModelShape
+from qerl.checkpoints.published import shape_of
 from qerl.formats.codecs import tensor_specs
 from qerl.results.schema.speed import Ceilings
 
-_BF16 = 2
+_FLOAT32 = 4
 
 
 def mean_context(prompt: int, tokens: int) -> float:
@@ -24,20 +27,20 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
     """Bytes of one decode step by kind. `context` is the number of cached tokens per sequence before the step.
 
     Packed weights count as `qerl.quantization` stores them, with scales and tables (NF4 with double quantization); all
-    else is bfloat16. Of the embedding one row per sequence is read, of the head everything, even if both are tied.
+    else is bfloat16, but for routers and recurrent states in float32. Of the embedding one row per sequence is read, of
+    the head everything, even if both are tied.
     """
-    hidden, layers, heads, kv_heads, _, vocabulary, _ = ARCHITECTURES[size]
-    narrow = hidden // heads * kv_heads
-    shapes = linear_shapes(size)
-    norms = (2 * layers + 1) * hidden
-    biases = layers * sum(shapes[f"self_attn.{name}_proj"][0] for name in "qkv")
+    shape = shape_of(size)
+    norms = (2 * shape.layers + 1) * shape.hidden
+    biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * shape.biased
     return {
-        "linear": float(layers * sum(_weight_bytes(weights, shape) for shape in shapes.values())),
-        "adapter": float(_BF16 * _adapter_weights(size, rank)),
-        "head": float(_BF16 * vocabulary * hidden),
-        "embedding": float(_BF16 * sequences * hidden),
-        "norms and biases": float(_BF16 * (norms + biases)),
-        "cache": _BF16 * sequences * layers * 2 * narrow * (context + 1),
+        "linear": _linear_bytes(shape, weights) + _expert_bytes(shape, weights, sequences),
+        "adapter": float(HALF * _adapter_weights(shape, rank)),
+        "head": float(HALF * shape.vocabulary * shape.hidden),
+        "embedding": float(HALF * sequences * shape.hidden),
+        "norms and biases": float(HALF * (norms + biases)),
+        "cache": HALF * sequences * 2 * shape.kv_width * _attended(shape, context + 1),
+        "states": 2.0 * sequences * shape.nets.state_bytes if shape.nets else 0.0,
     }
 
 
@@ -47,12 +50,13 @@ def step_bytes(size: str, weights: str, rank: int, sequences: int, context: floa
 
 
 def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
-    """FLOPs of one decode step: projections, adapters, head and attention over `context`; a multiply-add counts two."""
-    hidden, layers, _, _, _, vocabulary, _ = ARCHITECTURES[size]
-    linear = layers * sum(map(math.prod, linear_shapes(size).values()))
-    products = 2 * (linear + _adapter_weights(size, rank) + vocabulary * hidden)
-    # q k^T and p v: 4 FLOPs per token of the context and element of a head; hidden = heads * head size.
-    return sequences * (products + 4 * context * layers * hidden)
+    """FLOPs of one decode step: products, adapters, head, attention and recurrences; a multiply-add counts two."""
+    shape = shape_of(size)
+    router = shape.layers * shape.mixture.experts * shape.hidden if shape.mixture else 0
+    products = shape.products + router + _adapter_weights(shape, rank) + shape.vocabulary * shape.hidden
+    # q k^T and p v: 4 FLOPs per token of the context and element of a head.
+    attention = 4 * shape.query_width * _attended(shape, context)
+    return sequences * (2 * products + attention + _recurrence(shape))
 
 
 def step_floor(moved: float, flops: float, ceilings: Ceilings) -> float:
@@ -60,12 +64,42 @@ def step_floor(moved: float, flops: float, ceilings: Ceilings) -> float:
     return max(moved / ceilings.copy_bytes_per_second, flops / ceilings.matmul_flops_per_second)
 
 
-def _weight_bytes(weights: str, shape: tuple[int, int]) -> int:
+def _attended(shape: ModelShape, tokens: float) -> float:
+    """The tokens that all blocks with attention read, of `tokens` in the cache."""
+    return (shape.attentions - shape.windowed) * tokens + shape.windowed * min(tokens, shape.window)
+
+
+def _linear_bytes(shape: ModelShape, weights: str) -> float:
+    """Bytes of all layers outside of experts."""
+    packed = _bytes(shape.attention_format(weights), shape.packable)
+    return packed + _bytes("bf16", shape.dense)
+
+
+def _expert_bytes(shape: ModelShape, weights: str, sequences: int) -> float:
+    """Bytes of the experts that some sequence takes, in the mean of random choices, and of the routers."""
+    if shape.mixture is None:
+        return 0.0
+    experts = shape.mixture.experts
+    taken = experts * (1 - (1 - shape.mixture.chosen / experts) ** sequences)
+    return shape.layers * (taken * _bytes(weights, shape.expert_linears) + _FLOAT32 * experts * shape.hidden)
+
+
+def _recurrence(shape: ModelShape) -> float:
+    """FLOPs of a token in all delta nets: the state is read with the key, changed, and read with the query."""
+    nets = shape.nets
+    return 6.0 * nets.count * nets.value * nets.key_dim * nets.value_dim if nets else 0.0
+
+
+def _bytes(weights: str, linears: Iterable[tuple[int, int]]) -> float:
+    return float(sum(_weight_bytes(weights, linear) for linear in linears))
+
+
+def _weight_bytes(weights: str, linear: tuple[int, int]) -> int:
     if weights == "bf16":
-        return _BF16 * math.prod(shape)
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, shape).values())
+        return HALF * math.prod(linear)
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, linear).values())
 
 
-def _adapter_weights(size: str, rank: int) -> int:
-    """Number of elements of A and B on all seven projections of all layers."""
-    return ARCHITECTURES[size][1] * rank * sum(rows + columns for rows, columns in linear_shapes(size).values())
+def _adapter_weights(shape: ModelShape, rank: int) -> int:
+    """Number of elements of A and B on all layers outside of experts."""
+    return rank * sum(map(sum, (*shape.packable, *shape.dense)))

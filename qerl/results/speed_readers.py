@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.checkpoints.published import SIZES
 from qerl.results.files import ResultError, read
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
@@ -146,7 +145,7 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
 
 
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
-    if job.ceilings is None or job.size not in ARCHITECTURES:  # the floor's bytes are counted for Qwen2.5's blocks
+    if job.ceilings is None:
         return np.nan
     context = mean_context(job.prompt, job.tokens)
     moved = step_bytes(job.size, job.weights, job.rank, sequences, context)

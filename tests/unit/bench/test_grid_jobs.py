@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.cli.commands import app
 from qerl.jobs.dispatch import function_of, parse_job
 from qerl.plan import plan_from
@@ -16,7 +17,6 @@ from qerl.plan.cost_model import total
 from qerl.plan.grid_costs import GridCosts
 from qerl.plan.jobs import Jobs
 from qerl.plan.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.plan.model_shape import ModelShape
 from qerl.plan.shapes import measured_files, point_jobs, remaining, state
 from qerl.random_models.checkpoint import model_config
 from qerl.results.printed import FOLDER, read_cells

@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 from qerl.checkpoints.context import context_length
 from qerl.checkpoints.folder import CheckpointError, check_base, read_config, read_headers
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.checkpoints.text_models import IMAGE_TEXT_MODELS, own_name
 from qerl.layers.empty_model import empty_model
 from qerl.plan.doctor import asked_model, diagnose
-from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
 from qerl.policy.loading import checkpoint_structure, config_of
 from qerl.policy.policy import load_policy

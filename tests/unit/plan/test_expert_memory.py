@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.layers.adapted_experts import adapt_experts
 from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Experts
 from qerl.layers.grouped_lora import GroupedAdapters
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.memory_model import StepSettings, kept_of_experts, step_memory
-from qerl.plan.model_shape import ModelShape
 from qerl.policy.policy import with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.random_models.published import published_config

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.geometry import PAGE
 from qerl.kernels.packed_sequences import Packing
 from qerl.layers.empty_model import empty_model
+from qerl.plan.kept_activations import net_kept_bytes
 from qerl.plan.memory_model import StepSettings, cache_bytes, step_memory, weight_bytes
-from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import weight_numbers
 from qerl.random_models.published import published_config
 from tests.families import FAMILIES
@@ -72,7 +73,7 @@ def test_a_net_keeps_what_its_backward_pass_reads(shape, model):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         net(row, packing=Packing.of([512], [None], torch.device("cpu")))
     counted = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
-    assert shape.nets.kept_bytes * 512 == pytest.approx(counted, rel=0.03)
+    assert net_kept_bytes(shape.nets) * 512 == pytest.approx(counted, rel=0.03)
 
 
 def test_a_27b_shape_trains_under_40_gb():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.plan.memory_model import (
     CONTEXT,
     StepSettings,
@@ -14,7 +15,6 @@ from qerl.plan.memory_model import (
     that_fit,
     weight_bytes,
 )
-from qerl.plan.model_shape import ModelShape
 from qerl.random_models.checkpoint import model_config
 from qerl.results.files import read
 from qerl.results.schema.speed import GrpoStepResult

@@ -2,8 +2,8 @@
 
 import pytest
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.plan.memory_model import CONTEXT
-from qerl.plan.model_shape import ModelShape
 from qerl.plan.sharded_memory import least_gpus, shape_of, sharded_memory, weight_numbers
 from qerl.random_models.checkpoint import model_config
 from qerl.settings.base import parse

@@ -7,12 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import read_headers
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear, dense_weights, unpacked_bytes
 from qerl.plan.doctor import asked_model, diagnose
+from qerl.plan.kept_activations import kept_bytes
 from qerl.plan.memory_model import StepSettings, step_memory, weight_bytes
-from qerl.plan.model_shape import ModelShape
 from qerl.policy.export import write_dense
 from qerl.policy.loading import load_model
 from qerl.policy.policy import trained_in_full, with_adapter
@@ -98,8 +99,8 @@ def test_the_memory_model_has_what_a_mixture_keeps_for_its_backward_pass(chosen,
     with saved_for_backward(mlp) as saved:
         _ = mlp(x)
     shape = ModelShape.of(config.to_dict())
-    alone = replace(shape, mixture=None, intermediate=0).kept_bytes - 2 * (64 - input_)  # without the MLP's input
-    assert saved.bytes / 50 == 2 * (shape.kept_bytes - alone) - (4 * 4 + 16 * chosen + 4) + 4 * chosen * 64
+    alone = kept_bytes(replace(shape, mixture=None, intermediate=0)) - 2 * (64 - input_)  # without the MLP's input
+    assert saved.bytes / 50 == 2 * (kept_bytes(shape) - alone) - (4 * 4 + 16 * chosen + 4) + 4 * chosen * 64
 
 
 def test_a_step_of_qwen3_30b_a3b_fits_into_40_gb():

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.checkpoints.published import PUBLISHED, SIZES, vocabulary
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import structure_of
 from qerl.plan.grid_costs import _parameters
 from qerl.plan.memory_model import weight_bytes
-from qerl.plan.model_shape import ModelShape
 from qerl.random_models import published
 from qerl.random_models.policy import random_policy
 from qerl.random_models.published import published_config

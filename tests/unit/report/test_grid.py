@@ -281,10 +281,13 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
     assert "0.62× [0.62×, 0.62×]" in (tmp_path / "out/caps.md").read_text()
 
 
-def test_a_published_shape_has_neither_floors_nor_rows_of_the_papers_tables(tmp_path):
+def test_a_published_shape_has_floors_and_no_rows_of_the_papers_tables(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0] * 3}, size="qwen3-30b-a3b")
     grid.write_all([file], tmp_path / "out")
-    assert {path.stem for path in (tmp_path / "out").glob("*.md")} == {"decode-qwen3-30b-a3b-128x256"}
+    assert {path.stem for path in (tmp_path / "out").glob("*.md")} == {
+        "decode-qwen3-30b-a3b-128x256",
+        "floor-qwen3-30b-a3b-128x256",
+    }
 
 
 def test_all_tables_and_figures_are_written(files, tmp_path):

@@ -7,7 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
+from qerl.checkpoints.model_shape import ModelShape
+from qerl.checkpoints.published import PUBLISHED
 from qerl.formats.codecs import quantize
+from qerl.kernels.delta_state import DeltaHeads, state_bytes
 from qerl.layers.structure import structure_of
 from qerl.policy.policy import lora_config
 from qerl.random_models.checkpoint import model_config
@@ -15,6 +18,7 @@ from qerl.results import roofline
 from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 from qerl.settings.training import AdapterSettings
 from tests.bits import bits_per_weight
+from tests.families import FAMILIES
 
 RANK, SEQUENCES, CONTEXT = 4, 3, 40
 
@@ -102,6 +106,79 @@ def test_bits_a_weight_of_32b(weights, bits, tables):
     weight_count = sum(rows * columns for rows, columns in linear_shapes("32B").values()) * 64
     stored = byte_parts("32B", weights, 0, 1, 0)["linear"]
     assert 8 * stored / weight_count == pytest.approx(bits, rel=tables, abs=0)
+
+
+@pytest.fixture(params=["mistral", "gemma3", "phi3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"])
+def family(request, monkeypatch):
+    """The configuration of a small model of another family, which is also the size "published"."""
+    config = FAMILIES[request.param].config()
+    config._attn_implementation = config._experts_implementation = "eager"  # whose products PyTorch counts
+    monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
+    return config
+
+
+def random_model(config):
+    with torch.device("cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_bytes_of_another_family_are_those_of_its_model(family):
+    """Up to norms of heads, biases of experts, convolutions and decays; routers count in float32."""
+    model, parts = random_model(family), byte_parts("published", "bf16", 0, 10_000, CONTEXT)
+    embedding = 0 if family.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    held = nbytes(model.parameters()) / 2 - embedding / 2  # the model is in float32
+    mixture = ModelShape.of(family.to_dict()).mixture
+    routers = 2 * family.num_hidden_layers * mixture.experts * family.hidden_size if mixture else 0
+    counted = parts["linear"] + parts["head"] + parts["norms and biases"] - routers
+    assert 0.93 * held < counted <= held
+
+
+def test_bytes_of_another_familys_adapter_are_those_of_peft(family):
+    adapter = AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
+    peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family)))
+    count = sum(parameter.numel() for parameter in peft.parameters() if parameter.requires_grad)
+    counted = byte_parts("published", "nvfp4", RANK, 1, 0)["adapter"] / 2
+    # Phi-3 has fewer adapters, since its q, k and v, and its gate and up, are a layer each.
+    assert count <= counted if family.model_type == "phi3" else count == counted
+
+
+def test_flops_of_another_family_are_those_that_pytorch_counts(family):
+    """Recurrences and convolutions aren't products of matrices, which are all that PyTorch counts."""
+    _, counted = run_step(random_model(family), SEQUENCES, 4)
+    nets = ModelShape.of(family.to_dict()).nets
+    recurrences = 6 * SEQUENCES * nets.count * nets.value * nets.key_dim * nets.value_dim if nets else 0
+    assert step_flops("published", 0, SEQUENCES, 5) - recurrences == pytest.approx(counted, rel=0.01)
+
+
+def test_experts_count_as_often_as_random_choices_take_them(monkeypatch):
+    config = FAMILIES["qwen3_moe"].config(num_experts=8, num_experts_per_tok=2)
+    monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
+    none, one, three, many = (byte_parts("published", "nvfp4", 0, n, 0)["linear"] for n in (0, 1, 3, 9999))
+    assert one - none == pytest.approx((many - none) * 2 / 8)
+    torch.manual_seed(0)
+    chosen = torch.rand(20_000, 3, 8).topk(2).indices.flatten(1)
+    mean = sum(len(set(row)) for row in chosen.tolist()) / len(chosen)
+    assert (three - none) / (many - none) == pytest.approx(mean / 8, rel=0.01)
+
+
+def test_a_window_bounds_what_attention_reads(monkeypatch):
+    config = FAMILIES["gemma3"].config()
+    monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
+    windowed, window = config.layer_types.count("sliding_attention"), config.sliding_window
+    assert windowed
+    short, long, longer = (byte_parts("published", "bf16", 0, 1, n)["cache"] for n in (window - 1, 999, 1999))
+    assert longer - long == pytest.approx(short / window * 1000 * (1 - windowed / config.num_hidden_layers))
+
+
+def test_states_of_delta_nets_are_read_and_written(monkeypatch):
+    config = FAMILIES["qwen3_5"].config()
+    monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
+    heads = DeltaHeads(
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim, torch.empty(0, config.linear_conv_kernel_dim), *[torch.empty(0)] * 3, 1e-6,
+    )  # fmt: skip
+    each = state_bytes(heads, torch.bfloat16) * config.layer_types.count("linear_attention")
+    assert byte_parts("published", "nvfp4", 0, 5, 0)["states"] == 2 * 5 * each
 
 
 def test_the_slower_ceiling_bounds_a_step():

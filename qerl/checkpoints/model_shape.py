@@ -1,12 +1,14 @@
-"""Widths and counts of a model, from which its memory follows."""
+"""Widths and counts of a model, from which its memory and the floor of its steps follow.
+
+The workflow reads them on every call, so this module imports no large library.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from qerl.kernels.packed_sequences import SINK_FEATURES
 
 #: Bytes of an activation, a dense weight or a cached key: bfloat16.
 HALF = 2
@@ -81,16 +83,6 @@ class DeltaNets:
         each = 4 * self.value * self.key_dim * self.value_dim + HALF * (self.taps - 1) * self.channels
         return self.count * each
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes per token that a net keeps for its backward pass, without its input.
-
-        They were counted in transformers' rule for chunks of 64 tokens. It keeps float32 copies of queries, keys and
-        values for each value head, matrices of a chunk, and the state before it.
-        """
-        head = 32 * self.key_dim + 30 * self.value_dim + self.key_dim * self.value_dim // 16 + 1314
-        return self.value * head + 8 * self.key * self.key_dim
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -111,6 +103,9 @@ class ModelShape:
     """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
     nets: DeltaNets | None = None
     """The delta nets that stand in place of attention in some blocks; queries of the others then have gates."""
+    windowed: int = 0
+    """Blocks whose attention reads the last `window` tokens alone, where others read all."""
+    window: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -130,6 +125,8 @@ class ModelShape:
             biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
             mixture=mixture,
             nets=DeltaNets.of(config),
+            windowed=_windowed(config),
+            window=config.get("sliding_window") or 0,
         )
 
     @property
@@ -175,6 +172,12 @@ class ModelShape:
         return (wide, hidden), (wide, hidden), (hidden, wide)
 
     @property
+    def products(self) -> int:
+        """Weights of the layers that a token takes, without embedding and head."""
+        experts = self.mixture.chosen * self.layers if self.mixture else 0
+        return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
+
+    @property
     def adapted_of_experts(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of each expert's layers that can have adapters; those of gpt-oss have gate and up in one."""
         if self.mixture is None or not self.mixture.biased:
@@ -196,33 +199,10 @@ class ModelShape:
         """The format of q, k, v and o in a base of `weights`."""
         return "bf16" if self.mixture and self.mixture.biased else weights
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes per token that a block without adapters keeps for its backward pass on a GPU.
 
-        These are the inputs of both norms and the first one's result, the rotated queries and keys, the values,
-        attention's result and log-sum-exps, and what the MLP keeps. Attention with sinks keeps copies of its inputs and
-        its result with more features, those of keys for all heads. Of a hybrid it is a block with a delta net, which
-        most blocks have and which keeps more than attention.
-        """
-        if self.nets:
-            return HALF * 3 * self.hidden + self.nets.kept_bytes + 2 * 4 + self._kept_of_mlp
-        attention = 3 * self.hidden + 2 * self.query_width + 2 * self.kv_width
-        if self.mixture and self.mixture.biased:
-            attention = 3 * self.hidden + self.query_width + 4 * (self.query_width + self.heads * SINK_FEATURES)
-        return HALF * attention + 4 * self.heads + 2 * 4 + self._kept_of_mlp
-
-    @property
-    def _kept_of_mlp(self) -> int:
-        """Bytes per token that an MLP keeps: its input, gate, up and their product.
-
-        A mixture keeps gate, up and the outputs of a token's experts, with their numbers and weights and the router's
-        probabilities, but not its input. A shared expert is an MLP, whose output and gate are kept, too.
-        """
-        mixture = self.mixture
-        if mixture is None:
-            return HALF * (self.hidden + 3 * self.intermediate)
-        routed = HALF * (2 * self.intermediate + mixture.chosen * self.hidden)
-        choice = 4 * mixture.experts + (8 + 4 + 4) * mixture.chosen + 4
-        shared = HALF * (2 * self.hidden + 3 * mixture.shared + 1) if mixture.shared else 0
-        return routed + choice + shared
+def _windowed(config: Mapping[str, Any]) -> int:
+    """Blocks with a sliding window. Gemma 3's first files name the number of blocks from one without to the next."""
+    if config["model_type"] == "gemma3_text" and not config.get("layer_types"):
+        layers: int = config["num_hidden_layers"]
+        return layers - layers // (config.get("sliding_window_pattern") or 6)
+    return int((config.get("layer_types") or []).count("sliding_attention"))
