@@ -177,6 +177,10 @@ class ModelShape:
         experts = self.mixture.chosen * self.layers if self.mixture else 0
         return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
 
+    def adapter_numbers(self, rank: int) -> int:
+        """Elements of A and B of adapters on all layers outside of experts."""
+        return rank * sum(map(sum, (*self.packable, *self.dense)))
+
     @property
     def adapted_of_experts(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of each expert's layers that can have adapters; those of gpt-oss have gate and up in one."""

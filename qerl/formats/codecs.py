@@ -11,7 +11,8 @@ NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -56,7 +57,12 @@ class Packed:
 
 
 def split_rows(packed: Packed, rows: int) -> list[Packed]:
-    """Parts of so many rows of an NVFP4 or MXFP4 weight, without a copy; their number divides the weight's."""
+    """Parts of `rows` rows each of an NVFP4 or MXFP4 weight, without a copy.
+
+    Raises `FormatError` for NF4, whose tensors aren't stored by rows, and unless `rows` divides the weight's.
+    """
+    if packed.weights_format == "nf4" or packed.shape[0] % rows:
+        raise FormatError(f"can't split {packed.shape[0]} rows of {packed.weights_format} into parts of {rows}")
     by_row = {name: tensor.split(rows) for name, tensor in packed.tensors.items() if len(tensor) == packed.shape[0]}
     return [
         Packed(
@@ -99,6 +105,14 @@ def tensor_specs(
         "weight_scale": ((rows, groups), torch.float8_e4m3fn),
         "weight_global_scale": ((1,), torch.float32),
     }
+
+
+def stored_bytes(weights_format: str, shapes: Iterable[tuple[int, int]]) -> int:
+    """Bytes of weights of these shapes [out, in] in a format, with scales and tables, or in "bf16"."""
+    if weights_format == "bf16":
+        return torch.bfloat16.itemsize * sum(map(math.prod, shapes))
+    specs = (spec for shape in shapes for spec in tensor_specs(weights_format, shape).values())
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs)
 
 
 def quantize(

@@ -6,15 +6,14 @@ recomputed blocks, come from the functions and constants that make them in a run
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from qerl.checkpoints.model_shape import HALF, ModelShape
-from qerl.formats.codecs import tensor_specs
+from qerl.formats.codecs import stored_bytes
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.kv_cache import FP8, page_bytes
 from qerl.layers.linear_logprobs import COLUMNS, ROWS
@@ -133,7 +132,7 @@ class PredictedMemory:
 
 def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> PredictedMemory:
     """The memory of a step on a GPU that has `capacity` bytes for this process, with its context."""
-    adapter = 4 * (_adapter_numbers(shape, settings.rank) + _expert_numbers(shape, settings))
+    adapter = 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
     parts = {
         "weights": weight_bytes(shape, settings.weights),
         "adapter": adapter,
@@ -188,7 +187,7 @@ def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
     """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
-    projections = _weight_bytes(shape.packable, shape.attention_format(weights)) + _weight_bytes(shape.dense, "bf16")
+    projections = stored_bytes(shape.attention_format(weights), shape.packable) + stored_bytes("bf16", shape.dense)
     embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * HALF
     biases = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased
     return shape.layers * (_mixture_bytes(shape, weights) + biases + 2 * shape.hidden * 4) + projections + embeddings
@@ -206,18 +205,7 @@ def _mixture_bytes(shape: ModelShape, weights: str) -> int:
     linears = [(rows, -(-columns // block) * block) for rows, columns in shape.expert_linears]
     biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
     gate = HALF * shape.hidden if mixture.shared else 0
-    return mixture.experts * (_weight_bytes(linears, weights) + biases + 4 * shape.hidden) + gate
-
-
-def _weight_bytes(linears: Iterable[tuple[int, int]], weights: str) -> int:
-    if weights == "bf16":
-        return HALF * sum(map(math.prod, linears))
-    specs = (spec for linear in linears for spec in tensor_specs(weights, linear).values())
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs)
-
-
-def _adapter_numbers(shape: ModelShape, rank: int) -> int:
-    return rank * sum(map(sum, (*shape.packable, *shape.dense)))
+    return mixture.experts * (stored_bytes(weights, linears) + biases + 4 * shape.hidden) + gate
 
 
 def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
@@ -229,7 +217,7 @@ def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
 
 def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
     """Bytes of the sampler's copies of the adapters, in which B of gate and up is block-diagonal."""
-    attention = _adapter_numbers(shape, -(-settings.rank // 16) * 16)
+    attention = shape.adapter_numbers(-(-settings.rank // 16) * 16)
     zeros = 0
     if shape.mixture is not None and settings.experts and len(shape.adapted_of_experts) == 3:
         zeros = 2 * shape.layers * shape.mixture.experts * settings.rank * shape.mixture.intermediate
@@ -237,7 +225,7 @@ def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
 
 
 def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
-    numbers = _adapter_numbers(shape, settings.rank) + _expert_numbers(shape, settings)
+    numbers = shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings)
     if settings.optimizer == "adamw":
         return 2 * 4 * numbers
     stacks = len(shape.adapted_of_experts) * shape.layers if settings.experts else 0

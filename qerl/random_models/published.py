@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qerl.checkpoints.published import PUBLISHED
+from qerl.formats import words
 from qerl.formats.codecs import quantize, split_rows
 from qerl.layers.empty_model import empty_model
 from qerl.layers.experts import Float32Router
@@ -42,7 +43,7 @@ def published_model(config: PreTrainedConfig, weights: str, device: torch.device
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
         with torch.device(device):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for names in _alike(packed):
+    for names in _alike(packed) if weights in words.FORMATS else ([name] for name in packed):
         _pack(lm, names, weights, device)
     if any(parameter.is_meta for parameter in lm.parameters()):
         fill_model(lm, device)

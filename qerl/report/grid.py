@@ -47,7 +47,8 @@ _CROSSES = (
 )
 _FLOOR = (
     "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
-    "rate of BF16 products, both measured in the same job; NF4 has double quantization"
+    "rate of BF16 products, both measured in the same job; NF4 has double quantization, and experts are read as often "
+    "as random choices take them"
 )
 
 

@@ -7,12 +7,9 @@ that choose at random; the bytes of a less even choice are fewer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from qerl.checkpoints.model_shape import HALF, ModelShape
 from qerl.checkpoints.published import shape_of
-from qerl.formats.codecs import tensor_specs
+from qerl.formats.codecs import stored_bytes
 from qerl.results.schema.speed import Ceilings
 
 _FLOAT32 = 4
@@ -35,7 +32,7 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
     biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * shape.biased
     return {
         "linear": _linear_bytes(shape, weights) + _expert_bytes(shape, weights, sequences),
-        "adapter": float(HALF * _adapter_weights(shape, rank)),
+        "adapter": float(HALF * shape.adapter_numbers(rank)),
         "head": float(HALF * shape.vocabulary * shape.hidden),
         "embedding": float(HALF * sequences * shape.hidden),
         "norms and biases": float(HALF * (norms + biases)),
@@ -53,7 +50,7 @@ def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
     """FLOPs of one decode step: products, adapters, head, attention and recurrences; a multiply-add counts two."""
     shape = shape_of(size)
     router = shape.layers * shape.mixture.experts * shape.hidden if shape.mixture else 0
-    products = shape.products + router + _adapter_weights(shape, rank) + shape.vocabulary * shape.hidden
+    products = shape.products + router + shape.adapter_numbers(rank) + shape.vocabulary * shape.hidden
     # q k^T and p v: 4 FLOPs per token of the context and element of a head.
     attention = 4 * shape.query_width * _attended(shape, context)
     return sequences * (2 * products + attention + _recurrence(shape))
@@ -71,8 +68,7 @@ def _attended(shape: ModelShape, tokens: float) -> float:
 
 def _linear_bytes(shape: ModelShape, weights: str) -> float:
     """Bytes of all layers outside of experts."""
-    packed = _bytes(shape.attention_format(weights), shape.packable)
-    return packed + _bytes("bf16", shape.dense)
+    return float(stored_bytes(shape.attention_format(weights), shape.packable) + stored_bytes("bf16", shape.dense))
 
 
 def _expert_bytes(shape: ModelShape, weights: str, sequences: int) -> float:
@@ -81,25 +77,10 @@ def _expert_bytes(shape: ModelShape, weights: str, sequences: int) -> float:
         return 0.0
     experts = shape.mixture.experts
     taken = experts * (1 - (1 - shape.mixture.chosen / experts) ** sequences)
-    return shape.layers * (taken * _bytes(weights, shape.expert_linears) + _FLOAT32 * experts * shape.hidden)
+    return shape.layers * (taken * stored_bytes(weights, shape.expert_linears) + _FLOAT32 * experts * shape.hidden)
 
 
 def _recurrence(shape: ModelShape) -> float:
     """FLOPs of a token in all delta nets: the state is read with the key, changed, and read with the query."""
     nets = shape.nets
     return 6.0 * nets.count * nets.value * nets.key_dim * nets.value_dim if nets else 0.0
-
-
-def _bytes(weights: str, linears: Iterable[tuple[int, int]]) -> float:
-    return float(sum(_weight_bytes(weights, linear) for linear in linears))
-
-
-def _weight_bytes(weights: str, linear: tuple[int, int]) -> int:
-    if weights == "bf16":
-        return HALF * math.prod(linear)
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in tensor_specs(weights, linear).values())
-
-
-def _adapter_weights(shape: ModelShape, rank: int) -> int:
-    """Number of elements of A and B on all layers outside of experts."""
-    return rank * sum(map(sum, (*shape.packable, *shape.dense)))

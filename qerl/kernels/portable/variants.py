@@ -109,8 +109,8 @@ class WeightGradientTile:
     stages: int
 
 
-#: Of grouped products, by the pairs of a block: the fastest of those timed with Qwen3-30B-A3B's shapes on an H200, with
-#: packed weights and with dense ones (docs/lab/mixtures.md).
+#: Of grouped products, by the pairs of a block: within 5 % of the fastest of those timed with Qwen3-30B-A3B's shapes on
+#: an H200. With dense weights, that of 16 pairs wasn't timed (docs/lab/mixtures.md).
 _GROUPED = {
     8: Tile(128, 8, 4, 4),
     16: Tile(128, 16, 2, 4),

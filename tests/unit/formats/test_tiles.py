@@ -100,6 +100,12 @@ def test_a_fused_layer_has_its_halves_interleaved_and_keeps_its_products(weights
         assert torch.equal(tensor.view(torch.uint8), weight.tensors[name].view(torch.uint8))
 
 
+@pytest.mark.parametrize(("weights_format", "rows"), [("nvfp4", 20), ("nf4", 24)])
+def test_a_weight_that_has_no_such_parts_is_refused(weights_format, rows):
+    with pytest.raises(FormatError, match=f"can't split 48 rows of {weights_format} into parts of {rows}"):
+        split_rows(quantize(torch.randn(48, 256), weights_format), rows)
+
+
 def test_a_layer_keeps_one_copy_and_its_products():
     packed = random_packed("nvfp4", (32, 256), (16, 256))
     layers = [PackedLinear.from_packed(one) for one in packed]

@@ -66,3 +66,14 @@ def test_a_policy_of_a_published_shape(monkeypatch, family, weights):
     with torch.no_grad():
         logits = policy.lm(torch.arange(3, 20)[None]).logits
     assert logits.isfinite().all()
+
+
+def test_experts_in_nf4_have_weights_of_their_own(monkeypatch):
+    """NF4 isn't stored by rows, so its experts aren't quantized together."""
+    monkeypatch.setitem(PUBLISHED, "published", FAMILIES["qwen3_moe"].config().to_dict())
+    policy = random_policy("published", "nf4", 0, torch.device("cpu"))
+    experts = [layer for name, layer in policy.lm.named_modules() if name.endswith("gate_proj") and ".experts." in name]
+    first, second = (layer.dense_weight(torch.float32) for layer in experts[:2])
+    assert first.shape == (experts[0].out_features, experts[0].in_features)
+    assert not torch.equal(first, second)
+    assert first.std() == pytest.approx(0.02, rel=0.1)

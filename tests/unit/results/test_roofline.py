@@ -9,12 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.checkpoints.model_shape import ModelShape
 from qerl.checkpoints.published import PUBLISHED
-from qerl.formats.codecs import quantize
+from qerl.formats.codecs import quantize, stored_bytes
 from qerl.kernels.delta_state import DeltaHeads, state_bytes
 from qerl.layers.structure import structure_of
 from qerl.policy.policy import lora_config
 from qerl.random_models.checkpoint import model_config
-from qerl.results import roofline
 from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
 from qerl.settings.training import AdapterSettings
 from tests.bits import bits_per_weight
@@ -83,7 +82,7 @@ def test_flops_are_those_that_pytorch_counts(rank):
 def test_bytes_of_packed_weights_are_those_of_the_codec(weights):
     rows, columns = 128, 64  # the largest projection of the tiny shape
     packed = quantize(torch.randn(rows, columns), weights)
-    assert roofline._weight_bytes(weights, (rows, columns)) == bits_per_weight(packed) * rows * columns / 8
+    assert stored_bytes(weights, [(rows, columns)]) == bits_per_weight(packed) * rows * columns / 8
 
 
 def test_7b_by_hand():

@@ -15,6 +15,7 @@ from qerl.settings.base import parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template
+from tests.unit.rl.test_trainer import untimed
 
 #: A step is an epoch, so that each but the first finds drafts in completions of earlier ones.
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(2)]
@@ -56,14 +57,6 @@ def trainer(checkpoint, work, drafts) -> Trainer:
     return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "metrics.jsonl")
 
 
-#: Keys of metrics that differ from run to run.
-MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
-
-
-def exact(rows):
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
-
-
 def test_a_killed_run_with_drafts_continues_as_one_of_plain_steps(checkpoint, tmp_path, monkeypatch):
     whole = trainer(checkpoint, tmp_path / "whole", drafts=False)
     expected = whole.run()
@@ -78,6 +71,6 @@ def test_a_killed_run_with_drafts_continues_as_one_of_plain_steps(checkpoint, tm
     continued = trainer(checkpoint, tmp_path / "killed", drafts=True)
     rows = continued.run()
     assert continued.collector.sampler.drafts.sources[DraftSource.EARLIER].accepted
-    assert exact(rows) == exact(expected)
+    assert untimed(rows) == untimed(expected)
     for (name, found), (_, wanted) in zip(continued.policy.trainable(), whole.policy.trainable(), strict=True):
         assert torch.equal(found, wanted), name
