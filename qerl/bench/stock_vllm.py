@@ -27,7 +27,9 @@ from qerl.random_models.tokenizer import TEXTS
 
 #: Layers of published shapes that stay in bfloat16 in this project's files, too: routers, gates of one number and delta
 #: nets.
-_DENSE = ("lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
+_DENSE = ("re:.*lm_head$", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
+#: Published as the text part of a model with images, whose other part isn't loaded: vLLM 0.24 knows no other form.
+_WITH_IMAGES = {"qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration")}
 #: Texts of vLLM's ValueErrors if its weights leave no memory for the cache, or other processes too little for vLLM.
 _NO_ROOM = (
     "No available memory for the cache blocks",
@@ -37,20 +39,22 @@ _NO_ROOM = (
 
 
 def start_engine(folder: Path, size: str, weights: str, rank: int, **options: Any) -> tuple[Any, Any]:
-    """Start vLLM with its `options`; returns the engine and the adapter's LoRARequest or None. Files go to `folder`."""
+    """Start vLLM with its `options`; returns the engine and the adapter's LoRARequest or None. Files go to `folder`.
+
+    vLLM is told which layers have an adapter, because it would also run experts and embeddings as layers with one.
+    """
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     model, adapter = folder / "model", folder / "adapter"
     loading = write_model(model, size, weights)
-    lora = {"enable_lora": True, "max_lora_rank": max(8, rank), "max_loras": 1} if rank else {}
+    if rank:
+        adapter.mkdir()
+        targets = _write_adapter(adapter, size, rank)
+        loading |= {"enable_lora": True, "max_lora_rank": max(8, rank), "max_loras": 1, "lora_target_modules": targets}
     with no_room_is_out_of_memory():
-        engine = LLM(model=str(model), skip_tokenizer_init=True, dtype="bfloat16", **loading, **lora, **options)
-    if not rank:
-        return engine, None
-    adapter.mkdir()
-    _write_adapter(adapter, size, rank)
-    return engine, LoRARequest("adapter", 1, str(adapter))
+        engine = LLM(model=str(model), skip_tokenizer_init=True, dtype="bfloat16", **loading, **options)
+    return engine, LoRARequest("adapter", 1, str(adapter)) if rank else None
 
 
 def description(weights: str) -> str:
@@ -60,28 +64,34 @@ def description(weights: str) -> str:
     return f"vLLM {vllm.__version__}" + (", bitsandbytes" if weights == "nf4" else "")
 
 
-def write_model(folder: Path, size: str, weights: str) -> dict[str, str]:
-    """Write the checkpoint that vLLM loads to `folder`. Returns the load format."""
+def write_model(folder: Path, size: str, weights: str) -> dict[str, Any]:
+    """Write the checkpoint that vLLM loads to `folder`. Returns vLLM's options for it."""
     if weights == "nf4":
         write_checkpoint(folder, size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
     content = _published(size, weights) if size in PUBLISHED else model_config(size, weights)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    return {"load_format": "dummy"}
+    return {"load_format": "dummy"} | ({"language_model_only": True} if "text_config" in content else {})
 
 
 def _published(size: str, weights: str) -> dict[str, Any]:
     """The content of config.json of a published shape."""
     config = published_config(size)
-    content = config.to_dict() | {"architectures": [type(empty_model(config, torch.bfloat16)).__name__]}
-    content["torch_dtype"] = "bfloat16"
+    content = config.to_dict() | {"torch_dtype": "bfloat16"}
+    if config.model_type in _WITH_IMAGES:
+        kind, architecture = _WITH_IMAGES[config.model_type]
+        content = {"model_type": kind, "text_config": content, "torch_dtype": "bfloat16"}
+    else:
+        architecture = type(empty_model(config, torch.bfloat16)).__name__
+    content["architectures"] = [architecture]
     if weights == "nvfp4":
         content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE]}
     return content
 
 
-def _write_adapter(folder: Path, size: str, rank: int) -> None:
+def _write_adapter(folder: Path, size: str, rank: int) -> list[str]:
+    """Write a random adapter, and return the last names of its layers."""
     shapes, tensors = _adapted_shapes(size), {}
     device = choose_device()  # drawing large matrices on a CPU is slow
     for name, (outputs, inputs) in shapes.items():
@@ -90,9 +100,11 @@ def _write_adapter(folder: Path, size: str, rank: int) -> None:
         tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, device=device) * 0.01).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
-    config["target_modules"] = sorted({name.split(".")[-1] for name in shapes})
+    targets = sorted({name.split(".")[-1] for name in shapes})
+    config["target_modules"] = targets
     config["base_model_name_or_path"] = "random"
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return targets
 
 
 def _adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
@@ -105,7 +117,10 @@ def _adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
     names = [
         f"{structure.blocks}.{block}.{name}" for block in range(len(structure.windows)) for name in structure.linears
     ]
-    return {name: (layers[name].out_features, layers[name].in_features) for name in names if name in layers}
+    shapes = {name: (layers[name].out_features, layers[name].in_features) for name in names if name in layers}
+    if config.model_type in _WITH_IMAGES:
+        return {name.replace("model.", "model.language_model.", 1): shape for name, shape in shapes.items()}
+    return shapes
 
 
 @contextmanager

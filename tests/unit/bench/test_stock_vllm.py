@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qerl.bench import stock_vllm
 from qerl.checkpoints.published import PUBLISHED
@@ -30,12 +30,13 @@ def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
 def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatch, family):
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    stock_vllm._write_adapter(tmp_path, "small", 4)
+    targets = stock_vllm._write_adapter(tmp_path, "small", 4)
     policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(tmp_path))
     structure = structure_of(config)
     adapted = [value for name, value in policy.named_parameters() if "lora_B" in name]
     assert len(adapted) == len(structure.windows) * len(structure.linears)
     assert all(value.abs().sum() > 0 for value in adapted)  # an adapter that PEFT misses stays 0
+    assert sorted(targets) == sorted({name.split(".")[-1] for name in structure.linears})
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
@@ -47,3 +48,19 @@ def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, 
     assert AutoConfig.from_pretrained(tmp_path / "model").num_experts == 4
     assert ("re:.*mlp.gate$" in stored["quantization_config"]["ignore"]) if weights == "nvfp4" else True
     assert ("quantization_config" in stored) == (weights == "nvfp4")
+
+
+def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch):
+    config = FAMILIES["qwen3_5"].config()
+    monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
+    options = stock_vllm.write_model(tmp_path / "model", "small", "nvfp4")
+    assert options == {"load_format": "dummy", "language_model_only": True}
+    whole = AutoConfig.from_pretrained(tmp_path / "model")
+    assert whole.architectures == ["Qwen3_5ForConditionalGeneration"]
+    assert whole.text_config.layer_types == config.layer_types
+    assert whole.text_config.linear_num_value_heads == config.linear_num_value_heads
+    # The names of the published model's layers, which have the text part under a name of its own.
+    with torch.device("meta"):
+        layers = dict(AutoModelForImageTextToText.from_config(whole).named_modules())
+    shapes = stock_vllm._adapted_shapes("small")
+    assert {name: (layers[name].out_features, layers[name].in_features) for name in shapes} == shapes
