@@ -30,6 +30,8 @@ from qerl.random_models.tokenizer import TEXTS
 _DENSE = ("re:.*lm_head$", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
 #: Published as the text part of a model with images, whose other part isn't loaded: vLLM 0.24 knows no other form.
 _WITH_IMAGES = {"qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration")}
+#: vLLM's options for these. On Hopper it would take FlashInfer for their prompts, which it then has to compile.
+_TEXT_ALONE = {"language_model_only": True, "gdn_prefill_backend": "triton"}
 #: Texts of vLLM's ValueErrors if its weights leave no memory for the cache, or other processes too little for vLLM.
 _NO_ROOM = (
     "No available memory for the cache blocks",
@@ -72,7 +74,7 @@ def write_model(folder: Path, size: str, weights: str) -> dict[str, Any]:
     folder.mkdir()
     content = _published(size, weights) if size in PUBLISHED else model_config(size, weights)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    return {"load_format": "dummy"} | ({"language_model_only": True} if "text_config" in content else {})
+    return {"load_format": "dummy"} | (_TEXT_ALONE if "text_config" in content else {})
 
 
 def _published(size: str, weights: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class PointJob(Job):
     @property
     def lock(self) -> Lock:
         """A lock for the job's file, since several jobs share a folder."""
-        return Lock(self.out.parent, f".{self.out.stem}.lock")
+        return Lock(self.out.parent, f".{self.out.name}.lock")
 
 
 class Decoding(Part):
