@@ -1,13 +1,16 @@
 """Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 
 In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
-transformers' own functions compute the convolution and the recurrence.
+transformers' own functions compute the convolution and the recurrence. On a GPU they are kernels of causal-conv1d and
+flash-linear-attention, where these are installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from inspect import unwrap
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,25 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 
 from qerl.kernels.packed_sequences import Packing
+
+
+class Functions(NamedTuple):
+    """The convolution of a delta net, its rule for chunks of tokens, and its rule for one token."""
+
+    convolve: Callable[..., Any]
+    chunks: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+#: transformers' functions, which a library replaces where it is installed.
+INSTALLED = Functions(causal_conv1d_fn, torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
+#: The same in PyTorch, whatever is installed.
+PLAIN = Functions(*map(unwrap, INSTALLED))
+
+
+def functions_for(x: Tensor) -> Functions:
+    """The functions that take x: kernels of the libraries take 16-bit tensors on a GPU alone."""
+    return INSTALLED if x.is_cuda and x.dtype != torch.float32 else PLAIN
 
 
 class PackedDeltaNet(nn.Module):
@@ -106,15 +128,15 @@ class PackedDeltaNet(nn.Module):
 
         mixed [P, T, C] may have earlier tokens too, which the convolution reads. Without them it reads zeros.
         """
-        tokens = decay.shape[1]
+        tokens, functions = decay.shape[1], functions_for(mixed)
         with nullcontext() if mixed.is_meta else torch.autocast(mixed.device.type, enabled=False):
             weight = self.conv1d.weight.squeeze(1)
-            row = causal_conv1d_fn(mixed.transpose(1, 2), weight, self.conv1d.bias, activation=self.activation)
+            row = functions.convolve(mixed.transpose(1, 2), weight, self.conv1d.bias, activation=self.activation)
             parts = row[..., -tokens:].transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], -1)
             sizes = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
             query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
             query, key = (heads.repeat_interleave(value.shape[2] // heads.shape[2], 2) for heads in (query, key))
-            rule = torch_chunk_gated_delta_rule if state is None or tokens > 1 else torch_recurrent_gated_delta_rule
+            rule = functions.chunks if state is None or tokens > 1 else functions.step
             out, last = rule(
                 query,
                 key,
