@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import Qwen2Tokenizer
 
-#: Tokens of the byte-level vocabulary: 256 bytes and a merge each for the rest.
+#: Tokens of Qwen2.5's byte-level vocabulary: 256 bytes and a merge each for the rest.
 VOCABULARY = 151643
 _LEARNED = 2048
 
@@ -47,10 +47,14 @@ _TEMPLATE = (
 TEXTS = ["0 1 2 3 4 5 6 7 8 9"] * 50
 
 
-def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
-    """Write tokenizer.json, tokenizer_config.json, vocab.json and merges.txt; `texts` teach the first merges."""
+def write_tokenizer(folder: Path, texts: Sequence[str], known: int = VOCABULARY + len(ADDED)) -> None:
+    """Write tokenizer.json, tokenizer_config.json, vocab.json and merges.txt; `texts` teach the first merges.
+
+    A model that has fewer ids than Qwen2.5, `known`, gets fewer merges.
+    """
     pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    vocabulary, merges = _filled(*_learned(texts, pre_tokenizer))
+    count = min(known - len(ADDED), VOCABULARY)
+    vocabulary, merges = _filled(*_learned(texts, pre_tokenizer), count)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -60,7 +64,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     tokenizer.add_tokens([_added(token) for token in _CODE])
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer.model.save(str(folder))
-    write_pretty(folder / "tokenizer_config.json", _tokenizer_config())
+    write_pretty(folder / "tokenizer_config.json", _tokenizer_config(count))
 
 
 def _added(token: str) -> AddedToken:
@@ -80,10 +84,12 @@ def _learned(
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
 
-def _filled(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Both at Qwen's length: the id of a token is 256 and the rank of its merge."""
+def _filled(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], count: int
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Both for `count` tokens: the id of a token is 256 and the rank of its merge."""
     for left, right in _letter_merges():
-        if len(vocabulary) == VOCABULARY:
+        if len(vocabulary) == count:
             break
         if left + right not in vocabulary:
             vocabulary[left + right] = len(vocabulary)
@@ -101,7 +107,8 @@ def _letter_merges() -> Iterator[tuple[str, str]]:
         stems = [stem + letter for stem in stems for letter in letters]
 
 
-def _tokenizer_config() -> dict[str, Any]:
+def _tokenizer_config(first: int) -> dict[str, Any]:
+    """The content of tokenizer_config.json, with added tokens from the id `first` on."""
     described = {
         str(number): {
             "content": token,
@@ -111,7 +118,7 @@ def _tokenizer_config() -> dict[str, Any]:
             "single_word": False,
             "special": token in SPECIAL,
         }
-        for token, number in IDS.items()
+        for number, token in enumerate(ADDED, first)
     }
     return {
         "add_bos_token": False,

@@ -30,6 +30,7 @@ from qerl.bench.grpo_step.work import (
     write_steps,
 )
 from qerl.bench.memory import nbytes, optimizer_bytes
+from qerl.checkpoints.published import vocabulary
 from qerl.data.records import Problem
 from qerl.host.profiling import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import log
@@ -121,8 +122,8 @@ def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
 
 
 def _policy(policy: Policy, settings: RunSettings, folder: Path) -> Policy:
-    """The policy with a tokenizer of digits."""
-    write_tokenizer(folder, TEXTS)
+    """The policy with a tokenizer of digits, whose ids it has."""
+    write_tokenizer(folder, TEXTS, vocabulary(settings.model))
     return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
 
 

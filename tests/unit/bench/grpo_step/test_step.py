@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from qerl.bench.grpo_step import step as grpo_step
 from qerl.bench.grpo_step.work import completion_lengths, questions, text_reward
+from qerl.checkpoints.published import PUBLISHED
 from qerl.jobs.shapes import GrpoStep, GrpoStepJob, StepPart, Work
 from qerl.random_models.policy import random_policy
 from qerl.random_models.tokenizer import TEXTS, write_tokenizer
@@ -16,6 +17,7 @@ from qerl.results.schema.speed import SECONDS
 from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine.engine import EngineSampler
+from tests.families import FAMILIES
 
 WORK = {
     "prompts": 2,
@@ -68,7 +70,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def written(tokenizer, monkeypatch):
     """The tokenizer of every measurement is a copy, which `measured` is without."""
-    copy = lambda folder, _: shutil.copytree(tokenizer, folder, dirs_exist_ok=True)  # noqa: E731
+    copy = lambda folder, *_: shutil.copytree(tokenizer, folder, dirs_exist_ok=True)  # noqa: E731
     monkeypatch.setattr(grpo_step, "write_tokenizer", copy)
 
 
@@ -288,3 +290,12 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
     told = json.loads((tmp_path / "out.json").read_text())
     assert (told["status"], told["work"]["size"]) == ("out of memory", "tiny")
     assert told["provenance"]
+
+
+def test_a_shape_of_few_tokens_takes_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setitem(PUBLISHED, "mistral-7b", FAMILIES["mistral"].config().to_dict() | {"vocab_size": 3000})
+    measure(tmp_path / "out.json", repeats=1, work=WORK | {"size": "mistral-7b"})
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["status"] == "ok"
+    assert len(result["steps"]) == 1
