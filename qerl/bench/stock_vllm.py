@@ -1,6 +1,6 @@
 """Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 
-vLLM fills bf16 and nvfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without scales, so
+vLLM fills bf16, nvfp4 and mxfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without scales, so
 vLLM quantizes a random bfloat16 checkpoint with bitsandbytes while loading, as for a QLoRA user. That checkpoint is
 written to TMPDIR, with two bytes per weight. vLLM up to 0.27 has bitsandbytes built in.
 """
@@ -89,6 +89,8 @@ def _published(size: str, weights: str) -> dict[str, Any]:
     content["architectures"] = [architecture]
     if weights == "nvfp4":
         content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE]}
+    elif weights == "mxfp4":
+        content["quantization_config"] = {"quant_method": "mxfp4"}
     return content
 
 

@@ -109,6 +109,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         moe_intermediate_size=512, shared_expert_intermediate_size=512, **_hybrid(40, 32),
     ),
 }  # fmt: skip
+#: Kinds of models whose published files have packed experts alone, in MXFP4.
+EXPERTS_ALONE = ("gpt_oss",)
 #: The sizes that benches know, Qwen2.5's first.
 SIZES = (*ARCHITECTURES, *PUBLISHED)
 
@@ -116,6 +118,11 @@ SIZES = (*ARCHITECTURES, *PUBLISHED)
 def vocabulary(size: str) -> int:
     """The number of tokens that a size knows."""
     return ARCHITECTURES[size].vocabulary if size in ARCHITECTURES else int(PUBLISHED[size]["vocab_size"])
+
+
+def has_packed_experts_alone(size: str) -> bool:
+    """Whether the published files of a size have experts in MXFP4, and all else in bfloat16."""
+    return size in PUBLISHED and PUBLISHED[size]["model_type"] in EXPERTS_ALONE
 
 
 def prompt_ids(tokens: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from qerl.checkpoints.published import PUBLISHED, SIZES
+from qerl.checkpoints.published import PUBLISHED, SIZES, has_packed_experts_alone
 from qerl.jobs.shapes import (
     DecodeJob,
     DecodePart,
@@ -34,7 +34,8 @@ from qerl.settings.run import RunSettings
 
 #: The word in `state` for points that aren't measured yet.
 MISSING = "missing"
-#: By system, the weight formats that it doesn't support, or not with random weights.
+#: By system, the weight formats that it doesn't support, or not with random weights. vLLM serves models whose experts
+#: alone are packed.
 _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
 #: Systems that are timed on Qwen2.5's sizes alone.
 _QWEN_ALONE = ("transformers", "trl")
@@ -296,7 +297,7 @@ def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> N
         raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
     if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
         raise ConfigError(f"shapes: {system} has no random {weights} weights of {size}; remove it from that entry")
-    if weights in _MISSING.get(system, ()):
+    if weights in _MISSING.get(system, ()) and not (system == "vllm" and has_packed_experts_alone(size)):
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
     if kernels != "auto" and system not in ("native", "qerl"):
         raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")

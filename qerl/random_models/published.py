@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from qerl.checkpoints.published import PUBLISHED
+from qerl.checkpoints.published import EXPERTS_ALONE, PUBLISHED
 from qerl.formats import words
 from qerl.formats.codecs import quantize, split_rows
 from qerl.layers.empty_model import empty_model
@@ -19,8 +19,6 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import structure_of
 from qerl.random_models.weights import fill_model, random_weight
 
-#: Kinds of models whose published files have packed experts alone.
-_EXPERTS_ALONE = ("gpt_oss",)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -38,7 +36,7 @@ def published_model(config: PreTrainedConfig, weights: str, device: torch.device
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
     packed = [name for name in structure.packed_layers() if weights != "bf16"]
-    if structure.experts and config.model_type in _EXPERTS_ALONE:
+    if structure.experts and config.model_type in EXPERTS_ALONE:
         packed = [name for name in packed if ".experts." in name]
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
         with torch.device(device):

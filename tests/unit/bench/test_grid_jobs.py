@@ -273,6 +273,12 @@ def test_what_cannot_be_measured_is_one_sentence(changes, message):
         jobs_of(grid(**changes))
 
 
+def test_vllm_serves_experts_that_are_published_in_mxfp4():
+    assert [*jobs_of(grid(engine="vllm", sizes=["gpt-oss-20b"], weights=["mxfp4"]))] == [
+        "decode-vllm-gpt-oss-20b-mxfp4-r4"
+    ]
+
+
 def test_an_empty_list_is_an_error():
     with pytest.raises(ConfigError, match="sizes"):
         grid(sizes=[])

@@ -50,6 +50,14 @@ def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, 
     assert ("quantization_config" in stored) == (weights == "nvfp4")
 
 
+def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
+    monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES["gpt_oss"].config().to_dict())
+    assert stock_vllm.write_model(tmp_path / "model", "gpt-oss-20b", "mxfp4") == {"load_format": "dummy"}
+    stored = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert stored["architectures"] == ["GptOssForCausalLM"]
+    assert stored["quantization_config"] == {"quant_method": "mxfp4"}
+
+
 def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch):
     config = FAMILIES["qwen3_5"].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
