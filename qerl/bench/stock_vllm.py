@@ -1,8 +1,8 @@
 """Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 
-vLLM fills bf16, nvfp4 and mxfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without scales, so
-vLLM quantizes a random bfloat16 checkpoint with bitsandbytes while loading, as for a QLoRA user. That checkpoint is
-written to TMPDIR, with two bytes per weight. vLLM up to 0.27 has bitsandbytes built in.
+vLLM fills bf16, nvfp4 and mxfp4 weights itself (`load_format=dummy`). For nf4 that would leave the layers without
+scales, so vLLM quantizes a random bfloat16 checkpoint with bitsandbytes while loading, as for a QLoRA user. That
+checkpoint is written to TMPDIR, with two bytes per weight. vLLM up to 0.27 has bitsandbytes built in.
 """
 
 from __future__ import annotations
