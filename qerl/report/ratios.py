@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,11 @@ def faster(points: Sequence[Row | None]) -> Row | None:
     if len(measured) < len(points):
         return None
     return max((point for point in measured if point["status"] == OK), key=_speed, default=measured[0])
+
+
+def stated(name: str, points: Iterable[Row | None]) -> str:
+    """What the measured points have in a column of their stamp, such as `machine`, as text."""
+    return ", ".join(dict.fromkeys(str(point[name]) for point in points if point is not None))
 
 
 def _name(row: Row) -> str:
