@@ -377,6 +377,19 @@ def test_the_committed_grid_takes_four_hours():
     assert 3 < whole.measured + whole.estimated <= 4
 
 
+@pytest.mark.parametrize(("name", "gpus"), [("families", ["H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"])])
+def test_the_committed_points_are_of_these_gpus(name, gpus):
+    files = measured_files(committed_grid(name), Path("work"))
+    labels = [json.loads(file.read_text())["provenance"]["machine"]["label"] for file in files]
+    assert {label.split()[2] for label in labels} == set(gpus)
+
+
+def test_families_are_decoded_by_committed_points():
+    settings = committed_grid("families")
+    states = {id: state(job, settings) for id, job in jobs_of(settings).items() if job.kind == "decode"}
+    assert set(states.values()) == {"committed"}
+
+
 def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
     """Table 9: every rank at a batch of 1. Tables 5 to 8: batches of 2 and 8 sequences or prompts of 8 completions."""
     parts = [part for job in jobs_of(committed_grid()).values() if job.kind == "decode" for part in job.parts]
