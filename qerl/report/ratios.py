@@ -14,6 +14,7 @@ from qerl.results.schema.stored import OK
 Row = dict[Any, Any]
 
 NOT_MEASURED = "–"
+DIFFERENT_MACHINES = "different machines"
 
 
 def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
@@ -24,7 +25,7 @@ def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, flo
         if point["status"] != OK:
             return f"{_name(point)} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
     if above["machine"] != below["machine"]:
-        return "different machines", np.nan, np.nan
+        return DIFFERENT_MACHINES, np.nan, np.nan
     interval = ratio_interval(above["samples"], below["samples"])
     return interval.mean, interval.low, interval.high
 
